@@ -1,8 +1,9 @@
-"""Tensor files: what is read equals what was written, nothing is read before it is asked for, damage is told."""
+"""Checkpoints on disk: tensors are what was written and are not read before they are asked for; damage is told."""
 
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,155 +12,126 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import entry, one_line, raw_file, sample
+from checkpoint_files import CONFIG, entry, one_line, raw_file, sample, write_folder, write_index
 from safetensors.numpy import save_file
 
+from edgekv.checkpoint import tensors
+from edgekv.checkpoint.checkpoint import open_checkpoint, read_config
 from edgekv.checkpoint.tensors import DTYPES, MappedTensor, Tensors, TensorWriter, to_float32
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
+
+
+def refused(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointError, **given: Any) -> EdgeKVError:
+    """Opening the checkpoint fails in one line that has these parts."""
+    with pytest.raises(kind) as error:
+        open_checkpoint(path, **given)
+    one_line(error, *parts)
+    return error.value
+
+
+# Files of tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 5), (7,), (), (0, 4)])
-def test_every_dtype_round_trips(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    expected = sample(dtype, shape)
-    path = tmp_path / "a.safetensors"
-    with TensorWriter(path, {"w": (dtype, shape)}) as writer:
-        writer.write("w", expected)
-    file = Tensors.open(path)
-    found = file["w"].read()
-    assert found.dtype == expected.dtype
-    assert found.shape == shape
-    np.testing.assert_array_equal(found, expected)
-    info = file["w"]
-    assert (info.dtype, info.shape, info.nbytes) == (dtype, shape, expected.nbytes)
+def test_every_dtype_round_trips(tmp_path: Path, dtype: str) -> None:
+    shapes = {"matrix": (3, 5), "vector": (7,), "scalar": (), "none": (0, 4)}
+    with TensorWriter(tmp_path / "a", {name: (dtype, shape) for name, shape in shapes.items()}) as writer:
+        for name, shape in shapes.items():
+            writer.write(name, sample(dtype, shape))
+    file = Tensors.open(tmp_path / "a")
+    for name, shape in shapes.items():
+        found, expected = file[name].read(), sample(dtype, shape)
+        assert (found.dtype, found.shape) == (expected.dtype, shape)
+        np.testing.assert_array_equal(found, expected)
+        assert (file[name].dtype, file[name].nbytes) == (dtype, expected.nbytes)
 
 
-def test_array_is_a_read_only_view_in_file_order(tmp_path: Path) -> None:
-    path = raw_file(
-        tmp_path / "a", {"late": entry(8, 16), "early": entry(0, 8)}, np.arange(4, dtype=np.float32).tobytes()
-    )
-    file = Tensors.open(path)
+def test_arrays_are_read_only_views_in_file_order(tmp_path: Path) -> None:
+    """Also at places that are no multiple of a number's size."""
+    text = json.dumps({"late": entry(8, 16), "early": entry(0, 8)}).encode()
+    text += b" " * (-len(text) % 8 + 1)
+    file = Tensors.open(raw_file(tmp_path / "a", text, np.arange(4, dtype=np.float32).tobytes()))
     assert list(file) == ["early", "late"]
-    np.testing.assert_array_equal(file["late"].read(), [2, 3])
-    assert not file["late"].read().flags.writeable
-    assert not file["late"].read().flags.owndata
+    late = file["late"]
+    assert isinstance(late, MappedTensor)
+    assert late.start % 4 == 1
+    np.testing.assert_array_equal(late.read(), [2, 3])
+    assert not late.read().flags.writeable
+    assert not late.read().flags.owndata
     assert file.metadata == {}
 
 
 def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
-    tensors = {name: sample(name) for name in ("F32", "F16", "I8", "I64")}
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    file = Tensors.open(tmp_path / "a.safetensors")
+    expected = {name: sample(name) for name in ("F32", "F16", "I8", "I64")}
+    save_file(expected, tmp_path / "a", metadata={"format": "pt"})
+    file = Tensors.open(tmp_path / "a")
     assert file.metadata == {"format": "pt"}
-    assert sorted(file) == sorted(tensors)
-    for name, expected in tensors.items():
-        np.testing.assert_array_equal(file[name].read(), expected)
+    assert sorted(file) == sorted(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(file.require(name, (3, 5)).read(), array)
+    with pytest.raises(CheckpointError) as error:
+        file.require("F16", (5, 3))
+    one_line(error, "'F16'", "(3, 5)", "(5, 3)")
+    with pytest.raises(CheckpointError) as error:
+        file["F61"]
+    one_line(error, "'F61'", "'F16'", tmp_path / "a")
 
 
-def test_unaligned_data_is_read(tmp_path: Path) -> None:
-    text = json.dumps({"w": entry(0, 8)}).encode()
-    text += b" " * (-len(text) % 8 + 1)
-    file = Tensors.open(raw_file(tmp_path / "a", text, np.array([1.5, -2], np.float32).tobytes()))
-    tensor = file["w"]
-    assert isinstance(tensor, MappedTensor)
-    assert tensor.start % 4 == 1
-    np.testing.assert_array_equal(file["w"].read() + 0, [1.5, -2])
+LYING_HEADERS: dict[str, tuple[Any, int, int | None]] = {  # header, bytes of data, the length that is said
+    "header of 8 GiB": ({}, 0, 8 << 30),
+    "header of 2^63 bytes": ({}, 0, 1 << 63),
+    "header longer than the file": ({}, 0, 200),
+    "not JSON": (b"not JSON", 0, None),
+    "not an object": (b"[1]", 0, None),
+    "not UTF-8": (b"\xff\xfe{}", 0, None),
+    "no dtype": ({"w": {"shape": [2]}}, 8, None),
+    "unknown dtype": ({"w": entry(0, 8, "Q9")}, 8, None),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12, None),
+    "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, 20, None),
+    "past the end": ({"a": entry(0, 8), "b": entry(8, 16)}, 12, None),
+    "bytes left over": ({"w": entry(0, 8)}, 12, None),
+    "negative offset": ({"w": entry(-8, 0)}, 8, None),
+    "offset overflows": ({"w": entry(0, 2**64 - 1)}, 8, None),
+    "shape overflows": ({"w": entry(0, 8, shape=(2**62, 2**62))}, 8, None),
+    "shape against offsets": ({"w": entry(0, 8, shape=(3,))}, 8, None),
+    "newline in a name": ({"new\nline": entry(4, 12)}, 12, None),
+}
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "length"),
-    [
-        pytest.param({}, b"", 8 << 30, id="header of 8 GiB"),
-        pytest.param({}, b"", 1 << 63, id="header of 2^63 bytes"),
-        pytest.param({}, b"", 200, id="header longer than the file"),
-        pytest.param(b"not JSON", b"", None, id="not JSON"),
-        pytest.param(b"[1]", b"", None, id="not an object"),
-        pytest.param(b"\xff\xfe{}", b"", None, id="not UTF-8"),
-        pytest.param({"w": {"shape": [2]}}, bytes(8), None, id="no dtype"),
-        pytest.param({"w": entry(0, 8, "Q9")}, bytes(8), None, id="unknown dtype"),
-        pytest.param({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), None, id="overlap"),
-        pytest.param({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20), None, id="hole"),
-        pytest.param({"a": entry(0, 8), "b": entry(8, 16)}, bytes(12), None, id="past the end"),
-        pytest.param({"w": entry(0, 8)}, bytes(12), None, id="bytes left over"),
-        pytest.param({"w": entry(-8, 0)}, bytes(8), None, id="negative offset"),
-        pytest.param({"w": entry(0, 2**64 - 1)}, bytes(8), None, id="offset overflows"),
-        pytest.param({"w": entry(0, 8, shape=(2**62, 2**62))}, bytes(8), None, id="shape overflows"),
-        pytest.param({"w": entry(0, 8, shape=(3,))}, bytes(8), None, id="shape against offsets"),
-        pytest.param({"new\nline": entry(4, 12)}, bytes(12), None, id="newline in a name"),
-    ],
-)
-def test_lying_headers(tmp_path: Path, header: dict[str, Any] | bytes, data: bytes, length: int | None) -> None:
-    path = raw_file(tmp_path / "a.safetensors", header, data, length)
+@pytest.mark.parametrize("lie", LYING_HEADERS)
+def test_lying_headers(tmp_path: Path, lie: str) -> None:
+    header, n, length = LYING_HEADERS[lie]
+    path = raw_file(tmp_path / "a.safetensors", header, bytes(n), length)
     with pytest.raises(CheckpointError) as error:
         Tensors.open(path)
     one_line(error, path, "download")
 
 
-def test_truncated_files(tmp_path: Path) -> None:
+def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": sample("F32")}, path)
     for size in (path.stat().st_size - 1, 40, 8, 3, 0):
         os.truncate(path, size)
-        with pytest.raises(CheckpointError) as error:
-            Tensors.open(path)
-        one_line(error, path, "download")
-
-
-def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError) as error:
-        Tensors.open(tmp_path / "absent.safetensors")
-    one_line(error, "absent.safetensors", "No such file")
-    with pytest.raises(CheckpointError) as error:
-        Tensors.open(tmp_path)
-    one_line(error, tmp_path, "it is a folder")
+        refused(path, path, "download")
+    refused(tmp_path / "absent", "absent", "No such file")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError) as error:
-        Tensors.open(tmp_path / "pipe")
-    one_line(error, "pipe", "not a regular file")
+    refused(tmp_path / "pipe", "pipe", "not a regular file")
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("os.open", refuse)  # root may read a file of mode 0
-    with pytest.raises(CheckpointError) as error:
-        Tensors.open(tmp_path / "secret.safetensors")
-    one_line(error, "secret.safetensors", "Permission denied")
+    refused(tmp_path / "secret.safetensors", "secret.safetensors", "Permission denied")
 
 
-def test_dtypes_without_numpy_twin_are_listed_not_read(tmp_path: Path) -> None:
-    file = Tensors.open(
-        raw_file(tmp_path / "a", {"mask": entry(0, 2, "BOOL"), "w": entry(2, 4, "F8_E4M3")}, bytes(4))
-    )
-    assert [file[name].dtype for name in file] == ["BOOL", "F8_E4M3"]
-    with pytest.raises(CheckpointError) as error:
-        file["w"].read()
-    one_line(error, "'w'", "F8_E4M3", "BF16")
-
-
-def test_shape_beyond_numpy(tmp_path: Path) -> None:
-    file = Tensors.open(raw_file(tmp_path / "a", {"w": entry(0, 0, shape=(2**63, 0))}))
-    with pytest.raises(CheckpointError) as error:
-        file["w"].read()
-    one_line(error, "'w'", 2**63)
-
-
-def test_missing_tensor_names_the_close_ones(tmp_path: Path) -> None:
-    save_file({"model.norm.weight": sample("F32"), "other": sample("F32")}, tmp_path / "a.safetensors")
-    tensors = Tensors.open(tmp_path / "a.safetensors")
-    assert "other" in tensors
-    assert "norm.weight" not in tensors
-    with pytest.raises(CheckpointError) as error:
-        tensors["norm.weight"]
-    one_line(error, "'norm.weight'", "'model.norm.weight'", "a.safetensors")
-
-
-def test_require_checks_the_shape(tmp_path: Path) -> None:
-    save_file({"w": sample("F32")}, tmp_path / "a.safetensors")
-    tensors = Tensors.open(tmp_path / "a.safetensors")
-    np.testing.assert_array_equal(tensors.require("w", (3, 5)).read(), sample("F32"))
-    with pytest.raises(CheckpointError) as error:
-        tensors.require("w", (5, 3))
-    one_line(error, "'w'", "(3, 5)", "(5, 3)")
+def test_types_and_shapes_beyond_numpy_are_listed_not_read(tmp_path: Path) -> None:
+    entries = {"mask": entry(0, 2, "BOOL"), "w": entry(2, 4, "F8_E4M3"), "x": entry(4, 4, shape=(2**63, 0))}
+    file = Tensors.open(raw_file(tmp_path / "a", entries, bytes(4)))
+    assert [file[name].dtype for name in file] == ["BOOL", "F8_E4M3", "F32"]
+    for name, parts in (("w", ("F8_E4M3", "BF16")), ("x", (2**63,))):
+        with pytest.raises(CheckpointError) as error:
+            file[name].read()
+        one_line(error, f"'{name}'", *parts)
 
 
 BIG_FILE_PROBE = """
@@ -179,30 +151,25 @@ print(peak_kib() - before)
 def test_opening_13_gb_does_not_read_it(tmp_path: Path) -> None:
     path = raw_file(tmp_path / "big.safetensors", {"w": entry(0, 13 << 30, "F16", (13 << 29,))})
     os.truncate(path, path.stat().st_size + (13 << 30))  # sparse
-    probe = subprocess.run(
-        [sys.executable, "-c", BIG_FILE_PROBE, str(path)], capture_output=True, text=True, check=True
-    )
-    assert int(probe.stdout) < 16 << 10
-
-
-def resident_file_bytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssFile"))
+    command = [sys.executable, "-c", BIG_FILE_PROBE, str(path)]
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 16 << 10
 
 
 def test_release_gives_resident_pages_back(tmp_path: Path) -> None:
-    nbytes = 64 << 20
-    path = raw_file(
-        tmp_path / "a", {"w": entry(0, nbytes, "U8", (nbytes,)), "x": entry(nbytes, nbytes, "U8", (0,))}
-    )
-    os.truncate(path, path.stat().st_size + nbytes)
-    tensors = Tensors.open(path)
-    array = tensors["w"].read()
+    def resident() -> int:
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssFile"))
+
+    n = 64 << 20
+    path = raw_file(tmp_path / "a", {"w": entry(0, n, "U8", (n,)), "x": entry(n, n, "U8", (0,))})
+    os.truncate(path, path.stat().st_size + n)
+    file = Tensors.open(path)
+    array = file["w"].read()
     assert not array.any()
-    touched = resident_file_bytes()
-    tensors["w"].release()
-    tensors["x"].release()
-    assert resident_file_bytes() < touched - nbytes // 2
+    touched = resident()
+    file["w"].release()
+    file["x"].release()
+    assert resident() < touched - n // 2
     assert not array[:: 1 << 20].any()
 
 
@@ -210,23 +177,166 @@ def test_release_gives_resident_pages_back(tmp_path: Path) -> None:
 def test_to_float32(dtype: str) -> None:
     special = [0.0, -0.0, 1.5, -2.75, np.inf, -np.inf, np.nan, 6e-8, 3e4]
     array = np.array([special, special[::-1]]).astype(DTYPES[dtype])
-    expected = array.astype(np.float32)
+    if dtype == "BF16":
+        array = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(2, -1)
     for part in (np.s_[:], np.s_[1:], np.s_[:, ::2], np.s_[0, 0]):
-        piece = np.asarray(array[part])
-        found = to_float32(piece)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, expected[part])
+        piece, expected = np.asarray(array[part]), array.astype(np.float32)[part]
+        np.testing.assert_array_equal(to_float32(piece), expected)
         out = np.full((2, *piece.shape), -1, np.float32)
         assert to_float32(piece, out[1, ...]).base is out
-        np.testing.assert_array_equal(out[1], expected[part])
-
-
-def test_to_float32_refuses_integers() -> None:
-    with pytest.raises(CheckpointError) as error:
+        np.testing.assert_array_equal(out[1], expected)
+    with pytest.raises(CheckpointError, match=r"int8 .* BF16"):
         to_float32(np.zeros(2, np.int8))
-    one_line(error, "int8", "BF16")
 
 
-def test_every_bfloat16_value_converts_exactly() -> None:
-    array = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(to_float32(array), array.astype(np.float32))
+# Folders and files that a user names
+
+SHARDS = {
+    "model-00001-of-00002.safetensors": {"a": sample("F32"), "b": sample("F16")},
+    "model-00002-of-00002.safetensors": {"c": sample("I8")},
+}
+FIRST, SECOND = SHARDS
+
+
+def test_a_folder_with_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "m", {"weights.safetensors": {"w": sample("F32")}})
+    source = open_checkpoint(folder)
+    assert (source.path, source.folder, source.config) == (folder, folder, CONFIG)
+    assert (source.config_path, source.tokenizer_folder) == (folder / "config.json", None)
+    assert list(source.tensors) == ["w"]
+    (folder / "tokenizer.json").write_text("{}")
+    assert open_checkpoint(str(folder)).tokenizer_folder == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = open_checkpoint("~/m", config="~/m/config.json")
+    assert (source.path, source.folder) == (Path("~/m"), folder)
+    save_file({"v": sample("F32")}, folder / "more.safetensors")
+    refused(folder, "more.safetensors", "weights.safetensors", "index")
+
+
+def test_shards(tmp_path: Path) -> None:
+    found = open_checkpoint(write_folder(tmp_path, SHARDS)).tensors
+    assert sorted(found) == ["a", "b", "c"]
+    assert sum(t.nbytes for t in found.values()) == 15 * (4 + 2 + 1)
+    np.testing.assert_array_equal(found.require("c", (3, 5)).read(), sample("I8"))
+    with pytest.raises(CheckpointError) as error:
+        found["d"]
+    one_line(error, "'d'", "2 shards")
+    save_file({"a": sample("F32"), "c": sample("I8")}, tmp_path / SECOND)
+    refused(tmp_path, "'a'", FIRST, SECOND)  # in both
+    save_file({"a": sample("F32")}, tmp_path / FIRST)
+    save_file({"c": sample("I8")}, tmp_path / SECOND)
+    refused(tmp_path, "'b'", FIRST)  # in none
+    (tmp_path / SECOND).unlink()
+    refused(tmp_path, "1 of 2 shards", SECOND)
+
+
+def test_an_index_that_lies(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", SHARDS)
+    save_file({"a": sample("F32")}, tmp_path / "outside.safetensors")
+    for shard in ("../outside.safetensors", "/etc/outside.safetensors", "sub/in.safetensors", ".."):
+        write_index(folder, {"a": shard})
+        refused(folder, shard)
+    for homes in (None, {}, [1], {"a": 3}):
+        write_index(folder, homes)
+        refused(folder, "index.json", "weight_map")
+    (folder / "model.safetensors.index.json").write_text("{")
+    refused(folder, "index.json", "not valid JSON")
+
+
+def test_nothing_to_open(tmp_path: Path) -> None:
+    refused(tmp_path, tmp_path, "model.safetensors")
+    for name in ("pytorch_model.bin", "consolidated.00.pth"):
+        (tmp_path / name).write_bytes(b"x")
+        for path in (tmp_path, tmp_path / name):
+            refused(path, name, "safetensors", "convert")
+        (tmp_path / name).unlink()
+
+
+def test_a_bare_file_finds_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "bare.safetensors"
+    save_file({"w": sample("F32")}, path)
+    error = refused(path, path, "config.json", "__metadata__", "config=", kind=ConfigError)
+    assert error.field == "config"
+    save_file({"w": sample("F32")}, path, metadata={"config": "{"})
+    refused(path, path, "__metadata__", kind=ConfigError)
+    save_file({"w": sample("F32")}, path, metadata={"config": json.dumps({"from": "metadata"})})
+    source = open_checkpoint(path)
+    assert (source.folder, source.config_path, source.config) == (None, None, {"from": "metadata"})
+    (tmp_path / "config.json").write_text('{"from": "beside"}')
+    assert open_checkpoint(path).config == {"from": "beside"}
+    (tmp_path / "other.json").write_text('{"from": "argument"}')
+    source = open_checkpoint(path, config=tmp_path / "other.json")
+    assert (source.config_path, source.config) == (tmp_path / "other.json", {"from": "argument"})
+
+
+def test_damaged_configs(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model.safetensors": {"w": sample("F32")}})
+    for content in (b"{", b"", b"\xff\xfe", b"[" * 200_000):
+        (tmp_path / "config.json").write_bytes(content)
+        refused(tmp_path, tmp_path / "config.json", "not valid JSON", kind=ConfigError)
+    for content, part in ((b"[1]", "list"), (b"null", "NoneType"), (b" " * (5 << 20), "5,242,880")):
+        (tmp_path / "config.json").write_bytes(content)
+        refused(tmp_path, tmp_path / "config.json", part, kind=ConfigError)
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(ConfigError) as error:
+            read_config(path)
+        one_line(error, path, "cannot be read")
+
+
+def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:
+    model, words = write_folder(tmp_path / "m", {"model.safetensors": {"w": sample("F32")}}), tmp_path / "t"
+    words.mkdir()
+    refused(model, words, "tokenizer.json", kind=TokenizerError, tokenizer=words)
+    (words / "tokenizer.model").write_bytes(b"x")
+    for given in (words, words / "tokenizer.model"):
+        assert open_checkpoint(model, tokenizer=given).tokenizer_folder == words
+
+
+# Identities
+
+
+def identity_of(folder: Path, middle: np.ndarray, config: object = CONFIG) -> str:
+    ones = np.ones(1 << 16, np.float32)
+    whole = {"first": ones, "middle": middle, "zlast": ones}
+    return open_checkpoint(write_folder(folder, {"model.safetensors": whole}, config)).identity
+
+
+def test_identity_follows_config_and_every_tensor(tmp_path: Path) -> None:
+    middle = np.zeros(1 << 16, np.float32)
+    same = {
+        identity_of(tmp_path / "a", middle),
+        identity_of(tmp_path / "b", middle, dict(reversed(CONFIG.items()))),
+    }
+    others = {
+        identity_of(tmp_path / "d", middle + 1),
+        identity_of(tmp_path / "e", middle[:-1]),
+        identity_of(tmp_path / "f", middle.astype(np.float16)),
+        identity_of(tmp_path / "g", middle, {**CONFIG, "hidden_size": 8}),
+    }
+    assert (len(same), len(others | same)) == (1, 5)
+    assert all(len(each) == 16 and int(each, 16) >= 0 for each in same)
+
+
+def test_identity_follows_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where size and time stay as they were; and all bytes are read once, not at every start."""
+    first, middle = identity_of(tmp_path, np.zeros(1 << 16, np.float32)), tmp_path / "model.safetensors"
+    status, data = middle.stat(), bytearray(middle.read_bytes())
+    data[len(data) // 2] ^= 1
+    middle.write_bytes(data)
+    os.utime(middle, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = open_checkpoint(tmp_path).identity
+    assert changed != first
+    monkeypatch.setattr(tensors, "SETTLED_NS", 0)  # the files are new
+    assert open_checkpoint(tmp_path).identity == changed
+    monkeypatch.setattr(tensors, "hash_spans", None)
+    assert open_checkpoint(tmp_path).identity == changed
+
+
+def test_a_file_that_changes_while_it_is_open_has_no_identity(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model.safetensors": {"w": np.zeros(9, np.float32)}}, CONFIG)
+    source, path = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        _ = source.identity

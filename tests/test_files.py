@@ -1,0 +1,428 @@
+"""Files that users name, are written or are remembered: whole or not at all, and what is opened and believed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import io
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_files import one_line, sample
+from safetensors import safe_open
+
+from edgekv import files
+from edgekv.checkpoint.tensors import ALIGNMENT, MappedTensor, Tensors, TensorWriter
+from edgekv.cli import main
+from edgekv.cli.terminal import one_line as shown_line
+from edgekv.cli.terminal import redraw, visible_terminals
+from edgekv.engine.session_file import write
+from edgekv.errors import CheckpointError, ConfigError
+from edgekv.files import Memo, PartialFile, atomic_write, cache_root, open_regular, read_object, require_writable
+
+
+def mode_of(path: pathlib.Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def write_all(
+    path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], arrays: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    with TensorWriter(path, specs) as writer:
+        for name, array in arrays:
+            writer.write(name, array)
+
+
+# Writing
+
+
+def test_writer_streams_rows_and_aligns(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    expected = {"bf": sample("BF16", (7, 3)), "scalar": sample("F32", ()), "strided": sample("I32", (6, 4))[::2].T}
+    specs = {"bf": ("BF16", (7, 3)), "scalar": ("F32", ()), "strided": ("I32", (4, 3))}
+    with TensorWriter(path, specs, {"made": "here"}) as writer:
+        for start in range(0, 7, 2):
+            writer.write("bf", expected["bf"][start : start + 2])
+        writer.write("scalar", expected["scalar"])
+        writer.write("strided", expected["strided"])
+        assert not path.exists()
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert path.stat().st_size == writer.nbytes
+    file = Tensors.open(path)
+    first = file["bf"]
+    assert isinstance(first, MappedTensor)
+    assert first.start % ALIGNMENT == 0
+    assert list(file) == list(specs)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(file[name].read(), array)
+    with safe_open(path, framework="np") as other:
+        assert other.metadata() == {"made": "here"}
+        np.testing.assert_array_equal(other.get_tensor("strided"), expected["strided"])
+
+
+def test_writer_refuses_what_the_specs_do_not_say(tmp_path: Path) -> None:
+    specs, whole = {"a": ("F32", (2, 3)), "b": ("F32", (2, 3))}, np.zeros((2, 3), np.float32)
+    for given, part in (
+        ([("b", whole)], "out of order"),
+        ([("x", whole)], "out of order"),
+        ([("a", whole), ("b", whole), ("b", whole)], "the next one is none"),
+        ([("a", whole.astype(np.float16))], "float16"),
+        ([("a", np.zeros((2, 4), np.float32))], "(2, 4)"),
+        ([("a", np.zeros((3, 3), np.float32))], "(3, 3)"),
+        ([("a", whole.ravel())], "(6,)"),
+        ([("a", whole[:1])], "not written whole"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            write_all(tmp_path / "a.safetensors", specs, given)
+        one_line(error, "a.safetensors", part)
+    with pytest.raises(CheckpointError, match=r"F8_E4M3.*BF16"):
+        TensorWriter(tmp_path / "a", {"w": ("F8_E4M3", (1,))})
+    with pytest.raises(CheckpointError) as error:
+        write_all(tmp_path / "a.safetensors", {"w": ("U8", (1 << 60,))}, [])  # is told before anything is written
+    one_line(error, "a.safetensors", f"{128 + (1 << 60):,}", "free")
+    assert os.listdir(tmp_path) == []
+
+
+class FullDisk:
+    """A file whose method `failing` finds the disk full."""
+
+    def __init__(self, path: Path, mode: str, failing: str, opener: Any = None) -> None:
+        self._file = open(path, mode, opener=opener)  # noqa: SIM115 - closed by the writer
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return full_disk if name == self._failing else getattr(self._file, name)
+
+
+def full_disk(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("failing", ["write", "flush", "fsync", "interrupt"])
+def test_what_stops_a_writer_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        yield "w", np.zeros(1, np.uint8)
+        if failing == "interrupt":
+            raise KeyboardInterrupt
+        yield "w", np.zeros(1, np.uint8)
+
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"old")
+    if failing == "fsync":
+        monkeypatch.setattr(files.os, "fsync", full_disk)
+    else:
+        monkeypatch.setattr(files, "open", functools.partial(FullDisk, failing=failing), raising=False)
+    with pytest.raises(KeyboardInterrupt if failing == "interrupt" else CheckpointError) as error:
+        write_all(path, {"w": ("U8", (2,))}, arrays())
+    if failing != "interrupt":
+        one_line(error, path, "No space left", "66 bytes", "free")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+LIMITED_WRITER = """
+import resource, sys
+from edgekv.errors import CheckpointError
+from edgekv.files import atomic_write
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    atomic_write(sys.argv[1], bytes(4 << 20))
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_kernel_that_refuses_to_grow_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    command = [sys.executable, "-c", LIMITED_WRITER, str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "File too large" in said
+    assert said.startswith(str(path))
+    assert said.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    (tmp_path / "a.safetensors.partial-1-dead").write_bytes(b"x")
+    spec = {"w": ("U8", (1,))}
+    with TensorWriter(path, spec) as first, TensorWriter(path, spec) as second:
+        assert len(os.listdir(tmp_path)) == 2
+        first.write("w", np.full(1, 1, np.uint8))
+        second.write("w", np.full(1, 2, np.uint8))
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert Tensors.open(path)["w"].read() == 1
+
+
+def test_a_file_that_goes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a lock looks like a leftover to others, who lock it to remove it."""
+    lock, taken = fcntl.flock, list[Path]()
+
+    def after_another(file: Any, flags: int) -> None:
+        if len(taken) < 2:
+            (unlocked,) = tmp_path.iterdir()
+            taken.append(unlocked)
+            unlocked.unlink()
+            if len(taken) == 2:
+                raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert len(set(taken)) == 2
+    assert os.listdir(tmp_path) == ["a.json"]
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
+
+
+def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def after_another(source: Path, target: Path) -> None:
+        files._remove_abandoned(tmp_path, "a.json")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another)
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
+
+
+MANY_WRITES = """
+import sys
+from edgekv.files import atomic_write
+
+for _ in range(100):
+    atomic_write(sys.argv[1], b"whole")
+"""
+
+
+def test_processes_that_write_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    writers = [subprocess.Popen([sys.executable, "-c", MANY_WRITES, path]) for _ in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["a"]
+    assert path.read_bytes() == b"whole"
+
+
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: object, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "a.json.partial-1").write_bytes(b"x")
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "a.json.partial-1"]
+
+
+def test_modes_and_devices(tmp_path: pathlib.Path) -> None:
+    before = os.umask(0o022)
+    try:
+        atomic_write(tmp_path / "report", b"1")
+        atomic_write(tmp_path / "session", b"1", private=True)
+        assert [mode_of(tmp_path / name) for name in ("report", "session")] == [0o644, 0o600]
+        for path, mode in ((tmp_path / "report", 0o600), (tmp_path / "session", 0o640)):
+            path.chmod(mode)
+            atomic_write(path, b"2", private=True)
+            assert (path.read_bytes(), mode_of(path)) == (b"2", mode)
+        file = PartialFile(tmp_path / "report", 1)
+        (partial,) = tmp_path.glob("report.partial-*")
+        assert mode_of(partial) == 0o600  # from the beginning
+        file.discard()
+        write(tmp_path / "saved", {}, {})
+        assert mode_of(tmp_path / "saved") == 0o600
+    finally:
+        os.umask(before)
+    atomic_write("/dev/null", b"gone")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own are followed; those of others in a folder like /tmp are not, as in Linux itself."""
+    (tmp_path / "link").symlink_to("target")
+    atomic_write(tmp_path / "link", b"1")
+    assert (tmp_path / "target").read_bytes() == b"1"
+    assert (tmp_path / "link").is_symlink()
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    real = os.stat
+
+    def others_folder(path: object, **how: object) -> os.stat_result:
+        status = real(path, **how)
+        return os.stat_result((*status[:4], 54321, *status[5:])) if path == tmp_path else status
+
+    monkeypatch.setattr(os, "stat", others_folder)
+    with pytest.raises(CheckpointError, match="another user's symbolic link"):
+        atomic_write(tmp_path / "link", b"2")
+    assert (tmp_path / "target").read_bytes() == b"1"
+
+
+def test_what_can_not_be_written_is_known_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("absent/x", "file/x", ".", "n" * 300, "~nosuch/x", "a\0b"):
+        for ask in (require_writable, functools.partial(atomic_write, data=b"{}")):
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                ask(name)
+    for path in ("new", "file", "/dev/null"):
+        require_writable(path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# Reading
+
+
+@pytest.fixture
+def pipe(tmp_path: pathlib.Path) -> pathlib.Path:
+    """One that nobody writes to: whoever opens it plainly waits for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def test_what_is_no_regular_file_is_refused_at_once(pipe: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for path, what in ((pipe, "pipe"), (tmp_path, "folder"), ("/dev/zero", "device"), ("a\0b", "no such file")):
+        with pytest.raises(OSError, match=what):
+            open_regular(path)
+    with pytest.raises(ValueError, match="it is a pipe"):
+        read_object(pipe)
+
+
+def test_what_is_parsed_whole_has_a_bound(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.json"
+    for text, most, why in (
+        ('{"a": 1234567890}', 9, "accepted are 9"),
+        ("[" * 1000000, 9, "accepted are 9"),
+        ("[1]", 9, "holds a JSON list"),
+        ("{", 9, "not valid JSON"),
+        ("[" * 100000, 1 << 20, "not valid JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            read_object(path, most)
+
+
+def test_a_memo_is_what_was_written_or_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memo, content = Memo("of/this.json", 3), {"a": [1, 2.5, None], "b": {"c": "d"}}
+    assert memo.read() is None
+    memo.write(content)
+    path = cache_root() / "of" / "this.json"
+    assert (memo.read(), mode_of(path)) == (content, 0o600)
+    assert Memo("of/this.json", 4).read() is None
+    whole = path.read_text()
+    damaged = ["", "[]", "{}", "[" * 100000, whole[:-9], whole.replace("2.5", "2.6"), whole.replace('"d"', "[]")]
+    for text in damaged:
+        path.write_text(text)
+        assert memo.read() is None
+    path.write_bytes(b"\xff")
+    assert memo.read() is None
+    path.unlink()
+    os.mkfifo(path)
+    assert memo.read() is None
+    path.unlink()
+    memo.keep(content)
+    assert memo.read() == content
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="no home folder"):
+        cache_root()
+    memo.keep({})
+    assert memo.read() is None
+
+
+# The command line
+
+LONG, RUN = "n" * 300, ("run", "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((*RUN, "--model", path) for path in ("pipe", "/dev/zero", "", LONG, "~nosuch/x", "a\0b")),
+        ("info", "--model", LONG),
+        ("budget", "--shape", ""),
+        ("board", "--quick", "--shape", LONG),
+        ("board", "--quick", "--output", "deep.json/x"),
+        *((*RUN, option, "pipe") for option in ("--config", "--adapter", "--lora", "--json-schema", "--session")),
+        *((*RUN, option, "deep.json") for option in ("--config", "--json-schema", "--session")),
+        *((*RUN, "--power-csv", path) for path in ("/dev/zero", "wide.csv", "odd.csv")),
+        *((*RUN, "--json", path) for path in ("absent/x", ".")),
+        (*RUN, "--session", LONG),
+        ("run", "--prompt-file", "/dev/zero"),
+        ("demo", "--text", "pipe"),
+        ("demo", "--device", "nosuch"),
+        ("bench", "--plot", "x.txt"),
+        ("eval", "--text", "odd.csv", "--plot", "absent/x.png"),
+        ("quantize", "--output", "pipe"),
+        ("power", "record", "--csv", "absent/x", "--", "touch", "begun"),
+    ],
+)
+@pytest.mark.usefixtures("pipe")
+def test_the_command_line_refuses_files_in_one_line_before_any_work(
+    arguments: tuple[str, ...],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    (tmp_path / "wide.csv").write_text(f'time,watts\n"{LONG * 1000}"\n')
+    (tmp_path / "odd.csv").write_text("time,watts\n0001-01-01T00:00:00,3\n1e300,4\n")
+    before = sorted(os.listdir())
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("edgekv: error: ")
+    assert sorted(os.listdir()) == before
+
+
+def test_errors_name_the_option_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        ((*RUN, "--power", "x"), "--power x is unknown; accepted: auto, rpi-pmic"),
+        (("power", "--meter", "x"), "--meter x is unknown; accepted: auto, rpi-pmic"),
+        (("bench", "--kv", "steps"), "--kv steps needs a `kv_budget`, or steps:budget=BYTES"),
+        ((*RUN, "--ctx", "64", "--draft", "x"), "--draft x is unknown; accepted: none, ngram, auto"),
+    ):
+        assert main(arguments) == 2
+        assert f"error: {said}" in capsys.readouterr().err
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_character_commands_the_terminal(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But what draws bars and tables; what is not a terminal gets the text as it is, but for errors' names."""
+    folder = tmp_path / "a\x1b]0;b\n\x07"
+    folder.mkdir()
+    assert main(["info", "--model", str(folder)]) == 2
+    assert "/a\\x1b]0;b\\n\\x07: holds no" in capsys.readouterr().err
+    out, err, text = Tty(), Tty(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with visible_terminals():
+        print(text)
+        redraw(["1"], 2)
+        print(f"\r{text}", file=sys.stderr)
+    assert sys.stdout is out
+    shown = "a\tb\n\\x1b[2J\\x9b2J\\r\\x07é\\udcff\n"
+    assert out.getvalue() == f"{shown}\x1b[2A\x1b[J1\n"
+    assert err.getvalue() == f"\r{shown}"
+    assert shown_line(text) == shown[:-1].replace("\t", "\\t").replace("\n", "\\n")
+    monkeypatch.setattr(sys, "stdout", plain := io.StringIO())
+    with visible_terminals():
+        print(text)
+    assert plain.getvalue() == f"{text}\n"

@@ -1,4 +1,4 @@
-"""GGUF files: every architecture as the checkpoint that it was made from, llama.cpp's own text, commands."""
+"""GGUF files: each architecture as the checkpoint that it was made from, weights of each type, llama.cpp text."""
 
 import json
 import os
@@ -6,58 +6,53 @@ import pathlib
 import shutil
 import sys
 
+import gguf
 import gguf_cases
 import gguf_files
-import gguf_writer
 import golden_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cuda_cases import OnDevice, require_same_logits
+from gguf_writer import TYPES, write_gguf, write_k_quants
+from kernel_cases import pairs
+from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
-from edgekv.models import gguf_families
+from edgekv.models import architecture, gguf_families
+from edgekv.weights.store import WeightStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "llama_cpp_demo.json").read_text())
 CONVERTED = json.loads((ROOT / "tests" / "golden" / "gguf.json").read_text())
-
-
-def written_case(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[pathlib.Path, ...]:
-    """A case of gguf_cases as a checkpoint, and as GGUF in float32."""
-    monkeypatch.setitem(golden_cases.CASES, name, gguf_cases.CASES[name])
-    checkpoint = golden_cases.write_checkpoint(name, folder / name)
-    return checkpoint, gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf")
-
-
-@pytest.mark.parametrize("name", gguf_cases.CASES)
-def test_the_files_of_these_tests_are_the_converters(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and tensors: what llama.cpp's own converter wrote of the same checkpoint."""
-    _, path = written_case(name, tmp_path, monkeypatch)
-    assert gguf_files.contents(path) == CONVERTED[name]
+PLAIN = ["llama1", "llama-tied-smollm", "llama-head-dim", "llama-biases", "rope-linear", "rope-yarn", "gpt2"]
+QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
+ROUNDING = {"Q4_0": 0, "Q8_0": 0, "Q4_1": 3e-7}  # of the sums
 
 
 @pytest.mark.parametrize("name", gguf_cases.CASES)
 def test_every_architecture_is_read(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are those of the checkpoint: but for numbers that a key has in float32, to the bit."""
-    checkpoint, path = written_case(name, tmp_path, monkeypatch)
-    tokens = golden_cases.tokens(name)
-    kv = "dense:dtype=f32"
+    """With the metadata of llama.cpp's own converter. Logits are those of the checkpoint: but for numbers that a
+    key has in float32, to the bit. The tensors of these tests' files are the converter's.
+    """
+    monkeypatch.setitem(golden_cases.CASES, name, gguf_cases.CASES[name])
+    checkpoint = golden_cases.write_checkpoint(name, tmp_path / name)
+    path = write_gguf(checkpoint, tmp_path / f"{name}.gguf", metadata=CONVERTED[name]["metadata"])
+    assert gguf_files.contents(path) == CONVERTED[name]
+    tokens, kv = golden_cases.tokens(name), "dense:dtype=f32"
     ours, expected = (Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, checkpoint))
     np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
-    assert {gguf_families()[each["architecture"]].model_type for each in CONVERTED.values()} == {
-        family.model_type for family in gguf_families().values() if family.model_type != "gpt2"
-    }
+    known = {family.architecture for family in gguf_families().values()}
+    assert {each["architecture"] for each in CONVERTED.values()} == known - {"gpt2"}
 
 
 @pytest.mark.parametrize("kind", GOLDEN["tokens"])
 def test_greedy_text_is_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
     """Both round the activations of quantized layers, each in its way: where two tokens are near, texts part."""
-    path = gguf_writer.write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", kind)
+    path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", kind)
     session = Session.load(path, kv="dense", ctx=256)
     tokens = [step.token for step in session.generate(GOLDEN["prompt"], max_new_tokens=64, temperature=0.0)]
     assert session.tokens[: len(GOLDEN["prompt_ids"])] == GOLDEN["prompt_ids"]
@@ -80,7 +75,7 @@ def test_the_second_start_does_not_need_the_library(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its walk through the header takes seconds for a large vocabulary; the cache folder has what it found."""
-    path = gguf_writer.write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "F16")
+    path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "F16")
     first = Model.open(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     second = Model.open(path)
@@ -94,7 +89,7 @@ def test_the_second_start_does_not_need_the_library(
 
 
 def test_run_info_and_a_store_that_travels(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = gguf_writer.write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "Q8_0")
+    path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "Q8_0")
     assert main(["info", "--model", str(path)]) == 0
     assert "gguf" in capsys.readouterr().out
     run = ["run", "--greedy", "--prompt", GOLDEN["prompt"], "--max-new-tokens", "20", "--ctx", "256"]
@@ -106,3 +101,135 @@ def test_run_info_and_a_store_that_travels(tmp_path: pathlib.Path, capsys: pytes
     capsys.readouterr()
     assert main([*run, "--model", str(tmp_path / "store")]) == 0
     assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(("name", "kind"), pairs(name=PLAIN, kind=["F32", "F16", "BF16"]))
+def test_plain_numbers_are_the_checkpoints(name: str, kind: str, tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint(name, tmp_path / "folder")
+    path = write_gguf(folder, tmp_path / "model.gguf", kind)
+    tokens = golden_cases.tokens(name)
+    ours = Session.load(path, kv="dense:dtype=f32").logits(tokens)
+    if kind != "F32":
+        rounded = {n: _rounded(a, kind) for n, a in golden_cases.tensors(name).items()}
+        kept = {n: a for n, a in golden_cases.tensors(name).items() if n.endswith("wpe.weight")}
+        save_file(rounded | kept, folder / "model.safetensors")
+    np.testing.assert_array_equal(ours, Session.load(folder, kv="dense:dtype=f32").logits(tokens))
+
+
+def _rounded(array: np.ndarray, kind: str) -> np.ndarray:
+    """What is left of a matrix in the type; vectors stay float32."""
+    chosen = TYPES[kind]
+    return gguf.quants.dequantize(gguf.quants.quantize(array, chosen), chosen) if array.ndim > 1 else array
+
+
+@pytest.mark.parametrize("name", ["llama2-gqa", "qwen2", "wide-gpt2"])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Path) -> None:
+    """Every weight of the store is the file's own, to the bit."""
+    folder = golden_cases.write_checkpoint(name.removeprefix("wide-"), tmp_path / "folder")
+    if name == "wide-gpt2":
+        widened(folder)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind)
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    assert form.name == "gguf"
+    assert model.weights_note(form) is None
+    store = model.store(form)
+    for linear in model.arch.linears():
+        assert form.of(linear).name == QUANTISED[kind]
+        np.testing.assert_array_equal(store.matrix(linear), model.weights.matrix(linear))
+    if kind != "Q4_1":
+        wider = model.store(model.weight_format("int8-32"))  # 4 bits fit into 8
+        np.testing.assert_array_equal(wider.matrix("0.up"), store.matrix("0.up"))
+    expected = gguf.quants.quantize(reference(folder, "0.up"), TYPES[kind])
+    theirs = gguf.quants.dequantize(expected, TYPES[kind])
+    np.testing.assert_allclose(store.matrix("0.up"), theirs, rtol=0, atol=ROUNDING[kind] * np.abs(theirs).max())
+
+
+def widened(folder: pathlib.Path) -> None:
+    """GPT-2 with channels that are whole blocks of 32."""
+    config = golden_cases.GPT2 | {"n_embd": 96, "n_head": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    shapes = architecture(config).tensors()
+    save_file({n: golden_cases._draw("wide", n, s) for n, s in shapes.items()}, folder / "model.safetensors")
+
+
+def reference(folder: pathlib.Path, linear: str) -> np.ndarray:
+    return np.ascontiguousarray(Model.open(folder).weights.matrix(linear))
+
+
+@pytest.mark.parametrize("device", ["cpu", "numpy"])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_logits_of_quantized_files(kind: str, device: str, tmp_path: pathlib.Path) -> None:
+    """Against the checkpoint with the file's weights; the products also round the activations."""
+    folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
+    path = write_gguf(folder, tmp_path / "model.gguf", kind)
+    rounded = {n: _rounded(a, kind) for n, a in golden_cases.tensors("llama2-gqa").items()}
+    save_file(rounded, folder / "model.safetensors")
+    tokens = golden_cases.tokens("llama2-gqa")
+    ours = Session.load(path, kv="dense:dtype=f32", device=device).logits(tokens)
+    expected = Session.load(folder, kv="dense:dtype=f32", device="numpy", weights="f32").logits(tokens)
+    error = np.sqrt(np.mean(np.square(ours - expected)))
+    assert error < (0.05 if device == "cpu" else 2e-3) * expected.std()  # the table is rounded to float16
+
+
+def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
+    """The library's values up to the rounding of a sum; products on every path, of a prompt and of a token."""
+    path, expected = write_k_quants(tmp_path, "Q4_K")
+    model, near = Model.open(path), 1e-6 * np.abs(expected).max()
+    form = model.weight_format("auto")
+    assert {form.of(name).name for name in model.arch.linears()} == {"int4-32-offsets"}
+    assert model.weights_note(form) is None
+    assert "int8-32" in str(model.weights_note(model.weight_format("int8-32")))
+    np.testing.assert_allclose(model.weights.matrix("0.down"), expected, atol=near, rtol=0)
+    store = model.store(form)
+    np.testing.assert_allclose(store.matrix("0.down"), expected, atol=near, rtol=0)
+    assert WeightStore(store.folder).form == form
+    require_same_logits(model, range(41), device)
+
+
+def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
+    """Fused projections of which one has more bits, as llama.cpp mixes them."""
+    path, _ = write_k_quants(tmp_path, "Q4_K", {"v_proj": "Q6_K", "gate_proj": "Q4_0"})
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    names = {name: form.of(name).name for name in ("0.qkv", "0.out", "0.up")}
+    assert names == {"0.qkv": "int8-32", "0.out": "int4-32-offsets", "0.up": "int4-32-offsets"}
+    assert model.weights_note(form) is not None
+    store = model.store(form)
+    for name, error in (("0.qkv", 0.01), ("0.up", 1e-6)):
+        expected = model.weights.matrix(name)
+        assert np.linalg.norm(store.matrix(name) - expected) < error * np.linalg.norm(expected)
+
+
+def test_each_linear_layer_has_its_own_format(tmp_path: pathlib.Path) -> None:
+    """As llama.cpp mixes them: the output projection with more bits."""
+    folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
+    path = write_gguf(folder, tmp_path / "model.gguf", "Q4_0", head="Q8_0")
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    assert (form.of("0.qkv").name, form.of("head").name) == ("int4-32", "int8-32")
+    assert model.weights_note(form) is None
+    again = WeightStore(model.store(form).folder)  # the manifest remembers
+    assert again.form == form
+    np.testing.assert_array_equal(again.matrix("head"), model.weights.matrix("head"))
+    assert model.weights_note(model.weight_format("int4")) is not None
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_K", "Q6_K"])
+def test_other_blocks_are_quantized_again_and_it_is_said(kind: str, tmp_path: pathlib.Path) -> None:
+    if kind == "Q5_0":
+        folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
+        path, expected = write_gguf(folder, tmp_path / "model.gguf", kind), None
+    else:
+        path, expected = write_k_quants(tmp_path, kind)
+    session = Session.load(path, kv="dense:dtype=f32")
+    assert session.plan.notes == (f"weights of type {kind} were quantized a second time, to int8-32",)
+    exact, store = session.model.weights, session.model.store(session.model.weight_format("auto"))
+    if expected is not None:
+        np.testing.assert_array_equal(exact.matrix("0.down"), expected)
+    for linear in ("0.qkv", "0.down", "head"):
+        x, y = exact.matrix(linear), store.matrix(linear)
+        assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(x)
+    assert np.isfinite(session.logits([1, 2, 3])).all()

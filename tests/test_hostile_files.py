@@ -1,5 +1,6 @@
 """Stores, tokenizers and GGUF files that lie: one line each, and no more memory than the file can stand for."""
 
+import contextlib
 import json
 import pathlib
 import struct
@@ -8,33 +9,40 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import gguf as library
 import golden_cases
+import numpy as np
 import pytest
 import tokenizers
-from gguf_writer import write_gguf
+from gguf_writer import write_gguf, write_vocabulary
+from helpers import raises
 from test_session_hostile import put
 
 from edgekv import EdgeKVError
-from edgekv.checkpoint.gguf import Header
+from edgekv.checkpoint.gguf import Header, imported, open_gguf
 from edgekv.cli import main
 from edgekv.engine.model import Model
-from edgekv.errors import CheckpointError, TokenizerError
+from edgekv.errors import CheckpointError, ConfigError, TokenizerError
 from edgekv.files import cache_root
+from edgekv.models import architecture, gguf_families
+from edgekv.models.gguf import GgufMetadata
 from edgekv.text import load_tokenizer
+
+CONVERTED = json.loads((pathlib.Path(__file__).parent / "golden" / "gguf.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
+    return golden_cases.write_checkpoint("llama2-gqa", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def store(folder: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    assert (
-        main(["quantize", "--model", str(folder), "--weights", "int8", "--output", str(tmp_path / "store")]) == 0
-    )
-    return tmp_path / "store"
+@pytest.fixture(scope="module")
+def whole(folder: pathlib.Path) -> bytes:
+    """A GGUF file."""
+    return write_gguf(folder, folder / "model.gguf", "Q8_0").read_bytes()
 
+
+# Stores
 
 STORE_LIES: dict[str, Callable[[Any], None]] = {
     "format": put("format", "one"),
@@ -50,31 +58,34 @@ STORE_LIES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("lie", STORE_LIES)
-def test_a_store_whose_json_lies(lie: str, store: pathlib.Path) -> None:
-    manifest = json.loads((store / "store.json").read_text())
-    STORE_LIES[lie](manifest)
-    (store / "store.json").write_text(json.dumps(manifest))
-    with pytest.raises(EdgeKVError):
-        Model.open(store)
+def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    store = tmp_path / "store"
+    assert main(["quantize", "--model", str(folder), "--weights", "int8", "--output", str(store)]) == 0
+    Model.open(store)
+    manifest = (store / "store.json").read_text()
+    for name, lie in STORE_LIES.items():
+        changed = json.loads(manifest)
+        lie(changed)
+        (store / "store.json").write_text(json.dumps(changed))
+        with pytest.raises(EdgeKVError):
+            pytest.fail(f"{name}: {Model.open(store)}")
+    for text in ("[]", "{", "[" * 100_000, "\0", "3"):
+        (store / "store.json").write_text(text)
+        with pytest.raises(CheckpointError, match="not a weight store"):
+            Model.open(store)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\0", "3"])
-def test_a_store_without_json(text: str, store: pathlib.Path) -> None:
-    (store / "store.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not a weight store"):
-        Model.open(store)
+# Tokenizers
 
 
 def tokenizer_json(**changes: Any) -> str:
-    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [], byte_fallback=False))
-    library.decoder = tokenizers.decoders.ByteLevel()
-    return json.dumps(json.loads(library.to_str()) | changes)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [], byte_fallback=False))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return json.dumps(json.loads(made.to_str()) | changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_odd_tokenizers(tmp_path: pathlib.Path) -> None:
+    for changes in (
         {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a z"]}},
         {"model": []},
@@ -83,12 +94,16 @@ def tokenizer_json(**changes: Any) -> str:
         {"added_tokens": [{"id": -1, "content": "x"}]},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-    ],
-)
-def test_odd_tokenizers(changes: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json(**changes))
-    with pytest.raises(TokenizerError):
-        load_tokenizer(tmp_path).encode("ab" * 10)
+    ):
+        (tmp_path / "tokenizer.json").write_text(tokenizer_json(**changes))
+        with pytest.raises(TokenizerError):
+            load_tokenizer(tmp_path).encode("ab" * 10)
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    bad_names: tuple[Any, ...] = (3, [], {"content": []})
+    for declared in ({"add_bos_token": "yes"}, *({"bos_token": name} for name in bad_names), {"eos_token": []}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+        with pytest.raises(TokenizerError):
+            load_tokenizer(tmp_path)
 
 
 class Panic(BaseException):
@@ -110,14 +125,7 @@ def test_panics_are_errors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "declared", [{"add_bos_token": "yes"}, {"bos_token": 3}, {"eos_token": []}, {"bos_token": {"content": []}}]
-)
-def test_odd_tokenizer_configs(declared: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
-    with pytest.raises(TokenizerError):
-        load_tokenizer(tmp_path)
+# GGUF files: counts
 
 
 def text(value: bytes) -> bytes:
@@ -149,7 +157,7 @@ def test_gguf_counts_beyond_the_file(name: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(COUNTS[name])
     tracemalloc.start()
-    with pytest.raises(ValueError):  # noqa: PT011 - of any kind: the next test has its words
+    with pytest.raises(ValueError):  # noqa: PT011 - of any kind: the next one has its words
         Header(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -158,29 +166,94 @@ def test_gguf_counts_beyond_the_file(name: str, tmp_path: pathlib.Path) -> None:
         Model.open(path)
 
 
-def test_a_gguf_header_is_read_whole(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Against the library's own reader."""
-    import gguf as library
-
-    path = write_gguf(folder, tmp_path / "x.gguf", "Q8_0", tokenizer=False)
+def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> None:
+    """Against the library's own reader. What killed processes left of an import goes."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(whole)
     header, reader = Header(path), library.GGUFReader(path)
     for name, value in header.metadata.items():
         assert reader.fields[name].contents() == value
     assert header.data_start == reader.data_offset
     for tensor in reader.tensors:
-        ours = header.tensors[tensor.name]
-        assert (ours.shape, ours.kind, ours.start) == (
-            tuple(int(n) for n in reversed(tensor.shape)),
-            tensor.tensor_type,
-            tensor.data_offset,
-        )
-
-
-def test_partial_imports_of_killed_processes_go(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    path = write_gguf(folder, tmp_path / "x.gguf", tokenizer=False)
+        ours, shape = header.tensors[tensor.name], tuple(int(n) for n in reversed(tensor.shape))
+        assert (ours.shape, ours.kind, ours.start) == (shape, tensor.tensor_type, tensor.data_offset)
     dead = subprocess.Popen(["true"])
     dead.wait()
     left = cache_root() / "gguf" / f"0123.partial-{dead.pid}"
     left.mkdir(parents=True)
     Model.open(path)
     assert not left.exists()
+
+
+# GGUF files: damaged, cut off, or of what edgekv does not support
+
+
+def refused(path: pathlib.Path, data: bytes, match: str, kind: type[EdgeKVError] = CheckpointError) -> None:
+    path.write_bytes(data)
+    with pytest.raises(kind, match=match) as error:
+        Model.open(path)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the library computes sizes from what it finds
+def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    for size in (4, 20, 300, len(whole) // 2, len(whole) - 1):
+        refused(path, whole[:size], "download it again")
+    refused(path, b"PK\x03\x04" + whole[4:], "no GGUF file")
+    refused(path, b"", "no GGUF file")
+    refused(path, whole[:4] + b"\x63" + whole[5:], "correct GGUF file")
+    refused(path, whole.replace(b"llama", b"mamba"), "'mamba' is not supported; supported: llama", ConfigError)
+    for key, value, match in (
+        ("tokenizer.ggml.pre", "tekken", "cuts texts like 'tekken'"),
+        ("tokenizer.ggml.model", "bert", "tokenizer 'bert' is not supported"),
+    ):
+
+        def fill(writer: library.GGUFWriter, strange: dict[str, str] = {key: value}) -> None:  # noqa: B006
+            writer.add_token_list(["a", "b"])
+            for name, text in ({"tokenizer.ggml.model": "gpt2"} | strange).items():
+                writer.add_string(name, text)
+
+        refused(path, write_vocabulary(tmp_path, fill).read_bytes(), match, TokenizerError)
+    with raises(CheckpointError, field="model"):
+        Model.open(tmp_path / "absent.gguf")
+    path.write_bytes(whole)
+    index = imported(path)[1]
+    path.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match="cut off inside tensor"):
+        open_gguf(path, index)
+    with pytest.raises(CheckpointError, match=r"give its GGUF file: .*\.gguf"):
+        Model.open(tmp_path)
+    rng = np.random.default_rng(0)
+    for _ in range(60):  # whatever it is, it is one of ours
+        data = bytearray(whole)
+        for position in rng.integers(0, 1500, 3):
+            data[position] = rng.integers(256)
+        path.write_bytes(data)
+        with contextlib.suppress(EdgeKVError):
+            Model.open(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [
+        ("olmo2", {"attention.sliding_window": 16}, "OLMo 3"),
+        ("granite", {"rope.scaling.finetuned": False}, "without rotations"),
+        ("gemma3", {"block_count": 1 << 60}, "num_hidden_layers"),
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, "layer_types has 1 entries"),
+        ("phi3", {"rope.dimension_count": 32}, "partial_rotary_factor"),
+        ("phi3-longrope", {"rope.scaling.attn_factor": -1.0}, "attention_factor"),
+        ("phi3-longrope", {"without": "rope_factors_short.weight"}, "no tensor rope_factors_short"),
+    ],
+)
+def test_what_a_gguf_file_may_not_say(name: str, values: dict[str, Any], match: str) -> None:
+    case = CONVERTED[name]
+    own = case["architecture"]
+    metadata = {"general.architecture": own, **case["metadata"]}
+    metadata |= {f"{own}.{key}": value for key, value in values.items()}
+    shapes = {tensor: tuple(shape) for tensor, (shape, _) in case["tensors"].items()}
+    names = (tensor for tensor in shapes if tensor.startswith("rope_factors") and tensor != values.get("without"))
+    factors = {tensor: [1.0] * shapes[tensor][0] for tensor in names}
+    with pytest.raises(ConfigError, match=match):
+        architecture(gguf_families()[own].config(GgufMetadata(metadata, shapes, factors)))

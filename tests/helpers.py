@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from edgekv import EdgeKVError
 from edgekv.kvcache import CacheSpec, schemes
 
+HAS_PAPERS = importlib.util.find_spec("edgekv.papers") is not None
 SCHEMES = schemes()
 """All that are installed, the papers' too where there are any."""
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import types
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers import HAS_PAPERS
 
 from edgekv.kernels import reference
 from edgekv.kvcache import schemes
 from edgekv.kvcache.codecs import Codec
-from edgekv.papers.retrieval import Index
 
-C = TypeVar("C", Codec, Index)
+C = TypeVar("C")
+BASES = (Codec, import_module("edgekv.papers.retrieval").Index) if HAS_PAPERS else (Codec,)
 
 
 def _below(kind: type) -> list[type[Any]]:
@@ -26,9 +27,7 @@ def _below(kind: type) -> list[type[Any]]:
 
 
 assert schemes()  # whose files are imported with it
-CODECS: dict[str, type[Any]] = {
-    each.kind: each for base in (Codec, Index) for each in _below(base) if each.backends
-}
+CODECS: dict[str, type[Any]] = {each.kind: each for base in BASES for each in _below(base) if each.backends}
 """Those that kernels read, by their kind."""
 
 # Values for `cpu.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
@@ -108,7 +107,7 @@ def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **para
 
 def own(backend: Any, kind: str) -> Any:
     """A backend's file for a kind of codec."""
-    return importlib.import_module(CODECS[kind].backends[backend.__name__.rpartition(".")[2]])
+    return import_module(CODECS[kind].backends[backend.__name__.rpartition(".")[2]])
 
 
 def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:

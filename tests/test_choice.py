@@ -66,7 +66,7 @@ def test_a_named_scheme_is_held_to_the_budget() -> None:
         ("onebit:v_bits=4", None, "onebit:v_bits=4"),
         ("q3:sink=8", None, "planes:k_bits=3,v_bits=3,by_need=true,sink=8"),
         ("f16", None, "dense"),
-        (CacheSpec.parse("kivi2"), None, "kivi2"),
+        (CacheSpec.parse("onebit"), None, "onebit"),
     ],
 )
 def test_what_is_meant(kv: str | CacheSpec | None, budget: int | None, meant: str) -> None:

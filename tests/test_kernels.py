@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import codec, normal, own
+from kernel_cases import codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
@@ -24,8 +24,6 @@ from edgekv.kernels.cpu import launch, ranges, rope, rows, scalar
 from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.softmax import _softmax_rows
-from edgekv.papers.h1b import cpu as signs
-from edgekv.papers.int4 import cpu as int4
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
 
@@ -197,19 +195,11 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
     """Contiguous and sliced scores, single tokens and many: one signature (two where stores differ in type)."""
     rng = np.random.default_rng(0)
     for n_rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
-        n, d, b = 70, 32, 64
+        n, d = 70, 32
         s = np.zeros((2, n_rows, n + gap), np.float32)[:, :, :n]
         q, x, out = normal(rng, 2, n_rows, d), normal(rng, 2, n, d), normal(rng, 2, n_rows, d)
         store = np.zeros((2, 128, d), np.uint16)
-        codes, delta, zero = (
-            np.zeros((2, 128, d // 2), np.uint8),
-            np.zeros((2, 128), np.uint16),
-            np.zeros((2, 128), np.uint8),
-        )
-        sketches = np.zeros((2, 2, 1, 64), np.uint64)
         cpu.encode_f16(x, store, 0)
-        own(cpu, "int4").encode_int4(x, codes, delta, zero, 0)
-        own(cpu, "signs").pack_signs(normal(rng, 2, n, b), sketches, 0)
         keys = codec("f16", store.shape, {"half": store})
         cpu.scores(keys, q, 0, n, s)
         cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))
@@ -220,9 +210,7 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for items in (
         rows._encode_tokens,
-        int4._encode_tokens,
         rope._split_tokens,
-        signs._pack_tokens,
         ranges._score_items,
         ranges._sum_items,
         _softmax_rows,

@@ -17,7 +17,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.spec import suited
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
-DEFAULT_SCHEMES = "dense,h1b,onebit,planes"
+DEFAULT_SCHEMES = "dense,onebit,planes"
 COLUMNS: dict[str, Callable[[Timing], str]] = {
     "kv": lambda t: CacheSpec.parse(t.kv).short,
     "depth": lambda t: str(t.depth),

@@ -9,7 +9,6 @@ import time
 import msgspec
 import power_trees as trees
 import pytest
-from board_cases import FASTER, made_up, new_board
 
 from edgekv.cli import main
 from edgekv.errors import ConfigError, PowerError
@@ -18,13 +17,19 @@ from edgekv.power import board as measuring
 from edgekv.power.board import (
     FULL,
     NO_TIME,
+    QUICK,
     Bandwidth,
     Board,
     Decode,
+    Idle,
     Measured,
+    Plan,
     Prompt,
     Run,
+    Shape,
+    Span,
     Step,
+    ThreadsRow,
     Watch,
     add_log,
     open_meter,
@@ -33,6 +38,34 @@ from edgekv.power.board_page import page
 from edgekv.power.sampler import Unmetered
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)
+
+
+def new_board(plan: Plan = FASTER) -> Board:
+    return Board.new(plan, "a test", "none")
+
+
+def made_up() -> Board:
+    """A finished board, each of its measurements half a second after the one before and as long."""
+    board, started = new_board(), time.time() - 60
+    board.idle = Idle(started, 0.4, None, 0.0)
+    span = Span(started, 0.4, 0.5, 51.5, 2400.0, (), 0.02)
+    decoded = [
+        Decode("tiny", kv, depth, 8, 12.5, 12.0, 14.0, 8.0, 3.0, 1000, 5000, 10000, span)
+        for depth in FASTER.depths
+        for kv in FASTER.schemes
+    ]
+    rows: list[Measured] = [
+        *(Bandwidth(1, 9.5, span), Bandwidth(2, 12.25, span), ThreadsRow("tiny", 1, 2.5, 99.5, span)),
+        *(*decoded, Prompt("tiny", "dense", 64, 2, 640.0, 0.11, 10000, span)),
+    ]
+    spans = [msgspec.structs.replace(span, started=started + 0.5 * (i + 1)) for i in range(len(rows))]
+    board.measured = [msgspec.structs.replace(row, span=own) for row, own in zip(rows, spans, strict=True)]
+    board.shapes = [Shape("tiny", 5000, 2, 2, 2, 0.5)]
+    board.finished = True
+    return board
 
 
 def go(board: Board, path: pathlib.Path, seconds: float = 600.0) -> list[str]:

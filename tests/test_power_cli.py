@@ -49,15 +49,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["machine"]["cores"]
 
 
-@pytest.mark.usefixtures("steady")
-def test_live(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "--seconds", "1", "--meter", "rpi-pmic", "--hz", "50"]) == 0
-    out = capsys.readouterr().out
-    assert "rpi-pmic  4.00 W" in out
-    assert "  total  4.000 W" in out
-    assert "load" in out
-
-
 @pytest.mark.usefixtures("bare")
 def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["power", "doctor"]) == 1
@@ -125,14 +116,6 @@ def test_record_writes_the_samples_and_passes_the_status_on(
     assert before - 1 < float(rows[0]["time_unix_s"]) < time.time() + 1
     times, _, n_bad = read_log(path)
     assert (len(times), n_bad) == (len(rows), 0)
-
-
-@pytest.mark.usefixtures("steady")
-@pytest.mark.parametrize(
-    ("command", "status"), [(["sh", "-c", "kill -TERM $$"], 128 + signal.SIGTERM), (["true"], 0), (["false"], 1)]
-)
-def test_record_reports_how_the_command_ended(command: list[str], status: int) -> None:
-    assert main(["power", "record", "--", *command]) == status
 
 
 def test_record_on_a_pi_from_the_outside(tmp_path: pathlib.Path) -> None:

@@ -13,7 +13,6 @@ from edgekv.errors import PowerError
 from edgekv.power.energy import (
     EnergyMeter,
     MeterInfo,
-    NoMeter,
     Trace,
     Window,
     integrate_counter,
@@ -68,28 +67,17 @@ def counter_trace(times: F64, joules: F64) -> Trace:
 
 
 @pytest.mark.parametrize(("signal", "sampling"), PAIRED)
-def test_known_signals_within_one_percent_and_within_the_stated_error(signal: str, sampling: str) -> None:
+def test_power_and_counter_of_known_signals_within_the_stated_error(signal: str, sampling: str) -> None:
     watts, joules = SIGNALS[signal]
-    times = SAMPLINGS[sampling](np.random.default_rng(3))
-    window = power_trace(times, watts(times)).window(START, END)
-    exact = joules(END) - joules(START)
-    assert window.joules == pytest.approx(exact, rel=0.01)
-    assert window.error_j is not None
-    assert abs(window.joules - exact) <= window.error_j + 1e-9
-    assert window.error_j < 0.06 * exact
-    assert window.average_w == pytest.approx(exact / (END - START), rel=0.01)
-
-
-@pytest.mark.parametrize(("signal", "sampling"), PAIRED)
-def test_a_counter_of_the_same_signal_agrees(signal: str, sampling: str) -> None:
-    times = SAMPLINGS[sampling](np.random.default_rng(5))
-    joules = SIGNALS[signal][1]
+    times, exact = SAMPLINGS[sampling](np.random.default_rng(3)), joules(END) - joules(START)
     counted = np.floor([1000 * joules(float(t)) for t in times]) / 1000  # it ticks in millijoules
-    window = counter_trace(times, counted).window(START, END)
-    exact = joules(END) - joules(START)
-    assert window.joules == pytest.approx(exact, rel=0.005)
-    assert window.error_j is not None
-    assert abs(window.joules - exact) <= window.error_j + 0.002
+    for trace, within in ((power_trace(times, watts(times)), 0.01), (counter_trace(times, counted), 0.005)):
+        window = trace.window(START, END)
+        assert window.joules == pytest.approx(exact, rel=within)
+        assert window.error_j is not None
+        assert abs(window.joules - exact) <= window.error_j + 0.002
+        assert window.error_j < 0.06 * exact
+        assert window.average_w == pytest.approx(exact / (END - START), rel=0.01)
 
 
 def test_a_gap_is_shown_and_bounded() -> None:
@@ -121,25 +109,6 @@ def test_a_sensor_that_vanishes_leaves_a_bounded_end() -> None:
     assert counted.gap_s == pytest.approx(5.02)
 
 
-def test_a_gap_costs_a_counter_nothing() -> None:
-    joules = SIGNALS["square"][1]
-    times = np.arange(0, 15, 0.02)
-    times = times[(times < 5.0) | (times > 8.3)]
-    window = counter_trace(times, np.array([joules(float(t)) for t in times])).window(START, END)
-    assert window.joules == pytest.approx(joules(END) - joules(START), abs=1e-6 + 0.2)
-    assert window.error_j is not None
-    assert window.error_j < 0.4
-
-
-def test_a_counter_that_ticks_slower_than_it_is_read() -> None:
-    times = np.arange(0, 15, 0.02)
-    joules = 5.0 * np.floor(times / 0.11) * 0.11
-    window = counter_trace(times, joules).window(START, END)
-    assert window.error_j is not None
-    assert abs(window.joules - 50) <= window.error_j
-    assert window.error_j < 1.3
-
-
 def test_a_counter_that_never_moves_is_not_zero_joules() -> None:
     times = np.arange(0, 15, 0.02)
     with pytest.raises(PowerError, match="did not move"):
@@ -148,7 +117,7 @@ def test_a_counter_that_never_moves_is_not_zero_joules() -> None:
         integrate_counter(times, np.zeros_like(times), START, END)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_error_bounds_any_signal_that_stays_between_its_samples_and_windows_add_up(seed: int) -> None:
     """Between samples the true power holds the earlier value or has the later one already."""
     rng = np.random.default_rng(seed)
@@ -196,15 +165,6 @@ def test_a_costly_counter_that_is_read_at_the_edges_only() -> None:
     assert window.integrated_j == pytest.approx(exact, rel=0.01)
     assert window.error_j is not None
     assert abs(window.joules - exact) <= window.error_j < 0.01 * exact
-
-
-def test_a_counter_far_from_the_window_gives_way_to_the_samples() -> None:
-    watts, joules = SIGNALS["ramp"]
-    times = np.arange(0, 15, 0.05)
-    counted = np.where(np.arange(300) % 100 == 0, [joules(float(t)) for t in times], np.nan)
-    window = Trace(times, watts(times)[:, None], counted[:, None], ("gpu0",), ("gpu0",)).window(6.0, 7.0)
-    assert window.joules == window.integrated_j == pytest.approx(joules(7.0) - joules(6.0), rel=1e-3)
-    assert window.counter_j != window.integrated_j
 
 
 def test_a_short_window_between_two_readings_of_a_counter() -> None:
@@ -366,18 +326,6 @@ def test_nothing_to_measure_is_one_line(clock: Clock, tmp_path: pathlib.Path) ->
     assert meter.report().phases["decode"].joules is None
 
 
-def test_nobody_asked() -> None:
-    with NoMeter() as meter, meter.phase("decode") as phase:
-        phase.tokens += 1
-    assert meter.report() is None
-
-
-def test_bad_idle_times() -> None:
-    for seconds in (-1.0, float("nan"), 1e9):
-        with pytest.raises(PowerError, match="idle time"):
-            EnergyMeter(Recorded(), idle_s=seconds)
-
-
 # External logs
 
 UNIX = 1_790_000_000.0
@@ -451,15 +399,6 @@ def test_half_written_and_broken_lines_are_lost(tmp_path: pathlib.Path, clock: C
     log.stop()
     assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
     assert log.about().losses == {"lines that are not a time and watts": 3}
-
-
-def test_a_log_that_has_only_its_header_yet(tmp_path: pathlib.Path, clock: Clock) -> None:
-    path = written(tmp_path / "log.csv", ["time,watts"])
-    log = CsvLog(path, wall_clock=lambda: UNIX + clock.now, clock=clock)
-    log.start()
-    path.write_text("\n".join(FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))))
-    log.stop()
-    assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
 
 
 def test_a_clock_that_was_set_is_noted(tmp_path: pathlib.Path, clock: Clock) -> None:

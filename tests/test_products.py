@@ -1,20 +1,34 @@
-"""Products of activations with packed weights, against NumPy: formats, odd sizes, few rows and panels, threads."""
+"""Products of activations with weights, against NumPy: packed ones, chosen experts' ones, and float32."""
+
+from __future__ import annotations
+
+import functools
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_cases import pairs
 
 from edgekv.checkpoint.shipped import load_shape
 from edgekv.kernels import threads
-from edgekv.kernels.cpu import launch, layers
+from edgekv.kernels.cpu import launch, layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout, Product
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.matmul import FEW_ROWS, QuantizedMatmul, QuantizedWeights, stages
+from edgekv.kernels.cpu.matmul import (
+    FEW_ROWS,
+    MOST_ROWS,
+    GroupedGemm,
+    QuantizedMatmul,
+    QuantizedWeights,
+    float_matmul,
+    multiply_rows,
+    stages,
+)
 from edgekv.models import architecture
 from edgekv.types import F32, U8, Threads
 from edgekv.weights.cpu import CpuOps
 from edgekv.weights.formats import per_linear_format
-from edgekv.weights.ops import ACTIVATIONS, NumpyOps, clamped_gate
+from edgekv.weights.ops import ACTIVATIONS, LowRank, NumpyOps, add_changes, clamped_gate
 from edgekv.weights.quantize import dequantize, n_blocks, quantize_numpy
 from edgekv.weights.random import random_store
 
@@ -41,14 +55,14 @@ def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int)
     return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
 
 
-def shifted(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str) -> QuantizedWeights:
-    """Weights with zero points or offsets of the size of the others."""
+def weights_of(
+    rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str | None
+) -> QuantizedWeights:
+    """Weights (rows, columns), with zero points or offsets of the size of the others."""
     codes, scales = drawn(rng, layout, rows, columns)
-    if kind == "zeros":
-        return QuantizedWeights(
-            codes, scales, layout, zeros=rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8)
-        )
-    return QuantizedWeights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
+    zeros = rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8) if kind == "zeros" else None
+    offsets = rng.uniform(-8, 8, scales.shape).astype(np.float32) if kind == "offsets" else None
+    return QuantizedWeights(codes, scales, layout, offsets, zeros)
 
 
 def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
@@ -60,32 +74,28 @@ def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
     )
 
 
-SIZES = pytest.mark.parametrize(
-    ("n", "rows", "columns"),
-    [
-        (1, OUTPUTS, 32),
-        (1, 7, 288),
-        (3, 13, 100),
-        (FEW_ROWS, 41, 515),
-        (FEW_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
-        (FEW_ROWS + 1, PANEL, 128),
-        (13, PANEL + 5, STRETCH),
-        (17, 3 * PANEL + 1, STRETCH + 160),
-        (70, 2 * PANEL, 2 * STRETCH + 33),
-    ],
-)
-SHIFTED = [layout for layout in PRODUCTS if layout.has_corrections]
-KINDS = ["zeros", "offsets"]
+SIZES = [
+    (1, OUTPUTS, 32),
+    (1, 7, 288),
+    (3, 13, 100),
+    (FEW_ROWS, 41, 515),
+    (FEW_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
+    (FEW_ROWS + 1, PANEL, 128),
+    (13, PANEL + 5, STRETCH),
+    (17, 3 * PANEL + 1, STRETCH + 160),
+    (70, 2 * PANEL, 2 * STRETCH + 33),
+]
+SHIFTED = [(layout, kind) for layout in PRODUCTS if layout.has_corrections for kind in ("zeros", "offsets")]
+KINDS = [*((layout, None) for layout in PRODUCTS), *SHIFTED]
 
 
-@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
-@SIZES
-def test_products(layout: CodeLayout, n: int, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("kind", "size"), pairs(kind=KINDS, size=SIZES))
+def test_products(kind: tuple[CodeLayout, str | None], size: tuple[int, int, int]) -> None:
+    n, rows, columns = size
     rng = np.random.default_rng(n * rows)
-    codes, scales = drawn(rng, layout, rows, columns)
-    x = rng.standard_normal((n, columns)).astype(np.float32)
+    x = rng.standard_normal((n, columns)).astype(np.float32) + (kind[1] is not None)
     x[0, : min(columns, 40)] = 0
-    check(x, QuantizedWeights(codes, scales, layout))
+    check(x, weights_of(rng, kind[0], rows, columns, kind[1]))
 
 
 def check(x: F32, weights: QuantizedWeights) -> None:
@@ -97,57 +107,27 @@ def check(x: F32, weights: QuantizedWeights) -> None:
     assert (np.abs(got - activations @ meant.T) <= TOLERANCE * size).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", SHIFTED, ids=str)
-@SIZES
-def test_zero_points_and_offsets(layout: CodeLayout, kind: str, n: int, rows: int, columns: int) -> None:
-    rng = np.random.default_rng(n * rows + 1)
-    x = rng.standard_normal((n, columns)).astype(np.float32) + 1
-    x[0, : min(columns, 40)] = 0
-    check(x, shifted(rng, layout, rows, columns, kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", SHIFTED, ids=str)
-def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
-    layout: CodeLayout, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
-    rng = np.random.default_rng(4)
-    x = rng.standard_normal((40, 2 * STRETCH + 40)).astype(np.float32)
-    product = QuantizedMatmul(shifted(rng, layout, PANEL + 3, x.shape[1], kind))
-    for few in (x[:FEW_ROWS], x):
-        alone = product(few, 1)
-        for _ in range(20):
-            assert np.array_equal(product(few, 2), alone)
-            assert np.array_equal(product(few, 3), alone)
-        size = 1 if len(few) == FEW_ROWS else FEW_ROWS + 2
-        assert np.array_equal(product(few[3 : 3 + size], 1), alone[3 : 3 + size])
-
-
 def test_formats_without_shifts_refuse_them() -> None:
     codes, scales = drawn(np.random.default_rng(5), CodeLayout(8, 32), OUTPUTS, 64)
     with pytest.raises(ValueError, match="accepted: whole numbers of 4 bits"):
         QuantizedMatmul(QuantizedWeights(codes, scales, CodeLayout(8, 32), offsets=scales))
 
 
-@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
-@pytest.mark.parametrize("n", [3, FEW_ROWS + 1])
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_no_number_makes_its_row_nan(layout: CodeLayout, n: int, value: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n", "value"), pairs(kind=KINDS, n=[3, FEW_ROWS + 1], value=[np.nan, -np.nan, np.inf, -np.inf])
+)
+def test_what_is_no_number_makes_its_row_nan(kind: tuple[CodeLayout, str | None], n: int, value: float) -> None:
     rng, columns = np.random.default_rng(6), 300
     x = rng.standard_normal((n, columns)).astype(np.float32)
-    kinds = KINDS if layout.has_corrections else []
-    every = [QuantizedWeights(*drawn(rng, layout, PANEL + 1, columns), layout)]
-    every += [shifted(rng, layout, PANEL + 1, columns, kind) for kind in kinds]
-    for weights in every:
-        weights.scales[5] = 0
-        for column in (0, 130, columns - 1):
-            bad = x.copy()
-            bad[1, column] = value
-            got, others = QuantizedMatmul(weights)(bad), np.arange(n) != 1
-            assert np.isnan(got[1]).all()
-            assert np.array_equal(got[others], QuantizedMatmul(weights)(x)[others])
+    weights = weights_of(rng, kind[0], PANEL + 1, columns, kind[1])
+    weights.scales[5] = 0
+    product, others = QuantizedMatmul(weights), np.arange(n) != 1
+    for column in (0, 130, columns - 1):
+        bad = x.copy()
+        bad[1, column] = value
+        got = product(bad)
+        assert np.isnan(got[1]).all()
+        assert np.array_equal(got[others], product(x)[others])
 
 
 def test_what_does_not_fit_the_weights_is_refused() -> None:
@@ -173,35 +153,20 @@ def test_activations_that_nobody_may_write_to() -> None:
     assert product(x[:0]).shape == (0, OUTPUTS)
 
 
-@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
-    layout: CodeLayout, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[CodeLayout, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(1)
-    rows, columns = 3 * PANEL + 2, 700
-    codes, scales = drawn(rng, layout, rows, columns)
-    x = rng.standard_normal((64, columns)).astype(np.float32)
-    for few in (x[:FEW_ROWS], x):
-        whole = multiply(few, codes, scales, layout, 1)
-        for n_threads in (2, 3):
-            assert np.array_equal(multiply(few, codes, scales, layout, n_threads), whole)
-        for part in (few[:1], few[1:4], few[2:FEW_ROWS]) if len(few) <= FEW_ROWS else (few[3:20], few[30:]):
-            first = int(np.flatnonzero((few == part[0]).all(axis=1))[0])
-            alone = multiply(part, codes, scales, layout)
-            assert np.array_equal(alone, whole[first : first + len(part)])
-
-
-@pytest.mark.parametrize("n_threads", [2, 3])
-def test_outputs_behind_the_last_whole_panel_on_several_threads(n_threads: int) -> None:
-    """They are added up in stretches, with outputs of the panel before."""
-    rng = np.random.default_rng(2)
-    rows, columns = PANEL + 5, 4 * STRETCH
-    weight, x = (rng.standard_normal((n, columns)).astype(np.float32) for n in (rows, 64))
-    codes, scales = quantize_numpy(weight, 4, 32)
-    alone = multiply(x, codes, scales, CodeLayout(4, 32), 1)
-    for _ in range(50):
-        assert np.array_equal(multiply(x, codes, scales, CodeLayout(4, 32), n_threads), alone)
+    x = rng.standard_normal((64, 2 * STRETCH + 40)).astype(np.float32)
+    product = QuantizedMatmul(weights_of(rng, kind[0], 3 * PANEL + 2, x.shape[1], kind[1]))
+    for few, parts in ((x[:FEW_ROWS], ((0, 1), (1, 4), (2, FEW_ROWS))), (x, ((3, 20), (30, 64)))):
+        whole = product(few, 1)
+        for n_threads in (2, 3, 2, 3):
+            assert np.array_equal(product(few, n_threads), whole)
+        for a, b in parts:
+            assert np.array_equal(product(few[a:b], 1), whole[a:b])
 
 
 def test_an_output_belongs_to_one_tile_of_panels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,3 +261,103 @@ def test_dense_layers_of_floating_point_codes() -> None:
         ):
             got, meant = block(ours), block(reference)
             assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)
+
+
+# Chosen experts
+
+EXPERTS, ROWS = 5, 37
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "of"),
+    pairs(
+        kind=KINDS,
+        columns=[32, 200, 704, 1344],
+        of=[(3,), (0, 1, 4), (2, 2, 2, 2, 4), (1,) * 3 + (3,) * 13],
+    ),
+)
+def test_products_with_chosen_experts_are_those_of_the_codes(
+    kind: tuple[CodeLayout, str | None], columns: int, of: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, rng = kind[0], np.random.default_rng(columns)
+    weights = weights_of(rng, layout, EXPERTS * ROWS, columns, kind[1])
+    idle = sorted(set(range(EXPERTS)) - set(of))
+    for floats in (weights.scales, weights.offsets):
+        if floats is not None:
+            floats.reshape(EXPERTS, ROWS, -1)[idle] = np.nan  # would show wherever one was read
+    x = rng.standard_normal((len(of), columns)).astype(np.float32)
+    x[0, : layout.block] = 0
+    out = GroupedGemm(weights, EXPERTS)(x, np.array(of), 1)
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    monkeypatch.setattr(matmul, "MIN_PARALLEL_ELEMENTS", 0)
+    for n_threads in (2, 3):
+        again = GroupedGemm(weights, EXPERTS)(x, np.array(of), n_threads)
+        assert np.array_equal(again, out)
+    matrices = meaning(weights, columns).reshape(EXPERTS, ROWS, columns)
+    expected = np.stack([matrices[e] @ row for e, row in zip(of, rounded(x, layout.block), strict=True)])
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+# float32
+
+SHAPES = [(1, 1), (3, 15), (4, 16), (130, 300), (515, 299), (1030, 64), (7, 70_000)]  # outputs, columns
+
+
+def float_drawn(outputs: int, columns: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([outputs, columns, n])
+    return rng.standard_normal((n, columns), np.float32), rng.standard_normal((outputs, columns), np.float32)
+
+
+def error(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> float:
+    """The largest, in relation to what the magnitudes add up to."""
+    exact, most = (a.astype(float) @ b.astype(float).T for a, b in ((x, weights), (abs(x), abs(weights))))
+    return float((np.abs(y - exact) / np.maximum(most, 1e-30)).max())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "n"),
+    [(*shape, n) for shape, n in pairs(shape=SHAPES, n=[1, 3, 8, MOST_ROWS, MOST_ROWS + 1, 200])],
+)
+def test_float_products(outputs: int, columns: int, n: int) -> None:
+    x, weights = float_drawn(outputs, columns, n)
+    y = float_matmul(x, weights, Threads(1, 2))
+    assert error(y, x, weights) < 6e-7  # measured: 1e-7, of 64 columns and fewer 3e-7
+    assert np.array_equal(float_matmul(x, weights, Threads(2, 3)), y)
+    assert np.array_equal(float_matmul(x[::-1], weights, Threads(2, 2)), y[::-1]) or n > MOST_ROWS
+
+
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES[2:5])
+def test_a_float_row_does_not_depend_on_the_others_nor_on_the_threads(
+    outputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weights = float_drawn(outputs, columns, 21)
+    whole = multiply_rows(x, weights, 1)
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    for n_threads in (1, 2, 3):
+        for a, b in ((0, 1), (1, 3), (2, 7), (5, 21)):
+            assert np.array_equal(multiply_rows(x[a:b], weights, n_threads), whole[a:b])
+
+
+def test_a_lora_of_a_row_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(0)
+    parts = tuple(
+        LowRank(rng.standard_normal((r, 300), np.float32), rng.standard_normal((m, r), np.float32))
+        for r, m in ((5, 70), (0, 33), (16, 130))
+    )
+    x = rng.standard_normal((8, 300), np.float32)
+    multiply = functools.partial(float_matmul, n_threads=Threads(1, 1))
+    whole = np.zeros((8, 233), np.float32)
+    add_changes(x, whole, parts, multiply)
+    dense = np.concatenate([up @ down for down, up in parts])
+    assert error(whole, x, dense) < 1e-5
+    for m in range(8):
+        alone = np.zeros((1, 233), np.float32)
+        add_changes(x[m : m + 1], alone, parts, multiply)
+        assert np.array_equal(alone[0], whole[m])
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    x, weights = float_drawn(40, 50, 3)
+    x[1, 7] = np.nan
+    y = multiply_rows(x, weights)
+    assert np.isnan(y).tolist() == [[False] * 40, [True] * 40, [False] * 40]

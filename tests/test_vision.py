@@ -71,7 +71,7 @@ def test_logits_are_transformers(folder: pathlib.Path, device: str) -> None:
     np.testing.assert_allclose(logits, GOLDEN["logits"], atol=2e-5)
 
 
-@pytest.mark.parametrize(("newer", "apart"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("newer", "apart"), [(True, False), (False, True)])
 def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathlib.Path) -> None:
     folder = cases.write_model(tmp_path / "m", newer=newer, apart=apart)
     if newer:
@@ -145,17 +145,14 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
 @pytest.mark.parametrize(
     ("kv", "atol"), [("dense:dtype=f32", 5e-4), ("kivi2", 5e-3), ("visual1:bits=8,quantile=0,text=f32", 0.1)]
 )
-@pytest.mark.parametrize("n", [FIRST[0], FIRST[0] + 5, FIRST[1], SECOND[1] - 1])
-def test_rewinding_into_an_image_computes_the_rest_of_it_again(
-    base: Session, kv: str, atol: float, n: int
-) -> None:
+def test_rewinding_into_an_image_computes_the_rest_of_it_again(base: Session, kv: str, atol: float) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     whole = session.prefill(pieces)
     flat = np.concatenate([_rows(base, piece) for piece in pieces])
-    session.rewind(n)
-    again = session.prefill([Embeddings(flat[n:])])
-    np.testing.assert_allclose(again, whole, atol=atol)
+    for n in (SECOND[1] - 1, FIRST[1], FIRST[0] + 5, FIRST[0]):
+        session.rewind(n)
+        np.testing.assert_allclose(session.prefill([Embeddings(flat[n:])]), whole, atol=atol)
 
 
 def _rows(session: Session, piece: int | Embeddings) -> F32:
@@ -194,15 +191,6 @@ def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pyte
     assert [(span.start, span.stop) for span in session._state.spans] == [FIRST, SECOND]
     session.prefill([7])  # a token where an image would have been
     assert [(span.start, span.stop) for span in session.caches[-1].spans] == [FIRST, SECOND]
-
-
-def test_images_stand_behind_what_was_said(base: Session) -> None:
-    session = base.fork()
-    list(session.generate([1, 5, 6], max_new_tokens=1, temperature=0.0))
-    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1, temperature=0.0))
-    assert [(span.start, span.stop) for span in session._state.spans] == [
-        (4 + a, 4 + b) for a, b in (FIRST, SECOND)
-    ]
 
 
 def test_visual1_packs_the_images_alone(base: Session) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import itertools
+import os
 import pathlib
 import random
 import sys
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("fuzz-failures.txt"))
     parser.add_argument("--case", metavar="KIND:SEED", help="run one case here and keep its files")
     arguments = parser.parse_args()
+    os.environ.setdefault("EDGEKV_FUZZ_SECONDS", "0")  # workers use all material
     if arguments.case:
         kind, _, seed = arguments.case.partition(":")
         folder = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-case-"))

@@ -51,6 +51,7 @@ SCHEMES = (
     "visual1",
     "visual=planes",
 )
+FEW_SCHEMES = "dense", "onebit:residual_length=16", "planes:k_bits=4,v_bits=4", "kivi2", "h1b"
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20
 FAMILIES = (
@@ -61,9 +62,11 @@ Saved = tuple[bytes, tuple[Session, Session]]  # a file, and models that read it
 
 
 class Material:
-    """Whole inputs, made once in ``folder``."""
+    """Whole inputs, made once in ``folder``; all of them, or few of a kind, which are soon made."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, of_all: bool = True) -> None:
+        self.of_all, self.schemes = of_all, SCHEMES if of_all else FEW_SCHEMES
+        self.weights = tuple(WEIGHTS) if of_all else ("f32", "int4")
         self.tokenizer: Tokenizer = load_tokenizer(DEMO)
         self._checkpoints(folder)
         self._sessions(folder)
@@ -101,32 +104,33 @@ class Material:
         library.save(str(self.byte_pairs / "tokenizer.json"))
         self.stores = []
         for source, model in (("llama", Model.open(self.llama)), ("mixtral", Model.open(self.talker))):
-            for weights in WEIGHTS:
+            for weights in self.weights:
                 self.stores.append(folder / f"store-{source}-{weights}")
                 build(model.weights, model.weight_format(weights), self.stores[-1], None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
         """Saved texts, each with two loaded models that read it.
 
-        Of each of SCHEMES, and of models with layers that do not attend.
+        Of each scheme, and of models with layers that do not attend.
         """
         self.loaded, self.compiled = self._longer(self.llama, folder / "longer")
         self.sessions: list[Saved] = []
         self.recurrent_sessions: list[Saved] = []
-        for kv in SCHEMES:
+        for kv in self.schemes:
             self.sessions.append(_saved((self.loaded, self.compiled), kv, folder / "session"))
-        for name in ("lfm2-options", "qwen3_5"):
+        for name in ("lfm2-options", "qwen3_5")[: 1 + self.of_all]:
             models = self._longer(folder / name, folder / f"{name}-longer")
             self.recurrent_sessions.append(_saved(models, "onebit", folder / "session"))
 
         self.family_sessions = []
-        for name, kv in (("gemma2", "kivi2"), ("gemma3-v5-parameters", "planes"), ("gpt-oss", "onebit")):
+        cases = (("gemma2", "kivi2"), ("gemma3-v5-parameters", "planes"), ("gpt-oss", "onebit"))
+        for name, kv in cases if self.of_all else cases[:1]:
             models = self._longer(folder / name, folder / f"{name}-longer")
             self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", folder / "session"))
 
     def _uses(self, folder: pathlib.Path) -> None:
         """A model to talk with, and a cache folder in which everything is remembered; compiles what cases use."""
-        for source, weights in itertools.product((self.llama, self.talker), WEIGHTS):
+        for source, weights in itertools.product((self.llama, self.talker), self.weights):
             with Session.load(source, weights=weights, threads=1) as session:
                 list(session.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))
         self.talking = Session.load(self.talker, ctx=200, threads=1)

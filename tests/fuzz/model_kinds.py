@@ -24,9 +24,8 @@ from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template
 from edgekv.vision import picture
 from edgekv.vision.images import Preprocess
-from edgekv.weights.formats import WEIGHTS
 
-from .material import CTX, DEMO, N_PROMPT, SCHEMES, Material
+from .material import CTX, DEMO, N_PROMPT, Material
 from .mutate import as_json, damaged, mutated, poisoned, poisoned_tensors
 
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
@@ -67,7 +66,7 @@ def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
     shutil.copy(source / "config.json", folder)
     tensors = (source / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(poisoned_tensors(tensors, rng))
-    options = {"kv": rng.choice(SCHEMES), "weights": rng.choice((*WEIGHTS, "f32")), "ctx": CTX, "threads": 1}
+    options = {"kv": rng.choice(m.schemes), "weights": rng.choice((*m.weights, "f32")), "ctx": CTX, "threads": 1}
     with Session.load(folder, device=rng.choice(("cpu", "cpu", "numpy")), **options) as session:
         sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=1)
         list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=3, sampling=sampling))

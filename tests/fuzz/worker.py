@@ -29,7 +29,11 @@ def main() -> None:
     from . import kinds  # noqa: F401 - takes longer than a case may
     from .material import Material
 
-    made = None if "EDGEKV_FUZZ_SELF_TEST" in os.environ else Material(scratch / "material")
+    made = (
+        None
+        if "EDGEKV_FUZZ_SELF_TEST" in os.environ
+        else Material(scratch / "material", "EDGEKV_FUZZ_SECONDS" in os.environ)
+    )
     ready()
     taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = resource.getrlimit(resource.RLIMIT_AS)[1]

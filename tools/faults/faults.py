@@ -60,7 +60,7 @@ FAULTS = (
         "experts: weights renormalized where they are not",
         "if not renormalized:",
         "if renormalized:",
-        "test_routing.py",
+        "test_experts.py",
     ),
     Fault(
         "8-bit weights: the scale of 128 levels",

@@ -1,5 +1,7 @@
-"""`edgekv serve` under thousands of clients that say nothing, little, or leave: others are answered."""
+"""`edgekv serve` under thousands of clients that say nothing, little, leave, read slowly or come all at once."""
 
+import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -13,59 +15,79 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import psutil
 import pytest
-from serving import DEMO, TEMPLATE, post
+from serving import DEMO, TEMPLATE, Server, chat, get, post
 
+from edgekv import Session
+from edgekv.server.answers import CompletionFormat, EventStream
 from edgekv.server.app import Guard
-from edgekv.server.engine import Metrics
+from edgekv.server.engine import Channel, Metrics, Piece
 from edgekv.server.limits import SMALL, BodyMemory, BodyShare, BoundedServer, ServerLimits
-from edgekv.server.requests import RequestError, parse_json
+from edgekv.server.prompts import EncodedPrompt, RequestEncoder
+from edgekv.server.requests import CompletionRequest, RequestError, parse_json
+from edgekv.text.template import ChatTemplate
 
 N_BAD = 2000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-class Logged:
-    """A server whose log is a file, as a service's is."""
+def connect(server: Server) -> socket.socket:
+    host, port = urlsplit(server.url).netloc.split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
 
-    def __init__(self, url: str, process: "subprocess.Popen[bytes]", log: pathlib.Path) -> None:
-        self.url, self.process, self.log = url, process, log
 
-    def connect(self) -> socket.socket:
-        host, port = urlsplit(self.url).netloc.split(":")
-        return socket.create_connection((host, int(port)), timeout=30)
+def send(client: socket.socket, **fields: Any) -> None:
+    body = json.dumps({"model": "demo", "prompt": "A long story", "max_tokens": 900, **fields}).encode()
+    client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
-    def is_well(self) -> None:
-        """A new client is answered; how soon is measured by hand, here the bound only keeps the test finite."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)
-        with contextlib.closing(connection):
-            connection.request("GET", "/health")
-            assert connection.getresponse().status == 200
+
+def is_well(server: Server) -> None:
+    """A new client is answered; how soon is measured by hand, here the bound only keeps the test finite."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+
+
+def settled(server: Server) -> dict[str, Any]:
+    """The stats once nothing is being answered."""
+    for _ in range(200):
+        stats = get(server, "/stats")
+        if not stats["edgekv_active"] and not stats["edgekv_queue_length"]:
+            return dict(stats)
+        time.sleep(0.05)
+    raise AssertionError(f"still busy: {stats}")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logged]:
-    folder = tmp_path_factory.mktemp("limits")
-    (folder / "template.jinja").write_text(TEMPLATE)
-    log = folder / "log"
-    code = (  # few file descriptors, as a service has them
+def log(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("limits") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(log: pathlib.Path) -> Iterator[Server]:
+    """With few file descriptors and a log that is a file, as a service has them."""
+    (log.parent / "template.jinja").write_text(TEMPLATE)
+    code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "
         "from edgekv.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "serve", "--model", DEMO, "--port", 0, "--ctx", 512]
-    command += ["--chat-template", folder / "template.jinja", "--client-timeout", 3]
-    with log.open("wb") as file, subprocess.Popen(list(map(str, command)), stderr=file) as process:
+    command = [sys.executable, "-c", code, "serve", "--model", DEMO, "--port", 0, "--ctx", 1024, "--kv", "onebit"]
+    command += ["--chat-template", log.parent / "template.jinja"]
+    command += ["--client-timeout", 3, "--queue", 8, "--prefix-cache", "100M"]
+    with log.open("w") as file, subprocess.Popen(list(map(str, command)), stderr=file, text=True) as process:
         try:
             while not (found := re.search(r"(http://\S+)", log.read_text())):
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
-            yield Logged(found[1], process, log)
+            yield Server(found[1], process)
         finally:
             process.terminate()
             process.wait(30)
@@ -81,8 +103,8 @@ def descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def bad(server: Logged, kind: int) -> socket.socket | None:
-    client = server.connect()
+def bad(server: Server, kind: int) -> socket.socket | None:
+    client = connect(server)
     if kind == 0:  # half-open: nothing, ever
         return client
     if kind == 1:  # slow: some of a head
@@ -97,64 +119,130 @@ def bad(server: Logged, kind: int) -> socket.socket | None:
     return None
 
 
-def test_thousands_of_bad_clients_shut_nobody_out(server: Logged, descriptors: int) -> None:
-    server.is_well()
+def test_thousands_of_bad_clients_shut_nobody_out(server: Server, log: pathlib.Path, descriptors: int) -> None:
+    is_well(server)
     memory = psutil.Process(server.process.pid).memory_info().rss
     held = []
     for i in range(descriptors):
         held.append(bad(server, i % 4))
         if i % 500 == 499:
-            server.is_well()
-    server.is_well()
-    ids = list(range(20))
-    status, answer = post(
-        server, "/v1/completions", json.dumps({"model": "demo", "prompt": ids, "max_tokens": 2}).encode()
-    )
+            is_well(server)
+    body = json.dumps({"model": "demo", "prompt": list(range(20)), "max_tokens": 2}).encode()
+    status, answer = post(server, "/v1/completions", body)
     assert status == 200, answer
     assert psutil.Process(server.process.pid).memory_info().rss < memory + (200 << 20)
     for client in held:
         if client is not None:
             client.close()
-    server.is_well()
-    assert len(server.log.read_text().splitlines()) < 30
-    assert "Traceback" not in server.log.read_text()
+    is_well(server)
+    assert len(log.read_text().splitlines()) < 30
+    assert "Traceback" not in log.read_text()
 
 
-def test_what_comes_too_slowly_is_cut_off(server: Logged) -> None:
-    """A byte every so often: each is in time, the whole is not."""
-    for begin in (b"GET /health HTTP/1.1\r\nX: ", HEAD + b"Content-Length: 100\r\n\r\n{"):
-        with server.connect() as client:
-            client.sendall(begin)
-            answer, deadline = b"", time.monotonic() + 60
-            client.settimeout(0.5)
-            while time.monotonic() < deadline:
-                try:
-                    client.sendall(b" ")
-                    piece = client.recv(4096)
-                    answer += piece
-                    if not piece:
-                        break
-                except TimeoutError:
-                    continue
-                except OSError:
-                    break
-            else:
-                pytest.fail("the server still listens")
-            assert b" 408 " in answer or begin.startswith(b"GET")
+def trickle(server: Server, begin: bytes, more: bytes, reads: bool = True) -> bytes:
+    """Send without an end, until the server closes the connection; return what it answered."""
+    answer, deadline = b"", time.monotonic() + 60
+    with connect(server) as client, contextlib.suppress(ConnectionError):
+        client.sendall(begin)
+        client.settimeout(0.5)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                client.sendall(more)
+                piece = client.recv(4096) if reads else b"not read"
+                answer += piece if reads else b""
+                if not piece:
+                    return answer
+    if time.monotonic() < deadline:
+        return answer
+    raise AssertionError("the server still listens")
 
 
-def test_a_client_that_never_reads_is_cut_off(server: Logged) -> None:
-    """Pipelined requests for the page, none of whose answers is read."""
-    with server.connect() as client:
-        client.settimeout(1)
-        deadline = time.monotonic() + 60
+def test_who_sends_or_reads_too_slowly_is_cut_off(server: Server) -> None:
+    """A byte every so often, each in time, of a head and of a body; requests whose answers are never read."""
+    unread = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        head = threads.submit(trickle, server, b"GET /health HTTP/1.1\r\nX: ", b" ")
+        body = threads.submit(trickle, server, HEAD + b"Content-Length: 100\r\n\r\n{", b" ")
+        pages = threads.submit(trickle, server, b"", unread, reads=False)
+        assert (head.result(), pages.result()) == (b"", b"")
+        assert b" 408 " in body.result()
+
+
+def test_a_client_that_vanishes_frees_its_place(server: Server, client: openai.OpenAI) -> None:
+    before = settled(server)["edgekv_generated_tokens_total"]
+    stream = chat(client, "Tell me a long story", max_tokens=900, stream=True)
+    next(iter(stream))
+    stream.close()
+    after = settled(server)["edgekv_generated_tokens_total"]
+    assert after - before < 900
+    with connect(server) as connection:
+        send(connection)
+        time.sleep(0.3)
+    assert settled(server)["edgekv_generated_tokens_total"] - after < 900
+    assert chat(client, "Still there?").choices[0].message.content
+
+
+def test_a_slow_client_holds_nobody_up(server: Server, client: openai.OpenAI) -> None:
+    """It asks for a stream and reads nothing: others are answered meanwhile."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = urlsplit(server.url).netloc.split(":")
+        slow.connect((host, int(port)))
+        send(slow, stream=True, max_tokens=200)
+        assert chat(client, "Quick?", max_tokens=3).choices[0].message.content
+        settled(server)
+
+
+def test_a_stream_ends_with_its_reader() -> None:
+    async def run() -> tuple[bool, int]:
+        channel, sent = Channel(), 0
+        with Session.load(DEMO, ctx=256) as loaded:
+            tokenizer = loaded.require_tokenizer()
+        encoder = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 256, tokenizer.vocab_size)
+        request = CompletionRequest(model="m", prompt="x")
+        answers = CompletionFormat("m", request, [EncodedPrompt([1])], encoder)
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+        for i in range(9):
+            channel.emit(Piece(0, str(i)))
+        await asyncio.wait_for(EventStream(channel, answers)({}, receive, send), 30)
+        return channel.cancelled.is_set(), sent
+
+    assert asyncio.run(run()) == (True, 10)
+
+
+def test_200_requests_at_once(server: Server) -> None:
+    """As many as may wait are answered, the others get 429 at once; the memory stays as it was."""
+    process = psutil.Process(server.process.pid)
+    settled(server)
+    before = process.memory_info().rss
+
+    async def ask(client: openai.AsyncOpenAI, i: int) -> int:
         try:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(TimeoutError):
-                    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
-        except OSError:
-            return
-    pytest.fail("the server still writes")
+            await client.completions.create(model="demo", prompt=f"Request {i}", max_tokens=8)
+        except openai.APIStatusError as error:
+            return error.status_code
+        return 200
+
+    async def storm() -> list[int]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=120) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(200)))
+
+    counts = Counter(asyncio.run(storm()))
+    assert set(counts) == {200, 429}
+    assert counts[200] >= 8
+    assert get(server, "/health")["status"] == "ok"
+    settled(server)
+    assert process.memory_info().rss - before < 100 << 20
+    assert get(server, "/stats")["edgekv_cache_bytes"] <= 100 << 20
 
 
 async def hello(scope: Any, receive: Any, send: Any) -> None:
@@ -182,7 +270,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
 
 def test_large_bodies_leave_room_for_small_ones() -> None:
     bodies = BodyMemory(1 << 20)
-    with closing(BodyShare(bodies)) as first, closing(BodyShare(bodies)) as second:
+    with contextlib.closing(BodyShare(bodies)) as first, contextlib.closing(BodyShare(bodies)) as second:
         first.resize(SMALL + (1 << 20))
         second.resize(SMALL)
         with pytest.raises(RequestError, match="later"):
@@ -194,19 +282,7 @@ def test_large_bodies_leave_room_for_small_ones() -> None:
     assert bodies.free == 1 << 20
 
 
-ITEMS = (
-    "[]",
-    "{}",
-    "[[]]",
-    '{"a":0}',
-    "123456",
-    "1.5",
-    '"ab"',
-    '"\\ud83d\\ude00 ab"',
-    '"ab \U0001f600"',
-    '{"%d":[1]}',
-    "null",
-)
+ITEMS = ("[]", "{}", "[[]]", '{"a":0}', "123456", "1.5", '"ab"', '"\\ud83d\\ude00 ab"', '{"%d":[1]}', "null")
 
 
 def test_what_a_body_takes_once_parsed_is_bounded_before() -> None:

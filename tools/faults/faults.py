@@ -214,7 +214,7 @@ FAULTS = (
         "usage: the prompt counts with every answer",
         '{"prompt": 0, "cached": 0} if i % self._request.n else {}',
         "{}",
-        "test_server_answers.py -k 'several_answers'",
+        "test_server_fields.py -k 'several_answers'",
     ),
     Fault(
         "a stream goes on without its reader",

@@ -1,4 +1,4 @@
-"""Answers of the server to OpenAI's own client, and to plain HTTP; sums done again by hand."""
+"""Every field of a request to `edgekv serve`: what it changes in the answer, and how each odd value is refused."""
 
 import base64
 import dataclasses
@@ -13,12 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import DEMO, asked, chat, openai_client
 from starlette.testclient import TestClient
 
-from edgekv import Session
+from edgekv import SamplingParams, Session
 from edgekv.engine.model import sampling_defaults
 from edgekv.power.sampler import Estimate
+from edgekv.server.requests import ChatRequest, CompletionRequest, RequestError, parse_json, read
 
 PROMPT = "It was a dark night when the old man"
 SEA = "Tell me of the sea."
+USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,15 @@ def http(session: Session) -> Iterator[TestClient]:
 def client(http: TestClient) -> Iterator[openai.OpenAI]:
     with openai_client(http) as client:
         yield client
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
+    asks = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    return client.completions.create(**asks | options)
+
+
+def sea(client: openai.OpenAI, **options: Any) -> Any:
+    return chat(client, SEA, **{"max_tokens": 8} | options)
 
 
 def test_a_completion_is_the_sessions_text(client: openai.OpenAI, session: Session) -> None:
@@ -62,9 +73,9 @@ def test_a_stream_brings_the_same_text(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 20
-    pieces = list(client.completions.create(model="demo", prompt="Once", max_tokens=5, stream=True, temperature=0))
-    assert pieces[-1].choices[0].finish_reason == "length"
-    assert len(pieces) > 3
+    pieces = [chunk.choices[0] for chunk in complete(client, stream=True)]
+    assert pieces[-1].finish_reason == "length"
+    assert "".join(piece.text for piece in pieces) == complete(client).choices[0].text
 
 
 def test_stop_seed_and_sampling(client: openai.OpenAI) -> None:
@@ -113,40 +124,40 @@ def test_cached_tokens_are_counted_once(http: TestClient) -> None:
     assert timings["cache_n"] < 150
 
 
-def test_models_and_health(client: openai.OpenAI, http: TestClient) -> None:
+def test_models_and_names(client: openai.OpenAI, http: TestClient, session: Session) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "edgekv"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-9")
-    raw = client.completions.with_raw_response.create(model='gpt-9\u00df"', prompt="x", max_tokens=1)
-    assert raw.headers["warning"] == '299 edgekv "there is no model gpt-9??: demo answers"'
-    assert raw.parse().model == "demo"
-    assert (
-        "warning"
-        not in client.completions.with_raw_response.create(model="demo", prompt="x", max_tokens=1).headers
-    )
+    warning = '299 edgekv "there is no model gpt-9??: demo answers"'
+    for name, warned in (('gpt-9\u00df"', warning), ("demo", None)):
+        raw = client.completions.with_raw_response.create(model=name, prompt="x", max_tokens=1)
+        assert (raw.headers.get("warning"), raw.parse().model) == (warned, "demo")
     assert http.get("/health").json()["status"] == "ok"
+    with asked(session, strict_model=True) as strict, openai_client(strict) as client:
+        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
+            complete(client, model="gpt-9")
+        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
+            client.embeddings.create(model="gpt-9", input="x")
 
 
 def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {
         "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 9},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": number},
         "required": ["name", "age"],
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
-    for seed in range(3):
+    for seed in range(2):
         answer = chat(client, "Who?", response_format=form, temperature=1, seed=seed, max_tokens=80)
-        value = json.loads(answer.choices[0].message.content)
-        assert set(value) == {"name", "age"}
+        assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
         assert answer.choices[0].finish_reason == "stop"
-    form["json_schema"]["schema"] = {"type": "nonsense"}
-    with pytest.raises(openai.BadRequestError, match="JSON schema can't be followed"):
-        chat(client, "Who?", response_format=form)
+    text: Any = {"format": {"type": "json_schema", "name": "person", "schema": schema}}
+    response = client.responses.create(model="demo", input="Who?", text=text, temperature=0)
+    assert response.status == "completed"
+    assert 0 <= json.loads(response.output_text)["age"] <= 99
 
 
 def test_metrics_are_prometheus(http: TestClient, client: openai.OpenAI) -> None:
@@ -165,15 +176,6 @@ def test_metrics_are_prometheus(http: TestClient, client: openai.OpenAI) -> None
 def samples(http: TestClient) -> dict[str, float]:
     families = text_string_to_metric_families(http.get("/metrics").text)
     return {sample.name: sample.value for family in families for sample in family.samples}
-
-
-def complete(client: openai.OpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
-    asks = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    return client.completions.create(**asks | options)
-
-
-def sea(client: openai.OpenAI, **options: Any) -> Any:
-    return chat(client, SEA, **{"max_tokens": 8} | options)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -263,10 +265,8 @@ def test_lists_of_prompts(client: openai.OpenAI, session: Session) -> None:
     singly = [complete(client, prompt, seed=3 + i, temperature=1) for prompt in prompts for i in range(2)]
     assert [choice.text for choice in answer.choices] == [each.choices[0].text for each in singly]
     assert answer.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in singly) / 2
-    ids = [session.encode(prompt) for prompt in prompts]
-    texts = [choice.text for choice in complete(client, ids).choices]
+    texts = [choice.text for choice in complete(client, [session.encode(prompt) for prompt in prompts]).choices]
     assert texts == [complete(client, prompt).choices[0].text for prompt in prompts]
-    assert complete(client, prompts, stream=True) is not None
 
 
 def test_penalties_and_biases(client: openai.OpenAI, session: Session) -> None:
@@ -292,48 +292,24 @@ def test_embeddings(client: openai.OpenAI, session: Session) -> None:
     raw = client.embeddings.with_raw_response.create(model="demo", input="A ship.", encoding_format="base64")
     packed = json.loads(raw.text)["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(packed), "<f4") == pytest.approx(expected[1], abs=1e-6)
-    for bad in (
-        {"input": []},
-        {"input": ["x", [1]]},
-        {"input": "x", "dimensions": 5},
-        {"input": [[]]},
-    ):
-        with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model="demo", **bad)
-    with pytest.raises(openai.BadRequestError, match="context is 1024"):
-        client.embeddings.create(model="demo", input="word " * 3000)
-    with pytest.raises(openai.BadRequestError, match="vocabulary"):
-        client.embeddings.create(model="demo", input=[99999])
 
 
 def test_responses(client: openai.OpenAI) -> None:
-    whole: Any = client.responses.create(
-        model="demo", input="Tell me of the sea.", temperature=0, max_output_tokens=8
-    )
+    asks: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 8}
+    whole: Any = client.responses.create(input=SEA, **asks)
     assert whole.output_text == sea(client).choices[0].message.content
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 8
-    with client.responses.stream(
-        model="demo",
-        input=[{"role": "user", "content": "Tell me of the sea."}],
-        temperature=0,
-        max_output_tokens=8,
-    ) as stream:
-        events = list(stream)
-        final = stream.get_final_response() if events[-1].type == "response.completed" else None
+    with client.responses.stream(input=[{"role": "user", "content": SEA}], **asks) as stream:
+        events: list[Any] = list(stream)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
-    assert final is None
     assert events[-1].type == "response.incomplete"
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    parts = [{"type": "input_text", "text": "Tell me "}, {"type": "input_text", "text": "of the sea."}]
-    told: Any = client.responses.create(
-        model="demo",
-        instructions="Be brief.",
-        input=[{"role": "user", "content": parts}, *[item.model_dump() for item in whole.output]],
-        max_output_tokens=4,
-    )
-    assert told.usage.input_tokens > whole.usage.input_tokens
+    parts = [{"type": "input_text", "text": text} for text in ("Tell me ", "of the sea.")]
+    items: Any = [{"role": "user", "content": parts}, *[item.model_dump() for item in whole.output]]
+    longer: Any = client.responses.create(model="demo", instructions="Be brief.", input=items, max_output_tokens=4)
+    assert longer.usage.input_tokens > whole.usage.input_tokens
     sent: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 4,
@@ -347,32 +323,6 @@ def test_responses(client: openai.OpenAI) -> None:
     for options in (sent, {**sent, "tool_choice": "none", "reasoning": {"effort": "low"}}):
         back = client.responses.create(model="demo", input="x", **options).model_dump(exclude_none=True)
         assert {name: back[name] for name in options} == options
-    with pytest.raises(openai.BadRequestError, match="nothing is stored"):
-        client.responses.create(model="demo", input="x", previous_response_id="resp_1")
-    for bad in ([{"type": "web_search_call"}], [{"role": "user", "content": [{"type": "input_audio"}]}], []):
-        with pytest.raises(openai.BadRequestError):
-            client.responses.create(model="demo", input=bad)
-
-
-def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
-    answer = client.responses.create(model="demo", input="How many?", text=form, temperature=0)
-    assert answer.status == "completed"
-    assert 1 <= json.loads(answer.output_text)["n"] <= 9
-
-
-def test_only_the_true_name(session: Session) -> None:
-    with asked(session, strict_model=True) as http, openai_client(http) as client:
-        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
-            complete(client, model="gpt-9")
-        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
-            client.embeddings.create(model="gpt-9", input="x")
 
 
 def test_progress_and_timings(http: TestClient) -> None:
@@ -433,3 +383,207 @@ def test_what_is_not_said_is_as_the_model_has_it(
         for more in ({}, dict.fromkeys(own), own, {**own, "temperature": 0})
     ]
     assert texts[0] == texts[1] == texts[2] != texts[3]
+
+
+def said(role: str = "user", content: Any = "x", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content, **more}]}
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+DATA = "data:image/png;base64,AAAA"
+SEEN = {"type": "image_url", "image_url": {"url": DATA}}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+BAD_TOOL = [{"function": {"name": "f", "parameters": {"type": 3}}}]
+BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blame, what is answered
+    ([1], None, "JSON list"),
+    ({"mirostat": 2}, "mirostat", "unknown field 'mirostat'; accepted: "),
+    ({"messages": None}, "messages", "is missing"),
+    ({"model": None}, "model", "is missing"),
+    ({"messages": []}, "messages", "length >= 1"),
+    ({"messages": ["x"]}, "messages[0]", "is 'x'"),
+    (said("robot"), "messages[0].role", "assistant, developer, system, tool, user"),
+    (said(content=None), "messages[0].content", "is missing"),
+    (said(mood=1), "messages[0].mood", "unknown"),
+    (said(content=[IMAGE]), "image_url", "data:image/png"),
+    (said(content=[SEEN]), "messages", "takes no images"),
+    (said(content=[SEEN] * 17), "messages", "up to 16"),
+    (said(content=[{"type": "audio"}]), "messages[0].content[0].type", "accepted: text, image_url"),
+    (said(tool_calls=[FUNCTION]), "messages[0]", "only an assistant's"),
+    ({"tools": [{"function": {}}]}, "tools[0].function.name", "is missing"),
+    ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
+    ({"tool_choice": "required"}, "tool_choice", "a tool that"),
+    ({"tools": [FUNCTION], "tool_choice": OTHER}, "tool_choice", "a tool that"),
+    ({"tools": BAD_TOOL, "tool_choice": "required"}, "tools", "can't be followed"),
+    ({"tool_choice": "may"}, "tool_choice", "accepted: auto, none, required, an object"),
+    ({"stream_options": {"x": 1}}, "stream_options.x", "accepted: include_obfuscation, include_usage"),
+    (schema_of({"type": 3}), "response_format", "can't be followed"),
+    ({"temperature": 10**400}, "temperature", "a smaller number"),
+    ({"n": 1000}, "n", "<= 128"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs"),
+    ({"frequency_penalty": 9}, "frequency_penalty", "from -2 to 2"),
+    ({"temperature": -1}, "temperature", "temperature=-1.0"),
+    ({"temperature": "hot"}, "temperature", "is 'hot'; accepted: float"),
+    ({"max_tokens": 0}, "max_tokens", "1 or more"),
+    ({"stream": "yes"}, "stream", "accepted: bool"),
+    ({"stop": [""]}, "stop[0]", ">= 1"),
+    ({"chat_template_kwargs": {"messages": []}}, "messages", "which the server does"),
+    (said(content="word " * 5000), "messages", "context is 1024"),
+]
+
+
+def format_of(**more: Any) -> dict[str, Any]:
+    return {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", **more}}}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", **fields}]}
+
+
+ELSEWHERE: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, which is to blame, what is answered
+    ("completions", {"prompt": [5, 99999], "echo": True, "logprobs": 1}, "prompt", "vocabulary"),
+    ("completions", {"prompt": "x", "best_of": 2}, "best_of", "accepted: 1"),
+    ("embeddings", {"input": "word " * 5000}, "input", "context is 1024"),
+    ("embeddings", {"input": [[99999]]}, "input", "vocabulary"),
+    ("embeddings", {"input": []}, "input", "length >= 1"),
+    ("embeddings", {"input": [[]]}, "input", "a list of up to 128 such"),
+    ("embeddings", {"input": ["x", [1]]}, "input", "a list of up to 128 such"),
+    ("embeddings", {"input": "x", "dimensions": 5}, "dimensions", "what this model has"),
+    ("embeddings", {"input": "x", "encoding_format": "f"}, "encoding_format", "accepted: base64, float"),
+    ("responses", {"input": "word " * 5000}, "input", "context is 1024"),
+    ("responses", {"input": []}, "input", "length >= 1"),
+    ("responses", {"instructions": "x", **item()}, "input[0].content", "missing"),
+    ("responses", item(role="robot", content="x"), "input[0].role", "assistant, developer"),
+    ("responses", item(content=[3]), "input[0].content[0]", "input_text"),
+    ("responses", {"input": [{"type": "web"}]}, "input[0].type", "function_call_output"),
+    ("responses", {"input": [{"type": "function_call", "name": 3}]}, "input[0].name", "accepted: str"),
+    ("responses", item(content=[{"type": "input_image", "image_url": DATA}]), "input", "takes no images"),
+    ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+    ("responses", {"input": "x", "top_p": 2}, "top_p", "top_p=2"),
+    ("responses", {"input": "x", "tools": [{"type": "web"}]}, "tools[0].type", "accepted: function"),
+    ("responses", {"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "matching"),
+    ("responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id", "nothing is stored"),
+    ("responses", format_of(), "text.format.schema", "is missing"),
+    ("responses", format_of(schema={"type": 3}), "text.format", "can't be followed"),
+]
+
+
+def refusal(http: TestClient, path: str, body: Any) -> tuple[int, str | None, str]:
+    """Status, field and message of the answer; the message is one line."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post(f"/v1/{path}", content=data, headers={"Content-Type": "application/json"})
+    error = answer.json().get("error", {"param": None, "message": "answered"})
+    assert "\n" not in error["message"]
+    assert answer.status_code == 200 or error["type"] == "invalid_request_error"
+    return answer.status_code, error["param"], error["message"]
+
+
+def test_bad_requests_are_refused_in_one_line(http: TestClient) -> None:
+    """Each endpoint names its own fields."""
+    chats = [
+        ("chat/completions", {"messages": USER, **f} if isinstance(f, dict) else f, *rest) for f, *rest in BAD
+    ]
+    for path, fields, param, message in (*chats, *ELSEWHERE):
+        body = {"model": "demo", **fields} if isinstance(fields, dict) else fields
+        status, field, text = refusal(http, path, body)
+        assert (status, field, message in text) == (400, param, True), (path, fields, text)
+
+
+def test_the_type_and_size_of_a_body(http: TestClient) -> None:
+    body = b'{"model": "demo", "prompt": "x", "max_tokens": 1}'
+    for kind, status in {
+        "APPLICATION/JSON": 200,
+        "Application/Json; charset=UTF-8": 200,
+        "text/plain": 415,
+    }.items():
+        assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == status
+    long = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
+    status, _, said = refusal(http, "chat/completions", long)
+    assert (status, "1048576 bytes" in said) == (413, True)
+
+
+HUGE = b"1" + b"0" * 400
+DEEP = b"[" * 200 + b"]" * 200
+BODIES = [  # of completions, with what is answered
+    (b"{", "not valid JSON"),
+    (b"\xff\xfe{", "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b'{"model": "m", "prompt": "x", "user": ' + DEEP + b"}", "more than 128"),
+    (b"", "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "metadata": NaN}', "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "metadata": [-Infinity]}', "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "top_p": 1e999}', "out of range"),
+]
+ODD: list[Any] = [["a", 1], [], {"a": 1}, [1.5], [True], [99999], [-1], [["a"]], [[]], 3, [10**400], "\ud800"]
+BODIES += [(json.dumps({"model": "demo", "prompt": prompt}).encode(), "") for prompt in ODD]
+FIELDS = [  # of chats
+    *(b'"%s": %s' % (name, HUGE) for name in (b"temperature", b"seed", b"top_k")),
+    b'"max_tokens": 1e999',
+    b'"max_tokens": ' + b"9" * 5000,
+    b'"temperature": NaN',
+    *(b'"%s": "\\ud800"' % name for name in (b"stop", b"user", b"model", b"\\ud800")),
+    *(b'"messages": [{"role": %s, "content": "x"}]' % role for role in (b"[]", b"{}")),
+    b'"messages": [{"role": "user", "content": "\\ud83d"}]',
+    b'"response_format": {"type": []}',
+    b'"stream_options": {"include_usage": []}',
+    b'"metadata": ' + DEEP,
+    b'"stop": "\xff"',
+]
+
+
+def test_odd_bodies_are_the_clients_fault(http: TestClient) -> None:
+    for body, message in BODIES:
+        status, _, said = refusal(http, "completions", body)
+        assert (status, message in said) == (400, True), (body[:60], said)
+    begin = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
+    for field in FIELDS:
+        body = begin + field + b"}"
+        assert refusal(http, "chat/completions", body)[0] == 400, field[:60]
+
+
+def test_json_of_pairs_and_equal_keys() -> None:
+    assert parse_json(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
+    assert parse_json(b'{"n": 1, "a": {"n": 1, "n": 2}, "n": 3}') == {"n": 3, "a": {"n": 2}}
+    with pytest.raises(RequestError):
+        read({"model": "m", "prompt": "x", "temperature": 10**400}, CompletionRequest)
+
+
+def test_wrong_paths_methods_and_names(http: TestClient) -> None:
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
+        answer = http.request(method, path)
+        assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+    for host, status in {"evil.example": 403, "LocalHost:80": 200, "[::1]:80": 403}.items():
+        assert http.get("/health", headers={"Host": host}).status_code == status
+
+
+def test_every_accepted_field_of_a_request() -> None:
+    body = {
+        "model": "m",
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "c", "name": "d"},
+        ],
+        "temperature": None,
+        "top_p": 0.5,
+        "seed": -3,
+        "stop": "x",
+        "n": 1,
+        "user": "someone",
+        "logit_bias": {},
+        "response_format": {"type": "json_object"},
+        "stream_options": {"include_usage": True},
+    }
+    ask = read(body, ChatRequest)
+    assert ask.turns() == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
+    ask.fill(SamplingParams(temperature=0.25))
+    params = ask.sampling()
+    assert (params.temperature, params.top_p, params.seed) == (0.25, 0.5, 2**64 - 3)
+    assert (ask.stops, ask.schema) == (("x",), {"type": "object"})
+    with pytest.raises(RequestError, match="unknown field 'stream_options"):
+        read(body | {"stream_options": {"x": 1}}, ChatRequest)

@@ -97,18 +97,26 @@ def test_it_rounds_as_it_says(rounding: str, error: float) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_session_is_kept_and_restored(tmp_path: pathlib.Path) -> None:
-    straight = Session.load("demo", kv="bf16", ctx=256)
+@pytest.mark.parametrize("device", ["cpu", "numpy"])
+def test_a_session_is_kept_and_restored(
+    device: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the package's compiled loop reads its tokens, elsewhere `decode`."""
+    straight = Session.load("demo", kv="bf16", ctx=256, device=device)
+    calls, codec = [], CACHES["bf16"].codecs.__globals__["BFloat16Codec"]
+    decode = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *arguments: calls.append(device) or decode(*arguments))
     whole = generated(straight, "It was a dark night", 40)
     saved = straight.fork()
     first = generated(saved, "It was a dark night", 15)
     saved.save(tmp_path / "session")
     registry._load.cache_clear()
     del CACHES["bf16"]  # as in a new process
-    restored = Session.restore(tmp_path / "session", "demo")
+    restored = Session.restore(tmp_path / "session", "demo", device=device)
     assert restored.plan.kv.scheme.name == "bf16"
     assert first + generated(restored, [], 25) == whole
-    exact = Session.load("demo", kv="dense:dtype=f32", ctx=256)
+    assert bool(calls) == (device == "numpy")
+    exact = Session.load("demo", kv="dense:dtype=f32", ctx=256, device=device)
     assert generated(exact, "It was a dark night", 15) == first
 
 

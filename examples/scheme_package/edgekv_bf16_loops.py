@@ -1,0 +1,26 @@
+"""How bf16 is read on a CPU: a loop over a run of tokens, compiled by Numba at its first use on a machine.
+
+edgekv scores and sums the tokens while they are in the first-level cache. The loop gets whole numbers alone:
+``store`` is where those lie that `LOOPS` gives for a codec, and ``tile`` is an address, too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels.cpu.loops import address_of, halves, numbers, words32
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.tile import decode_loop, tiled
+
+
+@decode_loop
+def decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """tile (n, head_dim) float32 = tokens t..t + n of KV head g."""
+    x = numbers(store)
+    upper, capacity, head_dim = halves(get(x, 0)), get(x, 1), get(x, 2)
+    to, start = words32(tile), (g * capacity + t) * head_dim
+    for i in range(n * head_dim):
+        put(to, i, np.uint32(get(upper, start + i)) << np.uint32(16))
+
+
+LOOPS = {"bf16": tiled(lambda codec: (address_of(codec.arrays["upper"]), codec.capacity, codec.head_dim), decode)}

@@ -13,7 +13,7 @@ from cache_cases import draw, make
 from helpers import SCHEMES, SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
-from edgekv.engine.drafts import MOST, DraftLength, NGramDrafts
+from edgekv.engine.drafts import MOST, NGramDrafts
 from edgekv.errors import ConfigError
 
 HEADS = (4, 2, 64)
@@ -232,17 +232,6 @@ def test_a_repetition_goes_on() -> None:
     assert drafts.propose(repeated, 4) == [1, 2, 3, 1]
     drafts.begin([])
     assert len(drafts.propose(repeated, 4)) < 4  # what was learned belongs to the text
-
-
-def test_guesses_that_are_wrong_end_and_are_tried_again() -> None:
-    estimate = DraftLength()
-    tried = [estimate.length(MOST) > 0 for _ in range(6) if estimate.learn(1, 0) is None]
-    assert tried[-1] is False
-    waited = next(i for i in itertools.count() if estimate.length(MOST))
-    assert 5 < waited < 100
-    for _ in range(20):
-        estimate.learn(4, 4)
-    assert estimate.length(MOST) == MOST
 
 
 def test_an_unknown_source(model: pathlib.Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import edgekv
 from edgekv import EdgeKVError, Session, numba_cache
 from edgekv.cli import main, run
-from edgekv.text import Tokenizer
 
 RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
 
@@ -75,18 +74,6 @@ def test_a_prompt_that_is_too_long_is_refused_before_loading(
     (tmp_path / "long").write_text("word " * 3000)
     assert main(["run", "--ctx", "100", "--prompt-file", str(tmp_path / "long")]) == 2
     assert "100 of --ctx 100 are free; shorten it" in capsys.readouterr().err
-
-
-def test_a_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it had to be counted before the model was loaded."""
-    encode, texts = Tokenizer.encode, []
-    monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, text, *, bos=True: texts.append(text) or encode(self, text, bos=bos)
-    )
-    for ctx in ("64", "40"):
-        assert main(["run", "--ctx", ctx, "--prompt", "It was a dark night " * 3, "--max-new-tokens", "1"]) == 0
-        assert len(texts) == 1
-        texts.clear()
 
 
 def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:

@@ -20,9 +20,8 @@ from slot_cases import Recorded, at_once
 from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.cli import main
 from edgekv.engine.cuda import CudaBackend
-from edgekv.engine.model import Model
 from edgekv.engine.options import Options
-from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
+from edgekv.errors import CheckpointError, ConfigError, SessionError
 from edgekv.kvcache import CacheSpec
 from edgekv.server.pool import SessionPool
 from edgekv.weights.cuda import CudaOps
@@ -91,18 +90,6 @@ def test_quantized_weights_stay_as_they_are(
         each.use_lora("half")
         found.append(each.logits(TOKENS))
     assert np.sqrt(np.mean(np.square(found[0] - found[1]))) < 0.05 * found[1].std()  # activations are rounded, too
-
-
-def test_a_store_takes_one_with_a_name(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    store = tmp_path / "store"
-    assert main(["quantize", "--model", str(base), "--weights", "int8", "--output", str(store)]) == 0
-    sessions = [Session.load(model, loras={"one": lora}, weights="int8") for model in (store, base)]
-    for session in sessions:
-        session.use_lora("one")
-    np.testing.assert_array_equal(*(session.logits(TOKENS) for session in sessions))
-    with pytest.raises(ConfigError) as error:
-        Model.open(store, lora=lora)
-    one_line(error, "give it a name")
 
 
 def test_a_conversation_is_of_one_lora(both: Session) -> None:
@@ -177,11 +164,6 @@ def test_what_one_has_read_is_not_anothers(both: Session) -> None:
     assert borrowed.tokens[:40] == prompt
 
 
-def test_an_embedding_is_of_its_lora(both: Session) -> None:
-    vectors = [with_lora(both, name).embed(TOKENS[:9]) for name in (None, "one")]
-    assert vectors[0] @ vectors[1] < 0.99
-
-
 def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for names in ({"": lora}, {"a b": lora}, {"x" * 65: lora}, {"a": 3}, [lora]):
         with pytest.raises(ConfigError) as error:
@@ -243,11 +225,6 @@ def test_the_command_line(
     assert "was held without a LoRA" in capsys.readouterr().err
 
 
-def test_errors_are_ours(base: pathlib.Path) -> None:
-    with pytest.raises(EdgeKVError):
-        Model.open(base, loras={"a": "/nowhere"})
-
-
 def asked(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The answer, and its Warning."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -296,8 +273,3 @@ def test_a_server_has_several(demo_lora: pathlib.Path, tmp_path: pathlib.Path) -
         for name, vector in vectors.items():
             answer, _ = asked(f"{server.url}/v1/embeddings", {"input": prompt, "model": name})
             np.testing.assert_allclose(answer["data"][0]["embedding"], vector, atol=1e-5)
-
-
-def test_a_server_refuses_a_taken_name(demo_lora: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "0", "--ctx", "64", "--lora", f"demo={demo_lora}"]) == 2
-    assert "model's own name" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from serving import DEMO, ROOT
 
 from edgekv import SamplingParams, Session
-from edgekv.text import load_tokenizer
 
 PATH = ROOT / "examples" / "minimal.py"
 PROMPT = "It was a dark night when the old man of 93 said: 'Où?'"
@@ -75,15 +74,6 @@ def test_a_gpt2s_text_is_the_engines(minimal: ModuleType, shared: pathlib.Path, 
     for ids, published in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
         assert ids + written(minimal, tmp_path, ids, 10 - len(ids), exact=True) == published
         assert written(minimal, tmp_path, ids, 300, exact=True) == greedy(tmp_path, ids, 300)
-
-
-def test_words_of_gpt2(minimal: ModuleType, shared: pathlib.Path) -> None:
-    folder = shared / "models" / "gpt2-60m"
-    tokenizer, engines = minimal.BytePairs(folder), load_tokenizer(folder)
-    for text in (PROMPT, "  two  spaces\n\n\tand\x0btabs I'll say_so ½ 日本 🙂"):
-        ids = tokenizer.encode(text)
-        assert ids == engines.encode(text)
-        assert b"".join(map(tokenizer.decode, ids)).decode() == text
 
 
 def test_packed_scores_and_sums(minimal: ModuleType) -> None:

@@ -2,10 +2,6 @@
 
 import copy
 import json
-import pathlib
-import re
-import subprocess
-import sys
 
 import golden_cases
 import numpy as np
@@ -17,7 +13,7 @@ from serving import DEMO, TEMPLATE
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat
 from edgekv.engine.runner import SINK
-from edgekv.errors import ConfigError, ContextError, MemoryBudgetError
+from edgekv.errors import ContextError, MemoryBudgetError
 from edgekv.text.template import ChatTemplate
 
 CTX = 400
@@ -122,34 +118,6 @@ def test_a_slide_counts_what_it_reads(loaded: Session) -> None:
     assert session.report().prefill_tokens == CTX - CTX // 4
 
 
-def test_more_first_tokens_may_stay(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = loaded.fork()
-    monkeypatch.setattr("edgekv.engine.runner.SINK", 50)
-    text(session, PROMPT, 100)
-    assert session.tokens[:50] == PROMPT[:50]
-
-
-def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
-    straight, saved = loaded.fork(kv="kivi2"), loaded.fork(kv="kivi2")
-    whole = text(straight, PROMPT, 300)
-    first = text(saved, PROMPT, 120)
-    saved.save(tmp_path / "session")
-    restored = Session.restore(tmp_path / "session", loaded, overflow="slide")
-    assert restored.n_dropped == saved.n_dropped > 0
-    assert first + text(restored, [], 180) == whole
-
-
-def test_stop_is_the_default(loaded: Session) -> None:
-    session = Session.load(loaded.model.path, ctx=CTX)
-    steps = list(session.generate(PROMPT, max_new_tokens=200, temperature=0.0))
-    assert "overflow='slide'" in str(steps[-1].finish_message)
-    assert len(steps) == CTX - len(PROMPT) + 1
-    with raises(ContextError, field="prompt", match="overflow='slide'"):
-        session.generate(PROMPT, temperature=0.0)
-    with raises(ConfigError, field="overflow"):
-        Session.load(loaded.model.path, overflow="roll")
-
-
 def test_a_chat_drops_its_oldest_turns() -> None:
     session = Session.load(DEMO, ctx=300, overflow="slide")
     talk = Chat(session, ChatTemplate(TEMPLATE, session.require_tokenizer()), "You are a sailor.")
@@ -176,17 +144,3 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert long.session.n_dropped > 0
     list(long.ask("And then?", max_new_tokens=5, sampling=greedy))
     assert len(long.messages[1]["ids"]) == 700
-
-
-def test_the_terminal_says_what_was_dropped(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "template").write_text(TEMPLATE)
-    command = [sys.executable, "-m", "edgekv", "chat", "--ctx", "100", "--overflow", "slide", "--temperature", "0"]
-    command += ["--chat-template", str(tmp_path / "template"), "--max-new-tokens", "60"]
-    done = subprocess.run(
-        command, input=b"Tell me of the sea.\n" + 3 * b"And then?\n", capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(rb"the context was full: [1-9]\d* of the oldest messages, \d+ tokens", done.stderr)
-    run = [*command[:3], "run", *command[4:8], "--prompt", "It was", "--max-new-tokens", "150"]
-    done = subprocess.run(run, capture_output=True, timeout=300)
-    assert re.search(rb"overflow: \d+ tokens between", done.stderr)

@@ -12,21 +12,16 @@ import golden_cases
 import numpy as np
 import pytest
 from helpers import raises
-from safetensors.numpy import save_file
 
-from edgekv import ConfigError, ImageError, Session, SessionError
+from edgekv import ConfigError, Session, SessionError
 from edgekv.engine.session_file import SessionFile, write
 from edgekv.engine.state import ANSWER_TOKENS
-from edgekv.eval.bench import bench
-from edgekv.eval.evaluate import evaluate
 from edgekv.kernels import numba_kernels, numpy_kernels
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Workspace, rewind
-from edgekv.kvcache.recurrent import EVERY, FEWEST, MOST, RecurrentState, recurrent_states
+from edgekv.kvcache.recurrent import EVERY, RecurrentState, recurrent_states
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.models.config import GatedDelta, Recurrence, ShortConv
-from edgekv.server.pool import SessionPool
 
 CTX = 2048
 CASES = ("lfm2", "qwen3_5")
@@ -77,14 +72,6 @@ def test_compiled_kernels_equal_the_reference(recurrence: Recurrence, threads: i
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
     for name in recurrence.state():
         np.testing.assert_allclose(states[1].arrays[name], states[0].arrays[name], atol=2e-5, rtol=2e-5)
-
-
-def test_many_tokens_of_a_published_size_on_all_threads() -> None:
-    recurrence = GatedDelta(4, 8, 128, 128, 4, 1e-6)
-    x = tokens_of(recurrence, 100)
-    states = [state_of(recurrence, kernels=each) for each in (numpy_kernels(), numba_kernels(2))]
-    expected, found = (run(state, x, [99, 1]) for state in states)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_convolution_by_hand() -> None:
@@ -165,21 +152,6 @@ def test_snapshots_lie_the_farther_apart_the_older_they_are() -> None:
     assert gaps[-1] <= 4 * EVERY
 
 
-def test_planned_bytes_keep_to_the_budget() -> None:
-    config = architecture(golden_cases.CASES["lfm2"]).config
-    for capacity, slots in ((64, FEWEST), (10 * EVERY, FEWEST + 10), (1 << 20, MOST)):
-        states = recurrent_states(config, capacity)
-        assert [len(state.snapshots) for state in states] == [slots] * 2
-        assert [state.planned_bytes() for state in states] == [(1 + slots) * 2 * 64 * 4] * 2
-        states[0].allocate(numpy_kernels(), Workspace())
-        assert states[0].nbytes == states[0].planned_bytes()
-        assert states[0].bytes_read() == 2 * 64 * 4
-    large = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
-    large |= {"linear_key_head_dim": 128, "num_hidden_layers": 32}
-    config = architecture(golden_cases.CASES["qwen3_5"] | large).config
-    assert {len(state.snapshots) for state in recurrent_states(config, 8192)} == {FEWEST}
-
-
 def write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
     golden_cases.write_checkpoint(name, folder)
     config = golden_cases.CASES[name] | {"max_position_embeddings": CTX}
@@ -223,48 +195,6 @@ def test_a_conversation_sent_again_computes_few_tokens_again(loaded: Session) ->
     assert len(rest) == 20
     text(session, rest)
     assert session.report().prefill_tokens == 21  # with the last answer's final token
-
-
-def test_the_servers_pool_goes_on_from_a_shared_beginning(loaded: Session) -> None:
-    """A conversation that only begins like one that is kept is a copy of it, gone back to a snapshot."""
-    pool = SessionPool(loaded.fork(), 10 * (loaded.plan.cache_bytes + loaded.plan.state_bytes))
-    first = numbers(700, 1)
-    session, rest = pool.acquire(first)
-    text(session, list(rest))
-    pool.release(session)
-    second = [*first[:-3], *numbers(30, 2)]
-    session, rest = pool.acquire(second)
-    assert pool.n_sessions == 2
-    found = text(session, list(rest))
-    assert session.report().prefill_tokens == len(second) - (len(first) - ANSWER_TOKENS)
-    assert found == text(loaded.fork(), second)
-
-
-def test_what_measures_models_runs(loaded: Session) -> None:
-    """Quality through such layers is that of the KV scheme; vectors, and times of tokens."""
-    specs = [CacheSpec.parse("dense"), CacheSpec.parse("onebit")]
-    dense, onebit = evaluate(loaded._runner.decoder, numbers(600, 1), 300, specs)
-    assert dense.kl < 1e-5 < onebit.kl
-    assert dense.cache_bytes == specs[0].planned_bytes(loaded.config, 300)
-    vectors = [loaded.embed(numbers(20, seed)) for seed in (1, 1, 2)]
-    assert vectors[0] @ vectors[1] == pytest.approx(1)
-    assert vectors[0] @ vectors[2] < 0.99
-    timing = bench(loaded._runner.decoder, specs[:1], [40], tokens=8)[0]
-    assert timing.token_ms > 0
-
-
-def test_a_turn_taken_back_is_no_work(loaded: Session) -> None:
-    """To where the latest prompt began: the state has a snapshot there."""
-    session = loaded.fork()
-    text(session, numbers(300, 1))
-    end = len(session.tokens)
-    text(session, numbers(50, 2))
-    session.rewind(end)
-    assert session._state.n_cached == end - 1
-    found = text(session, numbers(40, 3))
-    fresh = loaded.fork()
-    text(fresh, numbers(300, 1))
-    assert found == text(fresh, numbers(40, 3))
 
 
 @pytest.mark.parametrize("kv", ["onebit", "steps:budget=1000000", "streaming"])
@@ -338,19 +268,6 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
         refused({}, arrays | {f"{i}/{name}": np.repeat(arrays[f"{i}/{name}"], 2, axis=-1)})
 
 
-def test_conversations_together(loaded: Session) -> None:
-    sessions = [loaded.fork() for _ in range(3)]
-    for n, session in zip((5, 300, 41), sessions, strict=True):
-        session.prefill(numbers(n, n))
-    alone = [loaded.fork() for _ in sessions]
-    for session, other in zip(sessions, alone, strict=True):
-        other.copy_from(session)
-    for token in numbers(6, 0):
-        expected = [other._runner.decoder.step(token, other.caches).copy() for other in alone]
-        together = loaded._runner.decoder.step_together([token] * 3, [session.caches for session in sessions])
-        np.testing.assert_allclose(together, expected, atol=2e-4)
-
-
 def test_plan_and_report_count_the_state(loaded: Session) -> None:
     session, plan = loaded.fork(), loaded.plan
     text(session, numbers(30, 1))
@@ -371,49 +288,3 @@ def test_what_has_no_way_with_such_layers(model: pathlib.Path) -> None:
         from edgekv.engine.cuda import require_layers
 
         require_layers(architecture(json.loads((model / "config.json").read_text())).config)
-
-
-def test_the_decoder_of_a_model_that_sees(tmp_path: pathlib.Path) -> None:
-    """Text alone is read from it: config.json and tensors as they are published."""
-    text, tensors = golden_cases.CASES["qwen3_5-options"], golden_cases.tensors("qwen3_5-options")
-    arrays = {tensor.replace("model.", "model.language_model.", 1): array for tensor, array in tensors.items()}
-    arrays["model.visual.merger.norm.weight"] = np.ones(4, np.float32)
-    arrays["mtp.norm.weight"] = np.ones(4, np.float32)
-    text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
-    config = {"model_type": "qwen3_5", "image_token_id": 9, "text_config": text, "tie_word_embeddings": True}
-    save_file(arrays, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {}}))
-    session = Session.load(tmp_path, kv="dense:dtype=f32", weights="f32")
-    logits = session.logits(golden_cases.tokens("qwen3_5-options"))
-    golden = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")["qwen3_5-options"]
-    np.testing.assert_allclose(logits[::3], golden, atol=2e-4, rtol=0)
-    with pytest.raises(ImageError, match="takes no images, its model_type is qwen3_5"):
-        list(session.generate([1], images=[tmp_path / "photo.png"], temperature=0.0))
-
-
-@pytest.mark.parametrize("weights", ["int4", "int8-32"])
-def test_quantized_weights(model: pathlib.Path, weights: str) -> None:
-    """The CPU path and the reference compute with the same store."""
-    logits = [
-        Session.load(model, ctx=64, kv="dense:dtype=f32", weights=weights, device=device).logits(numbers(40, 1))
-        for device in ("numpy", "cpu")
-    ]
-    # the products round activations to 8 bits
-    assert np.linalg.norm(logits[1] - logits[0]) < 0.15 * np.linalg.norm(logits[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("lfm2", {"full_attn_idxs": []}, "no layer attends"),
-        ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types has 3 entries for 4 layers"),
-        ("lfm2", {"layer_types": ["conv", "mamba", "conv", "full_attention"]}, "'mamba', which is not supported"),
-        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
-        ("qwen3_5", {"linear_num_key_heads": 3}, "4 linear_num_value_heads can't share 3 linear_num_key_heads"),
-        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ("qwen3_5", {"full_attention_interval": 9}, "no layer attends"),
-    ],
-)
-def test_configs_that_are_refused(name: str, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        architecture(golden_cases.CASES[name] | change)

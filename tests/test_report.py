@@ -1,15 +1,12 @@
 """The run report: its arithmetic, what it says of things not measured, and that its file is whole or absent."""
 
-import errno
 import json
-import os
 import pathlib
 
 import numpy as np
 import pytest
 
 from edgekv.engine.report import RunReport
-from edgekv.errors import EdgeKVError
 
 
 def make_report(**fields):
@@ -75,11 +72,6 @@ def test_what_was_not_measured_is_none():
     assert (numbers["prefill_tokens"], numbers["decode_tokens"]) == (0, 0)
 
 
-def test_bandwidth_needs_both_its_numbers():
-    assert make_report(decode_latencies_s=[0.1]).achieved_gb_per_s is None
-    assert make_report(bytes_read_per_token=10).achieved_gb_per_s is None
-
-
 def test_the_text_of_a_run():
     assert measured_report().to_text().splitlines() == [
         "model       llama-40m, 40.1 M parameters",
@@ -100,17 +92,6 @@ def test_the_text_of_a_run_that_measured_nothing():
     assert "decode      no token\n" in text
     assert "None" not in text
     assert "nan" not in text
-
-
-def test_reports_share_nothing():
-    first, second = make_report(), make_report()
-    first.decode_latencies_s.append(1.0)
-    first.notes.append("a note")
-    assert (second.decode_latencies_s, second.notes) == ([], [])
-
-
-def test_the_machine_is_described_unless_given():
-    assert "numpy" in RunReport(settings={}, model={}).as_dict()["machine"]["versions"]
 
 
 def test_the_file_holds_the_dict_and_nothing_lies_beside_it(tmp_path):
@@ -143,36 +124,3 @@ def test_settings_of_any_type_fit_json(tmp_path):
         "stop": ["x", "\udcff"],
         "scheme": {"bits": 1, "exact": True},
     }
-
-
-@pytest.mark.parametrize(
-    ("failure", "raised"),
-    [(OSError(errno.ENOSPC, "No space left on device"), EdgeKVError), (KeyboardInterrupt(), KeyboardInterrupt)],
-)
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failure, raised):
-    def fail(_descriptor):
-        raise failure
-
-    path = tmp_path / "run.json"
-    path.write_text("older")
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(raised):
-        make_report().write_json(path)
-    assert path.read_text() == "older"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("name", ["absent/run.json", ".", "/dev/full"])
-def test_a_path_that_cannot_be_written_gets_one_line(tmp_path, name):
-    with pytest.raises(EdgeKVError, match=r"^[^\n]+: cannot be written [^\n]+$"):
-        make_report().write_json(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_link_is_written_through(tmp_path):
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    target.touch()
-    link.symlink_to(target)
-    make_report().write_json(link)
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["model"]["head_dim"] == 128

@@ -19,14 +19,11 @@ from edgekv.errors import (
     CheckpointError,
     ConfigError,
     ContextError,
-    EdgeKVError,
     MemoryBudgetError,
     SessionError,
     TokenizerError,
 )
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.spec import PRESETS
-from edgekv.machine import format_bytes
 from edgekv.weights.formats import WEIGHTS
 
 
@@ -50,49 +47,30 @@ def test_an_option_that_is_none_is_refused(model: pathlib.Path, tmp_path: pathli
         assert caught.value.accepted[:2] == ("kv", "ctx")
 
 
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
-def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> None:
-    """Tokens fed one after another through two calls are those of the same cache stepped by hand."""
-    prompt = golden_cases.tokens("llama31")[:20]
-    session = Session.load(model, kv=kv)
-    first = [step.token for step in session.generate(prompt, max_new_tokens=5, temperature=0.0)]
-    assert session._state.n_cached == 24  # the fifth answer token is not in the cache yet
-    second = [step.token for step in session.generate([7, 8], max_new_tokens=5, temperature=0.0)]
-    assert session.tokens == [*prompt, *first, 7, 8, *second]
-    assert session._state.n_cached == 31
+@pytest.fixture(scope="module")
+def loaded(model: pathlib.Path) -> Session:
+    return Session.load(model)
 
 
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
-def test_reset_gives_the_same_text_again(model: pathlib.Path, kv: str) -> None:
-    session = Session.load(model, kv=kv)
-    sampling = SamplingParams(temperature=1.0, seed=11)
-    runs = []
+def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None:
+    """The cache holds what was fed and chosen, in just the bytes that were planned; a reset forgets all of it."""
+    prompt, session = golden_cases.tokens("llama31")[:20], loaded.fork(kv=kv)
+    sampling, runs = SamplingParams(temperature=1.0, seed=11), []
     for _ in range(2):
-        runs.append([step.token for step in session.generate([1, 2, 3], max_new_tokens=20, sampling=sampling)])
+        first = [step.token for step in session.generate(prompt, max_new_tokens=5, sampling=sampling)]
+        assert session._state.n_cached == 24  # the fifth answer token is not in the cache yet
+        second = [step.token for step in session.generate([7, 8], max_new_tokens=5, sampling=sampling)]
+        assert session.tokens == [*prompt, *first, 7, 8, *second]
+        assert session._state.n_cached == 31
+        runs.append([*first, *second])
+        arrays = [array for cache in session.caches for array in cache.arrays.values()]
+        assert (
+            session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes > 0
+        )
         session.reset()
     assert runs[0] == runs[1]
     assert len(set(runs[0])) > 3
-
-
-def test_two_sessions_share_nothing(model: pathlib.Path) -> None:
-    alone = [step.token for step in Session.load(model).generate([5, 6], max_new_tokens=8, temperature=0.0)]
-    one, other = Session.load(model), Session.load(model, kv="h1b")
-    steps = (
-        one.generate([5, 6], max_new_tokens=8, temperature=0.0),
-        other.generate([9, 9, 9], max_new_tokens=8, temperature=0.0),
-    )
-    interleaved = [pair[0].token for pair in zip(*steps, strict=True)]
-    assert interleaved == alone
-
-
-def test_a_rewind_to_less_than_nothing_is_refused(model: pathlib.Path) -> None:
-    session = Session.load(model, weights="f32", ctx=40)
-    session.prefill([1, 2, 3])
-    for wrong in (-1, 2.0):
-        with raises(ContextError, field="n_tokens"):
-            session.rewind(wrong)
-    assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)
-    assert len(list(session.generate([4], max_new_tokens=2, temperature=0.0))) == 2
 
 
 def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -> None:
@@ -149,7 +127,7 @@ def test_rewind_forgets(model: pathlib.Path) -> None:
     np.testing.assert_allclose(again, session.logits(tokens[:30])[20:], atol=2e-4)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["int8", "int4-32"])
 def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Path, weights: str) -> None:
     """The products round activations to 8 bits for integer weights; NumPy multiplies the dequantized ones."""
     tokens = golden_cases.tokens("llama31")
@@ -158,16 +136,7 @@ def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Pa
         for device in ("cpu", "numpy")
     )
     error = np.sqrt(np.mean(np.square(ours - reference)))
-    assert error < (1e-5 if weights == "f32" else 0.05 * reference.std())
-
-
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
-def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
-    session = Session.load(model, kv=kv, ctx=50)
-    list(session.generate([1, 2, 3], max_new_tokens=4, temperature=0.0))
-    arrays = [array for cache in session.caches for array in cache.arrays.values()]
-    assert session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes
-    assert session.report().cache_bytes > 0
+    assert error < 0.05 * reference.std()
 
 
 def test_report_counts(model: pathlib.Path) -> None:
@@ -192,11 +161,6 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     assert session._state.n_cached == 10
     assert steps[-1].finish_reason == "length"
     assert "context full" in str(steps[-1].finish_message)
-
-
-def test_prompt_of_exactly_the_context_gives_one_token(model: pathlib.Path) -> None:
-    session = Session.load(model, ctx=5)
-    assert len(list(session.generate([1, 2, 3, 4, 5], max_new_tokens=9, temperature=0.0))) == 1
 
 
 def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
@@ -332,32 +296,6 @@ def test_a_prompt_is_text_or_ids(shared: pathlib.Path) -> None:
     np.testing.assert_array_equal(session.embed("Once upon"), session.embed(begin))
 
 
-def test_same_seed_same_text(shared: pathlib.Path) -> None:
-    def run(seed: int) -> str:
-        session = Session.load(text_model(shared), weights="f32")
-        steps = session.generate("Once", max_new_tokens=60, temperature=1.0, seed=seed)
-        return "".join(step.text for step in steps)
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nope", "accepted: f16, q8"),
-        ("h1b:c=3", "accepted .defaults.: h1b:sketch_bits=256"),
-        ("h1b:sketch_bits=100", "64, 128"),
-        ("h1b:sketch_bits=x", "64, 128"),
-        ("h1b:tau=-1", "0, 0.0001 to 10000"),
-        ("dense:dtype=f8", "accepted: f16, f32"),
-    ],
-)
-def test_bad_scheme(text: str, message: str) -> None:
-    with pytest.raises(CacheError, match=message):
-        CacheSpec.parse(text)  # the schemes' own errors have no field yet
-
-
 def test_bad_names(model: pathlib.Path) -> None:
     with raises(ConfigError, field="weights") as weights:
         Session.load(model, weights="int3")
@@ -373,59 +311,11 @@ def test_bad_names(model: pathlib.Path) -> None:
     assert {*PRESETS, "dense", "planes"} <= set(kv.value.accepted)
 
 
-@pytest.mark.parametrize(
-    ("error", "option", "value"),
-    [
-        (CacheError, "kv", 3),
-        (CacheError, "kv_budget", "12M"),
-        (CacheError, "kv_budget", 0),
-        (CacheError, "kv_budget", 1.5),
-        (ContextError, "ctx", "8k"),
-        (ContextError, "ctx", True),
-        (ContextError, "ctx", -1),
-        (ConfigError, "weights", 4),
-        (ConfigError, "overflow", None),
-        (ConfigError, "device", None),
-        (ConfigError, "threads", "all"),
-        (ConfigError, "config", 5),
-        (ConfigError, "tokenizer", 5),
-        (ConfigError, "adapter", b"x"),
-    ],
-)
-def test_a_value_of_a_wrong_type_names_its_parameter(
-    model: pathlib.Path, error: type[EdgeKVError], option: str, value: object
-) -> None:
-    with raises(error, field=option) as caught:
-        Session.load(model, **{option: value})
-    assert caught.value.value is value
-    assert str(caught.value).startswith(f"{option}={value!r}: ")
-    assert "--" not in str(caught.value)
-
-
-def test_a_model_that_is_no_path() -> None:
-    with raises(CheckpointError, field="model"):
-        Session.load(None)
-
-
 def test_options_can_be_given_together_or_one_by_one(model: pathlib.Path) -> None:
     """The declaration for type checkers names the options that are checked."""
     assert list(LoadOptions.__annotations__) == [field.name for field in dataclasses.fields(Options)]
     options = LoadOptions(kv="kivi2", ctx=40)
     assert Session.load(model, **options).plan == Session.load(model, kv="kivi2", ctx=40).plan
-
-
-def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) -> None:
-    session = Session.load(model, kv="h1b")
-    list(session.generate([1, 2], max_new_tokens=2, temperature=0.0))
-    assert "default" in session.report().notes[0]
-    session.reset()
-    list(session.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2, temperature=0.0))
-    notes = session.report().notes
-    assert "fitted on the prompt" in notes[0]
-    assert "not adapted" in notes[1]
-    given = Session.load(model, kv="h1b:tau=0.125")
-    list(given.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2, temperature=0.0))
-    assert "tau 0.125 (set by" in given.report().notes[0]
 
 
 def test_a_second_text_waits_for_the_first(model: pathlib.Path) -> None:
@@ -488,15 +378,6 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
             use()
     session.close()
     assert len(list(other.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))) == 2
-
-
-def test_repr_says_what_is_held(model: pathlib.Path) -> None:
-    session = Session.load(model, kv="onebit:v_bits=1", ctx=50)
-    session.logits([1, 2, 3])
-    size = format_bytes(session.plan.cache_bytes)
-    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v_bits=1, 3 of 50 tokens, cache {size}>"
-    session.close()
-    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v_bits=1, closed>"
 
 
 def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import golden_cases
-import numba
 import pytest
 
 from edgekv import Session, child, numba_cache
@@ -19,7 +18,6 @@ from edgekv.cli import main
 from edgekv.engine import cpu as ahead
 from edgekv.engine.loading import WARM_UP
 from edgekv.kernels import compiling
-from edgekv.kernels.compiling import CompileClock
 from edgekv.kernels.cpu import compile as kept
 from edgekv.kernels.cpu import loops
 from edgekv.kernels.cpu.compile import entry_jit
@@ -45,25 +43,6 @@ def test_a_text_needs_no_kernel_that_loading_has_not_met() -> None:
     """Neither compiled nor loaded from the disk: short prompts and long ones, drafts, blocks that are packed."""
     run = subprocess.run([sys.executable, "-c", AFTER_LOADING], capture_output=True, text=True)
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
-
-
-def test_the_clock_counts_compilations() -> None:
-    @numba.njit
-    def inner(x: float) -> float:
-        return x + 1
-
-    @numba.njit
-    def outer(x: float) -> float:
-        return inner(x) * 2
-
-    with CompileClock() as clock:
-        outer(1.0)
-    first = clock.seconds
-    assert clock.n >= 2
-    assert first > 0
-    with clock:
-        outer(2.0)
-    assert clock.seconds == first
 
 
 def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

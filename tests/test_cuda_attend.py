@@ -16,7 +16,7 @@ from edgekv.kernels.arrays import to_host
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache import tiered
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
+from edgekv.kvcache.codec_ints import Int8, Symmetric4
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.tiered import Shape, Steps, StepsKnobs, exact_bytes, least_bytes
@@ -50,7 +50,8 @@ PAIRS: dict[str, Callable[[int, int, int], Pair]] = {
     "f32": lambda *shape: (Float32(*shape), Float32(*shape)),
     "sketches": lambda *shape: (SignSketch(*shape, 128, 0), Int4(*shape)),
     "sketches, f16": lambda *shape: (SignSketch(*shape, 128, 0), F16(*shape)),
-    "int8": lambda *shape: (SymmetricKeys(*shape, 8), SymmetricValues(*shape, 8)),
+    "int8": lambda *shape: (Int8(*shape), Int8(*shape)),
+    "4 bits": lambda *shape: (Symmetric4(*shape), Symmetric4(*shape)),
     "kivi": lambda g, n, d: (KiviKeys(g, n, d, 2, 32), KiviValues(g, n, d, 2, d)),
     "signs": signs(1, 2),
     "2-bit keys, 3-bit values": signs(2, 3),

@@ -153,11 +153,11 @@ def test_affine_values(device: OnDevice, case: Case) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @each_case
 def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:
-    n_bytes, scale = case.d * bits // 8, np.zeros((case.g, case.capacity), np.uint16)
-    for kind, block, check in (("keys", 32, check_keys), ("values", 1, check_values)):
-        codes = np.zeros((case.g, -(-case.capacity // block), n_bytes, block), np.uint8)
-        store = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
-        check(device, case, f"symmetric_{kind}", dict(zip(("codes", "scale"), store, strict=True)))
+    tokens, kind = (case.g, case.capacity), {8: "int8", 4: "symmetric4"}[bits]
+    codes = np.zeros((*tokens, case.d * bits // 8), {8: np.int8, 4: np.uint8}[bits])
+    store = device.check("encode_sym", awkward(case), codes, np.zeros(tokens, np.uint16), case.t0)[1:3]
+    for check in (check_keys, check_values):
+        check(device, case, kind, dict(zip(("codes", "scale"), store, strict=True)))
 
 
 @pytest.mark.parametrize(("bits", "block"), [(2, 32), (4, 128)])
@@ -169,7 +169,7 @@ def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> N
     groups = case.g, capacity // block
     ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
     keys = device.check(
-        "encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0, kind="kivi_keys"
+        "encode_kivi_keys", x, np.zeros((case.g, capacity, n_bytes), np.uint8), *ends, 0, kind="kivi_keys"
     )[1:4]
     names = "codes", "step", "low"
     check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)), group=block)

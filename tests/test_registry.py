@@ -32,7 +32,6 @@ def test_a_codec_can_be_stored_and_read(kind: str) -> None:
     cpu, plain = find_loops("cpu", codec), loops_of(codec)
     assert cpu.score or cpu.add
     assert plain.decode or plain.scores or plain.sums
-    assert (cpu.encode is None) == (plain.encode is None)
     if "cuda" in codec.backends:
         assert (find_loops("cuda", codec).encode is None) == (plain.encode is None)
     else:

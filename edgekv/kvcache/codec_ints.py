@@ -5,43 +5,33 @@ from __future__ import annotations
 from edgekv.kvcache.cache import Layout
 from edgekv.kvcache.codecs import Codec, in_backends
 
-KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 
+class Int8(Codec):
+    """Levels -127..127 as signed bytes times a float16 scale per token: head_dim + 2 bytes."""
 
-class Symmetric(Codec):
-    """Levels -top..top times a float16 scale per token, top = 2^(bits-1) - 1: head_dim * bits / 8 + 2 bytes."""
-
-    block: int
-
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim)
-        self.n_bytes = head_dim * bits // 8
+    kind = "int8"
+    backends = in_backends("ints")
 
     def layout(self) -> Layout:
-        blocks = -(-self.capacity // self.block)
-        return {
-            "codes": ((self.n_kv_heads, blocks, self.n_bytes, self.block), "uint8"),
-            "scale": ((self.n_kv_heads, self.capacity), "uint16"),
-        }
+        return self._layout(self.head_dim, "int8")
+
+    def _layout(self, n_bytes: int, dtype: str) -> Layout:
+        tokens = self.n_kv_heads, self.capacity
+        return {"codes": ((*tokens, n_bytes), dtype), "scale": (tokens, "uint16")}
 
     @property
     def token_bytes(self) -> int:
-        return self.n_kv_heads * (self.n_bytes + 2)
+        return self.n_kv_heads * (self.head_dim + 2)
 
 
-class SymmetricKeys(Symmetric):
-    """Blocks of KEY_BLOCK tokens, channel by channel; the last block is allocated whole."""
+class Symmetric4(Int8):
+    """Levels -7..7 plus 8, two to a byte, times a float16 scale per token: head_dim / 2 + 2 bytes."""
 
-    kind = "symmetric_keys"
-    backends = in_backends("ints")
+    kind = "symmetric4"
 
-    block = KEY_BLOCK
+    def layout(self) -> Layout:
+        return self._layout(self.head_dim // 2, "uint8")
 
-
-class SymmetricValues(Symmetric):
-    """Token by token."""
-
-    kind = "symmetric_values"
-    backends = in_backends("ints")
-
-    block = 1
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim // 2 + 2)

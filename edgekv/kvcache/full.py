@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
+from edgekv.kvcache.codec_ints import Int8
 from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import Knobs, one_of
 from edgekv.types import F32
@@ -77,7 +77,7 @@ class KeepAll(CodecStore):
 DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
     "f16": f16_codecs,
     "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
-    "q8": lambda g, n, d: (SymmetricKeys(g, n, d, 8), SymmetricValues(g, n, d, 8)),
+    "q8": lambda g, n, d: (Int8(g, n, d), Int8(g, n, d)),
 }
 
 
@@ -96,8 +96,7 @@ class DenseKnobs(Knobs):
 class Dense(KeepAll):
     """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
 
-    f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2); keys take
-    whole blocks of 32 tokens.
+    f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2).
     """
 
     name = "dense"

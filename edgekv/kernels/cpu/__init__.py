@@ -4,7 +4,6 @@ from typing import Any
 
 from edgekv.kernels.cpu.append import append, encode
 from edgekv.kernels.cpu.attend import attend
-from edgekv.kernels.cpu.ints import encode_sym
 from edgekv.kernels.cpu.plane_encoders import encode_centres, encode_interleaved, encode_keys
 from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.rope import hadamard, hadamard_back, split_rope
@@ -23,7 +22,6 @@ __all__ = [
     "encode_f16",
     "encode_interleaved",
     "encode_keys",
-    "encode_sym",
     "hadamard",
     "hadamard_back",
     "project",

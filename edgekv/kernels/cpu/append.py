@@ -10,9 +10,11 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.compile import Args, jit
 from edgekv.kernels.cpu.launch import call_put
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, loops_of, scratch_memory
+from edgekv.kernels.registry import find_loops
 from edgekv.types import F32
 
 FEW_TOKENS = 8  # more are encoded codec by codec
+PART = 64  # tokens of a head that are encoded together
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
@@ -35,9 +37,29 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
-    store = loops_of(codec).encode
-    assert store is not None, codec.kind
-    store(codec, x, t0)
+    loops = loops_of(codec)
+    if loops.encode:
+        loops.encode(codec, x, t0)
+    elif loops.put:
+        n_groups, n, head_dim = x.shape
+        n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // PART)
+        memory = scratch_memory("append", n_groups * n_parts * n_bytes)
+        x = np.ascontiguousarray(x)
+        store = address_of(bound(codec).numbers)
+        args = store, loops.put.address, address_of(x), n, head_dim, t0, memory, n_bytes
+        launch.run(_encode_parts, n_groups * n_parts, x.size, args)
+    else:
+        find_loops("reference", codec).encode(codec, x, t0)  # in NumPy
+
+
+@jit
+def _encode_parts(first: int, last: int, args: Args) -> None:
+    store, put, x, n, head_dim, t0, memory, n_bytes = args
+    n_parts = (n + PART - 1) // PART
+    for item in range(first, last):
+        g, t = item // n_parts, item % n_parts * PART
+        row = x + 4 * (g * n + t) * head_dim
+        call_put(put, store, row, min(PART, n - t), g, t0 + t, memory + item * n_bytes)
 
 
 @jit

@@ -221,3 +221,4 @@ def _pointer(kind: Any) -> Any:
 # The memory at an address, for `scalar.get`, `scalar.put` and `simd`.
 floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
 chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
+signed_chars = _pointer(types.int8)

@@ -1,4 +1,4 @@
-"""Rows of numbers, float16 bits or float32, times queries, and their weighted sums.
+"""Rows of numbers, float16 bits, signed bytes or float32, times queries, and their weighted sums.
 
 Each number is converted once for up to four query rows; four tokens' scores are made side by side, so that their
 lanes are added up together.
@@ -26,7 +26,7 @@ def score_rows(size: int, alike: bool = False) -> Any:
     """The loop over rows of numbers of `size` bytes; alike: a score does not depend on how many rows there are."""
     tokens = dict.fromkeys(TOKENS, 4) if alike else TOKENS
     row_counts = ROW_COUNTS[1:] if alike and emit.FEW_REGISTERS else ROW_COUNTS
-    name = f"score_{'alike' if alike else 'rows'}"
+    name = f"score_{'alike' if alike else 'rows'}_{size}"
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> Any:
@@ -64,7 +64,9 @@ def add_rows(size: int) -> Any:
                     weights = b.add(p, b.mul(turn.i, b.mul(gap, emit.I64(4))))
                     target = b.add(out, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     write = functools.partial(_add, size, together)
-                    emit.call_own(b, f"add_rows_{together}", write, weights, gap, values, head_dim, n, target)
+                    emit.call_own(
+                        b, f"add_rows_{size}_{together}", write, weights, gap, values, head_dim, n, target
+                    )
                 done = turn.i
             return context.get_dummy_value()
 
@@ -76,6 +78,10 @@ def add_rows(size: int) -> Any:
 def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
     if size == 4:
         return emit.load(b, VECTOR, address, offset)
+    if size == 1:
+        return b.sitofp(
+            b.sext(emit.load(b, emit.vector(emit.I8, N), address, offset), emit.vector(emit.I32, N)), VECTOR
+        )
     return widen(b, emit.load(b, emit.vector(emit.I16, N), address, offset))
 
 

@@ -22,7 +22,7 @@ from edgekv.kernels.cpu.loops import (
 )
 from edgekv.kernels.cpu.row_products import add_rows, score_rows
 from edgekv.kernels.cpu.scalar import as_float, float_to_half, get, put
-from edgekv.types import F32, U16
+from edgekv.types import F32, I8, U16
 
 WIDTH = emit.REGISTER
 
@@ -133,7 +133,7 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 
 
 @fast_jit
-def score_rest(q: F32, rows: int, keys: U16 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
+def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
     """Adds the channels behind the last whole vector."""
     for m in range(rows):
         for t in range(n):
@@ -144,7 +144,7 @@ def score_rest(q: F32, rows: int, keys: U16 | F32, head_dim: int, n: int, s: F32
 
 
 @fast_jit
-def add_rest(p: F32, gap: int, rows: int, values: U16 | F32, head_dim: int, n: int, out: F32) -> None:
+def add_rest(p: F32, gap: int, rows: int, values: U16 | I8 | F32, head_dim: int, n: int, out: F32) -> None:
     """Adds the channels behind the last whole vector."""
     for m in range(rows):
         for d in range(head_dim // WIDTH * WIDTH, head_dim):

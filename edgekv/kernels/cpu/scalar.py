@@ -121,9 +121,11 @@ SUBNORMAL_MAGIC = 0x3F000000  # 0.5: added, it leaves a subnormal float16 in the
 
 @intrinsic
 def as_float(context: Any, x: Any) -> Any:
-    """float32 of a float16's bits (uint16), or of what is a float32 already."""
+    """float32 of a float16's bits (uint16), of an int8, or of what is a float32 already."""
 
     def build(_: Any, builder: Any, __: Any, args: Any) -> Value:
+        if x == types.int8:
+            return builder.sitofp(args[0], ir.FloatType())
         return args[0] if x == types.float32 else widen(builder, args[0])
 
     return types.float32(x), build

@@ -1,4 +1,4 @@
-// Values as rows of small integers, BITS wide. Byte j of a token's
+// Values as rows of small integers, BITS wide, signed where 8 bits are FROM_MIDDLE. Byte j of a token's
 // HEAD_DIM * BITS / 8 holds the elements j, j + n_bytes, ... from its low bits up. A value is code * scale + offset, where
 // VALUE_SCALES says what a token's scale and offset are.
 
@@ -57,6 +57,8 @@ template <int BITS> struct ByteValues {
                 } else {
                     raw[u][i][k][0] = VEC == 2 ? *(const u16*)from : *from;
                 }
+                if (BITS == 8 && VALUE_SCALES == FROM_MIDDLE)
+                    for (int w = 0; w < WORDS; ++w) raw[u][i][k][w] ^= 0x80808080u;
             }
         }
         if (chunk > 0 || u != MY_TILE) return;

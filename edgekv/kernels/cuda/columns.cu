@@ -1,6 +1,5 @@
-// Keys as small integers, BITS wide, whose tokens lie side by side. Codes are
-// (G, blocks, KEY_DIM * BITS / 8, KEY_BLOCK) bytes; byte j holds the elements j, j + n_bytes, ... from its low bits up.
-// KEY_SCALES says what they stand for.
+// Keys as small integers, BITS wide, token by token. Codes are (G, capacity, KEY_DIM * BITS / 8) bytes; byte j holds the elements j, j + n_bytes, ... from its low bits up.
+// KEY_SCALES says what they stand for; 8 bits of SCALE_PER_TOKEN are signed.
 
 #define SCALE_PER_TOKEN 0  // sym: (code - middle) * store.b[token]
 #define STEP_PER_CHANNEL 1  // kivi: store.c[block, channel] + code * store.b[block, channel]
@@ -60,10 +59,15 @@ template <int BITS> struct ColumnKeys {
         }
     }
 
-    __device__ i64 offset(int token, int row) const
+    // Byte `row` of four tokens from `token` on.
+    __device__ u32 four_tokens(int token, int row) const
     {
-        i64 blocks = divide_up(store.capacity, KEY_BLOCK);
-        return ((g * blocks + token / KEY_BLOCK) * BYTES + row) * KEY_BLOCK + token % KEY_BLOCK;
+        const u8* from = (const u8*)store.a + ((i64)g * store.capacity + token) * BYTES + row;
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (token + i < end) word |= (u32)from[i * BYTES] << 8 * i;
+        return BITS == 8 && KEY_SCALES == SCALE_PER_TOKEN ? word ^ 0x80808080u : word;
     }
 
     __device__ int row(int turn) const { return (2 * turn + pair) * 4 + strip; }
@@ -74,7 +78,7 @@ template <int BITS> struct ColumnKeys {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             int r = row(chunk * CHUNK + i);
-            raw[u][i] = token < end && r < BYTES ? *(const u32*)((const u8*)store.a + offset(token, r)) : 0;
+            raw[u][i] = token < end && r < BYTES ? four_tokens(token, r) : 0;
         }
         if (PREPARES || chunk > 0 || u != MY_TILE) return;
 #pragma unroll

@@ -71,9 +71,9 @@ extern "C" __global__ void encode_f32(const float* x, int stride, int d, float* 
     for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = from[c];
 }
 
-// Symmetric codes of `bits` bits in blocks of `block` tokens. Grid (n, G), a warp each.
-extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, int blocks, int block,
-                                      u16* scale, int capacity, int t0, const int* shift)
+// Symmetric codes, signed bytes or 4 bits plus 8. Grid (n, G), a warp each.
+extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, u16* scale, int capacity,
+                                      int t0, const int* shift)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
     int t = t0 + *shift + blockIdx.x, top = (1 << (bits - 1)) - 1, n_bytes = d * bits / 8;
@@ -83,14 +83,14 @@ extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bit
     float step = half_to_float(half);
     if (step == 0) step = 1;
     if (threadIdx.x == 0) scale[(i64)blockIdx.y * capacity + t] = half;
-    u8* to = codes + ((i64)blockIdx.y * blocks + t / block) * n_bytes * block + t % block;
+    u8* to = codes + ((i64)blockIdx.y * capacity + t) * n_bytes;
     for (int j = threadIdx.x; j < n_bytes; j += 32) {
         u32 byte = 0;
         for (int part = 0; part < 8 / bits; ++part) {
             float level = rintf(from[j + part * n_bytes] / step);
-            byte |= (u32)(int)(fminf(fmaxf(level, -(float)top), (float)top) + (float)(top + 1)) << part * bits;
+            byte |= (u32)(int)(fminf(fmaxf(level, -(float)top), (float)top) + (bits == 8 ? 0 : 8)) << part * bits;
         }
-        to[(i64)j * block] = (u8)byte;
+        to[j] = (u8)byte;
     }
 }
 

@@ -12,16 +12,16 @@ from edgekv.kernels.cuda.rows import ENCODE
 
 
 def column_keys(names: tuple[str, ...], scales: str) -> Callable[[Any], Reader]:
-    """Reads keys channel by channel in blocks of tokens: codes (G, blocks, bytes, block), the first of the arrays.
+    """Reads keys token by token: codes (G, capacity, bytes), the first of the arrays.
 
     ``scales`` says what the others are: see columns.cu.
     """
 
     def read(codec: Any) -> Reader:
         arrays = tuple(codec.arrays[name] for name in names)
-        _, blocks, n_bytes, block = arrays[0].shape
+        _, capacity, n_bytes = arrays[0].shape
+        block = 32 if scales == "SCALE_PER_TOKEN" else capacity // arrays[1].shape[1]
         bits, macros = 8 * n_bytes // codec.head_dim, (("KEY_SCALES", scales), ("KEY_BLOCK", block))
-        capacity = arrays[1].shape[1] if scales == "SCALE_PER_TOKEN" else blocks * block
         tiles = max(1, 4 // bits)
         return Reader(f"ColumnKeys<{bits}>", "columns", arrays, capacity, codec.head_dim, macros, tiles=tiles)
 
@@ -29,7 +29,7 @@ def column_keys(names: tuple[str, ...], scales: str) -> Callable[[Any], Reader]:
 
 
 def byte_values(codes: Array, scales: tuple[Array, ...], width: int, meaning: str, tiles: int = 0) -> Reader:
-    """Reads values token by token: codes (G, capacity, bytes) or (G, capacity, bytes, 1).
+    """Reads values token by token: codes (G, capacity, bytes).
 
     ``meaning`` says what the codes and ``scales`` stand for: see byte_values.cu.
     """
@@ -43,11 +43,10 @@ class IntKernels(Backend):
 
     def encode_sym(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
-        _, blocks, n_bytes, block = codes.shape
         x, stride = per_head(x)
         launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
-        store = codes, blocks, block, scale, scale.shape[1]
-        self.driver.launch(launch, x, stride, d, 8 * n_bytes // d, *store, *place(self.driver, t0))
+        bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
+        self.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(self.driver, t0))
 
 
 def _encode(kernels: IntKernels, codec: Any, x: Array, t0: int) -> None:
@@ -58,7 +57,5 @@ def _values(codec: Any) -> Reader:
     return byte_values(codec.arrays["codes"], (codec.arrays["scale"],), codec.head_dim, "FROM_MIDDLE")
 
 
-LOOPS = {
-    "symmetric_keys": Loops(column_keys(("codes", "scale"), "SCALE_PER_TOKEN"), encode=_encode, placed=True),
-    "symmetric_values": Loops(values=_values, encode=_encode, placed=True),
-}
+_keys = column_keys(("codes", "scale"), "SCALE_PER_TOKEN")
+LOOPS = dict.fromkeys(("int8", "symmetric4"), Loops(_keys, _values, encode=_encode, placed=True))

@@ -6,35 +6,34 @@ import numpy as np
 
 from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rounding import round_up_to_f16
-from edgekv.types import F32, U8, U16
+from edgekv.types import F32, I8, U8, U16
 
 
-def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:
-    _, n_tokens, head_dim = x.shape
-    n_bytes, block = codes.shape[2:]
-    top = 2 ** (8 * n_bytes // head_dim - 1) - 1
-    tokens = np.arange(t0, t0 + n_tokens)
+def encode_sym(x: F32, codes: I8 | U8, scale: U16, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0.. as round(x / scale), in 8 bits, or in 4 bits plus 8.
+
+    codes (G, cap, D) int8, or (G, cap, D // 2) uint8 as `pack_codes` makes it. scale (G, cap): float16 bits of the
+    token's largest magnitude over top, 127 or 7, rounded up. The levels are -top..top, halves rounded to even. A
+    token of zeros has scale 0 and decodes to zeros.
+    """
+    n_bytes, tokens = codes.shape[2], slice(t0, t0 + x.shape[1])
+    top = 127 if n_bytes == x.shape[2] else 7
     scale[:, tokens] = round_up_to_f16(np.abs(x).max(axis=2) / np.float32(top))
     step = _widen(scale[:, tokens])
     step[step == 0] = 1  # only if all elements are (nearly) zero: they round to 0
-    levels = np.clip(np.rint(x / step[..., None]), -top, top) + (top + 1)
-    packed = pack_codes(levels.astype(np.uint8), n_bytes)
-    # two index arrays apart from each other bring the token axis to the front
-    codes[:, tokens // block, :, tokens % block] = packed.transpose(1, 0, 2)
+    levels = np.clip(np.rint(x / step[..., None]), -top, top)
+    if n_bytes == x.shape[2]:
+        codes[:, tokens] = levels
+    else:
+        codes[:, tokens] = pack_codes((levels + 8).astype(np.uint8), n_bytes)
 
 
 def symmetric(codec: Any, t0: int, t1: int) -> F32:
     """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
-    return decode_symmetric(codec.arrays["codes"], codec.arrays["scale"], t0, t1, codec.head_dim)
-
-
-def decode_symmetric(codes: U8, scale: U16, t0: int, t1: int, head_dim: int) -> F32:
-    """Tokens t0..t1 (G, t1 - t0, D)."""
-    n_bytes, block = codes.shape[2:]
-    tokens = np.arange(t0, t1)
-    packed = codes[:, tokens // block, :, tokens % block].transpose(1, 0, 2)  # (G, T, n_bytes)
-    middle = np.float32(2 ** (8 * n_bytes // head_dim - 1))
-    values: F32 = (unpack_codes(packed, head_dim) - middle) * _widen(scale[:, tokens])[..., None]
+    codes, scale = codec.arrays["codes"][:, t0:t1], _widen(codec.arrays["scale"][:, t0:t1])
+    if codes.shape[2] < codec.head_dim:
+        codes = unpack_codes(codes, codec.head_dim) - 8
+    values: F32 = codes.astype(np.float32) * scale[..., None]
     return values
 
 
@@ -63,4 +62,4 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
     encode_sym(x, codec.arrays["codes"], codec.arrays["scale"], t0)
 
 
-LOOPS = dict.fromkeys(("symmetric_keys", "symmetric_values"), Loops(symmetric, _encode))
+LOOPS = dict.fromkeys(("int8", "symmetric4"), Loops(symmetric, _encode))

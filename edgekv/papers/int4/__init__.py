@@ -6,11 +6,9 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
+from edgekv.kvcache.codec_ints import Symmetric4
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.full import KeepAll
-
-BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +20,12 @@ class Int4Cache(KeepAll):
     """k, v ~ scale * round(x / scale), levels -7..7: 2 * (head_dim/2 + 2) bytes per token and KV head.
 
     The baseline of H1B-KV's Tables I to III ("MiniCache (4-bit): symmetric quantization"). No token is kept exact,
-    and the query is not quantised. Keys take whole blocks of 32 tokens. The published MiniCache (arXiv 2405.14366)
+    and the query is not quantised. The published MiniCache (arXiv 2405.14366)
     is something else: it merges the caches of neighbouring layers.
     """
 
     name = "int4"
+    version = 2  # keys token by token
     aliases = ("minicache4",)
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
@@ -41,4 +40,4 @@ class Int4Cache(KeepAll):
                 value="int4",
             )
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        return SymmetricKeys(*shape, BITS), SymmetricValues(*shape, BITS)
+        return Symmetric4(*shape), Symmetric4(*shape)

@@ -43,6 +43,7 @@ class Kivi(Windowed):
     """
 
     name = "kivi2"
+    version = 2  # keys token by token
     paper = "KIVI; baseline of H1B-KV and KVComp"
     summary = "2-bit keys per channel and 32 tokens, 2-bit values per token, the last 128 tokens exact"
     gives_up = "a bit per key element for the ranges; the values' outlier channels"

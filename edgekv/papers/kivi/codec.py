@@ -20,11 +20,11 @@ class KiviKeys(Codec):
         self.n_bytes, self.group = head_dim * bits // 8, group
 
     def layout(self) -> Layout:
-        groups = (self.n_kv_heads, self.capacity // self.group)
+        ends = (self.n_kv_heads, self.capacity // self.group, self.head_dim)
         return {
-            "codes": ((*groups, self.n_bytes, self.group), "uint8"),
-            "step": ((*groups, self.head_dim), "uint16"),
-            "low": ((*groups, self.head_dim), "uint16"),
+            "codes": ((self.n_kv_heads, self.capacity, self.n_bytes), "uint8"),
+            "step": (ends, "uint16"),
+            "low": (ends, "uint16"),
         }
 
     @property

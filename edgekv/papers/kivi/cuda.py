@@ -17,7 +17,8 @@ ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
 def encode_kivi_keys(tools: Tools, x: Array, codes: Array, step: Array, low: Array, t0: int) -> None:
     """As `edgekv.papers.kivi.reference.encode_kivi_keys`."""
     n_kv_heads, n, d = x.shape
-    _, blocks, n_bytes, block = codes.shape
+    (_, capacity, n_bytes), blocks = codes.shape, step.shape[1]
+    block = capacity // blocks
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_kivi_keys", (n // block, n_kv_heads), THREADS)
     store = codes, step, low, blocks, block

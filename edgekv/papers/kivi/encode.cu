@@ -17,7 +17,7 @@ extern "C" __global__ void encode_kivi_keys(const float* x, int stride, int d, i
     }
     __syncthreads();
     for (int i = threadIdx.x; i < n_bytes * block; i += blockDim.x) {
-        int j = i / block, t = i % block;
+        int t = i / n_bytes, j = i % n_bytes;
         u32 byte = 0;
         for (int part = 0; part < 8 / bits; ++part) {
             int c = j + part * n_bytes;

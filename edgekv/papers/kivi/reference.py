@@ -16,15 +16,16 @@ def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     """Stores x (G, n, D) at tokens t0.. as round((x - low) / step) in 0..top = 2 ** bits - 1: KIVI's keys.
 
     low and step (G, groups, D) belong to a channel of B tokens: the least element, rounded to float16, and
-    (largest - low) / top, rounded up to float16. codes (G, groups, n_bytes, B), B a multiple of 32; t0 and n
-    are multiples of B. Halves round to even; what is read is low + step * code.
+    (largest - low) / top, rounded up to float16. codes (G, cap, n_bytes); t0 and n are multiples of
+    B = cap / groups. Halves round to even; what is read is low + step * code.
     """
     n_kv_heads, n_tokens, head_dim = x.shape
-    n_bytes, group = codes.shape[2:]
+    (capacity, n_bytes), n_groups = codes.shape[1:], step.shape[1]
+    group = capacity // n_groups
     groups = slice(t0 // group, (t0 + n_tokens) // group)
     parts = x.reshape(n_kv_heads, -1, group, head_dim)
     levels = _quantize(parts, 2, 8 * n_bytes // head_dim, step[:, groups], low[:, groups])
-    codes[:, groups] = pack_codes(levels, n_bytes).transpose(0, 1, 3, 2)
+    codes[:, t0 : t0 + n_tokens] = pack_codes(levels, n_bytes).reshape(n_kv_heads, n_tokens, n_bytes)
 
 
 def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
@@ -41,11 +42,10 @@ def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
 
 def kivi_keys(codec: Any, t0: int, t1: int) -> F32:
     """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
-    a, first, last = codec.arrays, t0 // codec.group, -(-t1 // codec.group)
-    levels = unpack_codes(a["codes"][:, first:last].transpose(0, 1, 3, 2), codec.head_dim)  # (G, groups, group, D)
-    step, low = (_widen(a[name][:, first:last, None]) for name in ("step", "low"))
-    keys: F32 = (low + step * levels).reshape(len(levels), -1, codec.head_dim)
-    return keys[:, t0 - first * codec.group : t1 - first * codec.group]
+    a, groups = codec.arrays, np.arange(t0, t1) // codec.group
+    step, low = (_widen(a[name][:, groups]) for name in ("step", "low"))
+    keys: F32 = low + step * unpack_codes(a["codes"][:, t0:t1], codec.head_dim)
+    return keys
 
 
 def kivi_values(codec: Any, t0: int, t1: int) -> F32:

@@ -30,12 +30,10 @@ from edgekv.power.board import (
     Span,
     Step,
     ThreadsRow,
-    Watch,
     add_log,
     open_meter,
 )
 from edgekv.power.board_page import page
-from edgekv.power.sampler import Unmetered
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -327,16 +325,6 @@ def test_cooling_and_clocks_are_read_where_the_system_names_them(tmp_path: pathl
     assert conditions.cooling(tmp_path) == ["pwmfan at 2900 rpm", "pwm-fan in state 1 of 4"]
     assert conditions.clock_ranges(tmp_path) == ["cores 0 1 2 3: ondemand, 1500 to 2400 MHz"]
     assert conditions.cooling(tmp_path / "nothing") == conditions.clock_ranges(tmp_path / "nothing") == []
-
-
-def test_only_other_programs_count_as_others() -> None:
-    watch = Watch(Unmetered("no sensor"))
-    # A child is counted with us once it has ended.
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        time.sleep(0.5)
-        while_running = watch.others()
-        busy.kill()
-    assert 0 < while_running <= 1
 
 
 def test_documents_are_current() -> None:

@@ -83,17 +83,6 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 # edgekv power record
 
 
-@pytest.mark.usefixtures("bare")
-def test_without_a_sensor_commands_run_and_the_time_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "record", "--", "sh", "-c", "echo said; exit 3"]) == 3
-    out, err = capfd.readouterr()
-    assert out == "said\n"
-    assert err.startswith("time        0.")
-    assert "energy      n/a: no power sensor" in err
-    assert main(["power"]) == 0  # ends by itself
-    assert capfd.readouterr().out.count("n/a: no power sensor") == 1
-
-
 @pytest.mark.usefixtures("steady")
 def test_record_writes_the_samples_and_passes_the_status_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]

@@ -341,24 +341,12 @@ def test_a_sensor_that_refuses_or_does_not_see_the_work_is_noted(tmp_path: pathl
     assert "rapl is here but can't be read" in note
 
 
-def test_profiles_name_known_meters_and_bound_what_they_say(tmp_path: pathlib.Path) -> None:
-    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 65 * 4096 + 32000 * 4096  # all that a token reads
-    elements = 2 * 32 * 32 * 8192 * 128
-    moved = [
-        2 * weights + 2 * elements,
-        weights * 17 // 32 + 32 * 32 * 8192 * (256 + 4 * 128) // 8,
-        2 * elements,
-        32 * 32 * 8192 * (256 + 4 * 128) // 8,
-    ]
+def test_profiles_name_known_meters(tmp_path: pathlib.Path) -> None:
     assert {path.stem for path in (ROOT / "power" / "boards").iterdir()} == set(board_profiles())
     for board in board_profiles().values():
         assert set(board.meters) <= set(METERS)
-        assert board.to_text()
-        assert [bound["bytes"] for bound in board.lower_bounds] == moved
         for bound in board.lower_bounds:
             assert bound["peak_ms"] == pytest.approx(bound["bytes"] / board.peak_gb_s / 1e6, abs=0.05)
-            measured = board.measured_gb_s and bound["bytes"] / board.measured_gb_s / 1e6
-            assert bound["measured_ms"] == (measured and pytest.approx(measured, abs=0.05))
     assert find_profile(tmp_path) is None
     assert find_profile(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
     trees.write_tree(tmp_path, trees.model("NVIDIA Jetson Nano 2GB Developer Kit"))

@@ -17,7 +17,6 @@ from edgekv import Session
 from edgekv.checkpoint.shipped import load_shape
 from edgekv.cli import main
 from edgekv.engine import calibration
-from edgekv.engine.calibration import windows
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.types import F32, F64, U8
@@ -36,7 +35,7 @@ from edgekv.weights.rounding import (
     cross_products,
     hessian,
     in_column_order,
-    linear_term,
+    output_correction,
 )
 from edgekv.weights.store import WeightStore, Write, build
 
@@ -88,16 +87,13 @@ def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
     np.testing.assert_allclose(hessian(x), independent(x), rtol=1e-4, atol=1e-5 * np.square(x).mean(0).max())
 
 
-def round_numpy(weight: F32, linear_term: F32, hessian: F32, block: int) -> tuple[U8, F32]:
-    """weight, linear_term (r, columns), hessian (columns, columns) -> codes and scales as of `Rounder.round`.
-
-    The specification of that, in float64: a row, and of it a column, after the other.
-    """
+def round_numpy(weight: F32, output_correction: F32, hessian: F32, block: int) -> tuple[U8, F32]:
+    """The specification of `Rounder.round`, in float64: a row, and of it a column, after the other."""
     order, blocks = column_order(hessian.diagonal(), block)
     ends = block_ends(blocks, block, len(order))
     h = hessian.astype(np.float64)[np.ix_(order, order)]
     factor = np.asarray(np.linalg.cholesky(h), np.float64)
-    w, b = weight[:, order].astype(np.float64), linear_term[:, order].astype(np.float64)
+    w, b = weight[:, order].astype(np.float64), output_correction[:, order].astype(np.float64)
     added = np.linalg.solve(factor, b.T).T
     codes, scales, errors = np.zeros(w.shape, np.int8), np.zeros((len(w), len(blocks))), np.zeros_like(w)
     last_first = [(i, slice(ends[i], ends[i + 1])) for i in reversed(range(len(blocks)))]
@@ -157,13 +153,6 @@ def test_rounding_is_the_formula(columns: int, block: int) -> None:
     assert lost[0] < 0.6 * np.einsum("ri,ij,rj->", alone, h, alone)
 
 
-def test_the_heaviest_columns_are_last() -> None:
-    """Whole blocks by their sums, the last one short, and the columns of each."""
-    order, blocks = column_order(np.array([9, 1, 5, 2, 2, 3, 6, 5, 8], np.float32), 4)
-    assert blocks.tolist() == [2, 1, 0]
-    assert order.tolist() == [8, 4, 5, 7, 6, 1, 3, 2, 0]
-
-
 def test_rounding_where_the_text_says_little() -> None:
     """Fewer inputs than columns, channels that are always 0, none at all: rounded all the same."""
     w = drawn(4, 64)
@@ -177,7 +166,7 @@ def test_rounding_where_the_text_says_little() -> None:
 def aim(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
     """What is rounded in place of rows."""
     h = hessian(own)
-    change = linear_term(Rounder(h, 32), rows, *cross_products(lost, own))
+    change = output_correction(Rounder(h, 32), rows, *cross_products(lost, own))
     return rows + change @ np.linalg.inv(h.astype(np.float64))
 
 
@@ -326,21 +315,6 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         assert not output.exists()
 
 
-def test_windows_come_from_all_over_the_text() -> None:
-    class Letters:
-        def encode(self, text: str) -> list[int]:
-            return [ord(letter) for letter in text]
-
-    def of(text: str, n: int, most: int) -> list[str]:
-        return ["".join(map(chr, window)) for window in windows(Letters(), text, n, most)]  # type: ignore[arg-type]
-
-    assert of("abcdefgh", 2, 2) == ["ab", "ef"]
-    assert of("abcdefg", 3, 5) == ["abc", "def"]
-    assert of("ab", 3, 5) == []
-    long = "".join(chr(97 + i // 100) for i in range(1000))
-    assert of(long, 3, 5) == ["aaa", "ccc", "eee", "ggg", "iii"]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("head") / "m")
@@ -391,7 +365,7 @@ class Rounded:
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
         for name in self.weights.arch.linears():
-            write(name, self.weights.taken_over(name, form.of(name)))
+            write(name, self.weights.exact_codes(name, form.of(name)))
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -408,7 +382,7 @@ def test_other_formats_are_handed_on_as_they_are(name: str, monkeypatch: pytest.
     """A text rounds to whole numbers around 0 alone; of other layers both models have the weights, read once."""
     weights, handed, read = RandomWeights(load_shape("tiny", 1)), [], []
     matrix = weights.matrix("0.qkv")
-    monkeypatch.setattr(weights, "taken_over", lambda *of: None)
+    monkeypatch.setattr(weights, "exact_codes", lambda *of: None)
     monkeypatch.setattr(weights, "matrix", lambda name: read.append(name) or matrix)
     ops = CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
     x = inputs(2, matrix.shape[1])

@@ -49,12 +49,6 @@ def test_the_fewest_threads_that_are_nearly_as_fast(
     assert threads.choice(decode, prompt) == chosen
 
 
-def test_candidates_are_quarters_of_the_cores() -> None:
-    assert threads.candidates(4) == [4, 3, 2, 1]
-    assert threads.candidates(3) == [3, 2, 1]
-    assert threads.candidates(16) == [16, 12, 8, 4]
-
-
 def test_two_cores_are_both_used_unmeasured(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(threads, "measure", None)
@@ -73,15 +67,6 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     monkeypatch.setattr(threads, "measure", None)
     assert threads.product_threads(store, None) == found
     assert threads.product_threads(store, 3) == (3, 3)
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_a_folder_that_can_not_be_written_costs_only_the_memory(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert threads.product_threads(store, None).prompt <= 4
 
 
 def test_products_are_the_same_with_any_number_of_threads(store: WeightStore) -> None:

@@ -217,13 +217,6 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
     assert session.report().images is None
 
 
-def test_other_modalities_are_not_marked(base: Session) -> None:
-    session = base.fork(kv=VISUAL)
-    rows = base.vision(picture(IMAGES[0])).rows
-    session.prefill([1, Embeddings(rows, "audio"), 4])
-    assert session.report().visual_cache_bytes == 0
-
-
 @pytest.mark.parametrize("kv", ["onebit", VISUAL, "dense"])
 def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
     session = base.fork(kv=kv)
@@ -339,16 +332,6 @@ def test_clipped_and_selected() -> None:
 def test_embeddings_of_another_shape(base: Session, shape: tuple[int, ...]) -> None:
     with pytest.raises(ContextError, match=r"this model takes \(n, 64\), n of 1 or more"):
         base.prefill([1, Embeddings(np.zeros(shape, np.float32))])
-
-
-def test_learned_positions_are_added(tmp_path: pathlib.Path) -> None:
-    """GPT-2's embeddings, given as rows, are its tokens."""
-    session = Session.load(golden_cases.write_checkpoint("gpt2", tmp_path / "gpt2"), weights="f32")
-    ids = golden_cases.tokens("gpt2")[:12]
-    expected = session.logits(ids)
-    session.reset()
-    rows = session.model.weights.rows("embed", np.asarray(ids[4:9]))
-    np.testing.assert_allclose(session.logits([*ids[:4], Embeddings(rows), *ids[9:]])[-1], expected[-1], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama2-gqa", "gpt2"])

@@ -218,7 +218,7 @@ class Model:
 
     def weights_note(self, form: WeightFormat) -> str | None:
         """What a user must know of these weights in this format."""
-        lost = self.weights.quantized_again(form) if isinstance(self.weights, CheckpointWeights) else ()
+        lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else ()
         if not lost:
             return None
         formats = sorted({form.of(name).name for name in self.arch.linears()})

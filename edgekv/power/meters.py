@@ -165,10 +165,9 @@ def reason(error: Exception) -> str:
 
 
 class NumberFile:
-    """A file that holds one whole number, different at each call.
+    """A file that holds one whole number, different at each call; it stays open, so that a reading is cheap.
 
-    It stays open, which makes a reading twice as cheap, and is opened again after an error. Calls raise OSError,
-    or ValueError where the content is no number.
+    Calls raise OSError, or ValueError where the content is no number.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -178,20 +177,11 @@ class NumberFile:
     def __call__(self) -> int:
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return int(os.pread(self._fd, 64, 0))
-        except OSError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        return int(os.pread(self._fd, 64, 0))
 
     def __del__(self) -> None:
-        self.close()
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def scaled(factor: float, *paths: pathlib.Path) -> Source:

@@ -64,9 +64,14 @@ def picture(image: ImageSource) -> LoadedImage:
     """
     if isinstance(image, LoadedImage):
         return image
+    pil = require_pillow()
     if isinstance(image, (str, os.PathLike)):
-        return _from_file(user_path(image))
-    if not isinstance(image, require_pillow().Image.Image):
+        path = user_path(image)
+        try:
+            return picture_of(read_regular(path), str(path))
+        except OSError as error:
+            raise ImageError(f"{path}: can't be read ({error.strerror}); give an image file") from error
+    if not isinstance(image, pil.Image.Image):
         raise ImageError(f"images={image!r:.60}: accepted: an image's file, or an image of Pillow", field="images")
     return _as_rgb(image, "the image")
 
@@ -81,26 +86,16 @@ def require_pillow() -> Any:
     return PIL
 
 
-def _from_file(path: pathlib.Path) -> LoadedImage:
-    require_pillow()
-    try:
-        return picture_of(read_regular(path), str(path))
-    except OSError as error:
-        raise ImageError(f"{path}: can't be read ({error.strerror}); give an image file") from error
-
-
 def picture_of(data: bytes, name: str) -> LoadedImage:
-    """As `picture`, from the bytes of an image file; ``name``: what messages call it."""
-    return _opened(io.BytesIO(data), name)
+    """As `picture`, from the bytes of an image file; ``name``: what messages call it.
 
-
-def _opened(source: io.BytesIO, name: str) -> LoadedImage:
-    """From memory: Pillow reads as many bytes as a chunk says, which a file's reader takes memory for."""
+    From memory: Pillow reads as many bytes as a chunk says, which a file's reader takes memory for.
+    """
     pil = require_pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of big or odd files: what matters is checked here
-            with pil.Image.open(source, formats=FORMATS) as file:
+            with pil.Image.open(io.BytesIO(data), formats=FORMATS) as file:
                 return _as_rgb(file, name)
     except (ImageError, MemoryError):
         raise

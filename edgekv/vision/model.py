@@ -184,18 +184,17 @@ class Encoder:
 
     def __call__(self, pixels: F32) -> F32:
         """(tokens, d_vision) float32 features of pixel values (3, height, width)."""
+        limit = onnxruntime().RunOptions()
+        timer = threading.Timer(MAX_SECONDS, setattr, (limit, "terminate", True))  # a graph may loop for ever
+        timer.daemon = True
+        timer.start()
         try:
-            limit = onnxruntime().RunOptions()
-            timer = threading.Timer(MAX_SECONDS, setattr, (limit, "terminate", True))  # a graph may loop for ever
-            timer.daemon = True
-            timer.start()
-            try:
-                features = self._session.run(None, {INPUT: pixels[None]}, limit)[0]
-            finally:
-                timer.cancel()
+            features = self._session.run(None, {INPUT: pixels[None]}, limit)[0]
         except Exception as error:
             detail = str(error).splitlines()[0]
             raise CheckpointError(f"{self.path}: onnxruntime can't run it ({detail}); export it again") from error
+        finally:
+            timer.cancel()
         if features.ndim != 3 or len(features) != 1 or features.dtype != np.float32:
             raise CheckpointError(
                 f"{self.path}: gives {features.dtype} {features.shape} for one image; accepted: float32 "
@@ -228,16 +227,13 @@ class Projector:
 
 
 def projector_weights(tensors: Tensors, hidden_size: int) -> dict[str, F32]:
-    """The projector's tensors as float32, without their prefix. CheckpointError: they are absent or don't fit."""
+    """Return the projector's weights (rows, columns) and biases by name. CheckpointError: they don't fit."""
     prefix = next((p for p in PREFIXES if f"{p}linear_1.weight" in tensors), PREFIXES[0])
-    names = [f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")]
-    shapes = {name: tensors[prefix + name].shape for name in names if _is_needed(prefix + name, tensors)}
+    names = [f"{layer}.weight" for layer in LAYERS]
+    names += [bias for layer in LAYERS if prefix + (bias := f"{layer}.bias") in tensors]
+    shapes = {name: tensors[prefix + name].shape for name in names}
     inner, out = shapes["linear_1.weight"][0], hidden_size
     expected = {"linear_1.bias": (inner,), "linear_2.weight": (out, inner), "linear_2.bias": (out,)}
     for name in shapes.keys() & expected.keys():
         tensors.require(prefix + name, expected[name])
     return {name: to_float32(tensors[prefix + name].read()) for name in shapes}
-
-
-def _is_needed(name: str, tensors: Tensors) -> bool:
-    return name.endswith(".weight") or name in tensors

@@ -55,7 +55,7 @@ FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets",
 BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
-def _keeps(exact: str | None, form: WeightFormat) -> bool:
+def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Whether what a format holds goes into another one unchanged: one with more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
         return exact is not None
@@ -122,13 +122,13 @@ class CheckpointWeights:
         }
         return per_linear_format(self._tensors.method, forms)
 
-    def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
+    def requantized(self, form: WeightFormat) -> tuple[str, ...]:
         """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
         lost = set()
         for name, linear in self._linears.items():
             for part in linear.parts:
                 tensor = self._tensors[part.tensor]
-                if tensor.kind and not _keeps(tensor.exact_format, form.of(name)):
+                if tensor.kind and not holds_exactly(tensor.exact_format, form.of(name)):
                     lost.add(tensor.kind)
         return tuple(sorted(lost))
 
@@ -137,10 +137,11 @@ class CheckpointWeights:
         """Types of the quantized tensors."""
         return tuple(sorted({kind for part in self._kinds().values() for kind in part if kind}))
 
-    def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
-        """Codes and scales of a linear in ``form``, where the file has them already; else None."""
+    def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
+        """Return codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
         parts = self._linears[name].parts
-        if form.bits == 32 or not all(_keeps(self._tensors[part.tensor].exact_format, form) for part in parts):
+        formats = [self._tensors[part.tensor].exact_format for part in parts]
+        if form.bits == 32 or not all(holds_exactly(each, form) for each in formats):
             return None
         taken: list[tuple[Codes, F32]] = []
         for part in parts:
@@ -155,11 +156,11 @@ class CheckpointWeights:
         return packed, scales
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
-        """Packed zero points of a linear that `taken_over` gives in a format with zeros."""
+        """Packed zero points of a linear that `exact_codes` gives in a format with zeros."""
         return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
 
     def offsets(self, name: str) -> F32:
-        """Offsets (rows, blocks) of a linear that `taken_over` gives in a format with them."""
+        """Offsets (rows, blocks) of a linear that `exact_codes` gives in a format with them."""
         return np.concatenate([self._part_offsets(part) for part in self._linears[name].parts])
 
     def _part_offsets(self, part: WeightPart) -> F32:

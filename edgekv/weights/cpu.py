@@ -100,14 +100,17 @@ class CpuOps(NumpyOps):
         return StoredLinear(lambda x, n_threads: self._multiply(x, matrix), store.bias(name))
 
     def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        """Return x plus the linear layer's outputs of y (n, columns)."""
         total = self.linear(y, name)
         total += x
         return total
 
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
+        """Return x (n, channels), normed by its rows' root mean squares."""
         return layers.rms_norm(x, self._vector(name), eps)
 
     def layer_norm(self, x: F32, name: str, eps: float) -> F32:
+        """Return x (n, channels), normed by its rows' means and deviations."""
         return layers.layer_norm(x, self._vector(f"{name}.weight"), self._vector(f"{name}.bias"), eps)
 
     def _vector(self, name: str) -> F32:
@@ -116,14 +119,17 @@ class CpuOps(NumpyOps):
         return self._vectors[name]
 
     def activation(self, x: F32, kind: str) -> F32:
+        """Return the activation of each number of x (n, channels)."""
         return layers.activation(x, kind) if kind in (*layers.SIGMOIDS, "gelu") else super().activation(x, kind)
 
     def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if kind not in layers.SIGMOIDS:
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
         config = self.arch.config
         experts = config.experts_of(i)
         assert experts is not None
@@ -140,6 +146,7 @@ class CpuOps(NumpyOps):
         return layers.add_results(x, results, tokens, weights)
 
     def expert_products(self, rows: F32, of: I64, name: str) -> F32:
+        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
         for expert, _ in groups(of) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
         if name not in self._experts:

@@ -147,14 +147,17 @@ class CudaOps(WeightOps):
         raise ConfigError(NO_CHANGES, field="loras")
 
     def linear(self, x: Array | Normed, name: str) -> Array:
+        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
         return self._linear(x, name)
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
+        """Return x plus the linear layer's outputs of y (n, columns)."""
         if len(x) > MATVEC_ROWS:
             return x + self._linear(y, name)
         return self._linear(y, name, onto=contiguous(x))
 
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if self._takes_packed(x, name):
             return self._linear(x, name, gate=ACTIVATIONS[kind])
         return self._activation(self.linear(x, name), kind, 1)
@@ -206,9 +209,11 @@ class CudaOps(WeightOps):
         return out
 
     def rms_norm(self, x: Array, name: str, eps: float) -> Normed:
+        """Return x (n, channels), normed by its rows' root mean squares."""
         return Normed(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        """Return x (n, channels), normed by its rows' means and deviations."""
         vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
         return self._norm("layer_norm", x, vectors, eps, self.made)
 
@@ -223,6 +228,7 @@ class CudaOps(WeightOps):
         return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, Normed) else x
 
     def activation(self, x: Array, kind: str) -> Array:
+        """Return the activation of each number of x (n, channels)."""
         return self._activation(x, kind, 0)
 
     def _activation(self, x: Array, kind: str, gated: int) -> Array:
@@ -234,10 +240,12 @@ class CudaOps(WeightOps):
         return y
 
     def split(self, x: Array | Normed, sizes: Sequence[int]) -> list[Array]:
+        """Cut x (n, channels) into parts (n, size) each."""
         x, ends = self._plain(x), list(itertools.accumulate(sizes))
         return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def join(self, parts: Sequence[Array | Normed]) -> Array:
+        """Put parts (n, channels) side by side."""
         plain = [self._plain(part) for part in parts]
         sizes = [part.shape[1] for part in plain]
         y = self.driver.empty((len(plain[0]), sum(sizes)), np.float32)
@@ -246,18 +254,23 @@ class CudaOps(WeightOps):
         return y
 
     def add(self, a: Array | Normed, b: Array | Normed) -> Array:
+        """Return a + b (n, channels)."""
         return self._plain(a) + self._plain(b)
 
     def mul(self, a: Array | Normed, b: Array | Normed) -> Array:
+        """Return a * b (n, channels)."""
         return self._plain(a) * self._plain(b)
 
     def scale(self, x: Array | Normed, factor: float) -> Array:
+        """Return x (n, channels) times a number."""
         return self._plain(x) * np.float32(factor)
 
     def soft_cap(self, x: Array | Normed, cap: float) -> Array:
+        """Return cap * tanh(x / cap) (n, channels)."""
         return np.tanh(self._plain(x) * np.float32(1 / cap)) * np.float32(cap)
 
     def add_experts(self, x: Array, y: Array | Normed, i: int) -> Array:
+        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
         raise refuse_experts()
 
 
@@ -299,13 +312,14 @@ class HalfOps(CudaOps):
         return False
 
     def linear(self, x: Array | Normed, name: str) -> Array:
+        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
         w, x = self.weights.linears[name], self._plain(x, self.made)
         y = self.driver.empty((len(x), w.rows), np.float32)
         self._multiply(x, w, y, False)
         return y
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
-        """x, changed."""
+        """Add the linear layer's outputs of y (n, columns) to x in place."""
         self._multiply(y, self.weights.linears[name], x, True)
         return x
 

@@ -52,7 +52,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 
 def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
-    """GPT-OSS's: gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within it."""
+    """GPT-OSS's (n, channels): gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within it."""
     gate = np.minimum(gate, np.float32(limit))
     with np.errstate(over="ignore"):
         opened = gate / (1.0 + np.exp(-np.float32(alpha) * gate))
@@ -218,6 +218,7 @@ class NumpyOps(WeightOps):
         return other
 
     def linear(self, x: F32, name: str) -> F32:
+        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
         y = self._stored_linear(x, name)
         if name in self.changes:
             add_changes(x, y, self.changes[name], self._multiply)
@@ -241,14 +242,17 @@ class NumpyOps(WeightOps):
         return self._matrices[name]
 
     def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        """Return x plus the linear layer's outputs of y (n, columns)."""
         return x + self.linear(y, name)
 
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
+        """Return x (n, channels), normed by its rows' root mean squares."""
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
         normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
         return normed
 
     def layer_norm(self, x: F32, name: str, eps: float) -> F32:
+        """Return x (n, channels), normed by its rows' means and deviations."""
         centred = x - x.mean(axis=-1, keepdims=True)
         variance = np.mean(np.square(centred), axis=-1, keepdims=True)
         normed = centred / np.sqrt(variance + np.float32(eps))
@@ -256,33 +260,42 @@ class NumpyOps(WeightOps):
         return scaled
 
     def activation(self, x: F32, kind: str) -> F32:
+        """Return the activation of each number of x (n, channels)."""
         return ACTIVATIONS[kind](x)
 
     def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         gate, up = np.split(self.linear(x, name), 2, axis=-1)
         return self.activation(gate, kind) * up
 
     def split(self, x: F32, sizes: Sequence[int]) -> list[F32]:
+        """Cut x (n, channels) into parts (n, size) each."""
         return np.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
     def join(self, parts: Sequence[F32]) -> F32:
+        """Put parts (n, channels) side by side."""
         return np.concatenate(parts, axis=-1)
 
     def add(self, a: F32, b: F32) -> F32:
+        """Return a + b (n, channels)."""
         return a + b
 
     def mul(self, a: F32, b: F32) -> F32:
+        """Return a * b (n, channels)."""
         return a * b
 
     def scale(self, x: F32, factor: float) -> F32:
+        """Return x (n, channels) times a number."""
         scaled: F32 = x * np.float32(factor)
         return scaled
 
     def soft_cap(self, x: F32, cap: float) -> F32:
+        """Return cap * tanh(x / cap) (n, channels)."""
         capped: F32 = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return capped
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
         config = self.arch.config
         experts, gate = config.experts_of(i), functools.partial(gated, config)
         assert experts is not None
@@ -290,7 +303,7 @@ class NumpyOps(WeightOps):
         return add_experts(experts, i, x, y, logits, self.expert_products, gate)
 
     def expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        """An `ExpertProduct`: bias and matrices of all experts lie one below the other."""
+        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,): an `ExpertProduct`."""
         matrices, bias = self._matrix(name), self.weights.bias(name)
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)

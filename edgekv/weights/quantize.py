@@ -108,7 +108,7 @@ def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-un
 
 
 def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None:
-    """Like `quantize_numpy`, on `threads.count()` threads, into ``codes`` and ``scales``."""
+    """Quantize weight (r, k) as `quantize_numpy` does, on all threads, into ``codes`` and ``scales``."""
     shrink = SHRINK if bits == 4 else SHRINK[:1]
     threads.run_parallel(_quantize, np.ascontiguousarray(weight), bits, block, shrink, codes, scales)
 

@@ -43,10 +43,11 @@ class RandomWeights(CheckpointWeights):
     def own_format(self) -> None:
         return None
 
-    def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
+    def requantized(self, form: WeightFormat) -> tuple[str, ...]:
         return ()
 
-    def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
+    def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
+        """Draw codes (rows, blocks, bytes) and scales (rows, blocks)."""
         specs = store_specs(self.arch, form, self.table_dtypes)
         codes = self._rng.integers(0, 256, specs[f"{name}.codes"][1], np.uint8)
         largest_code = 2 ** (form.bits - 1)

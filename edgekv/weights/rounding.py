@@ -45,7 +45,7 @@ SAMPLE = 8  # of so many rows one tells what is chance
 
 
 def column_order(importance: F32, block: int) -> tuple[I64, I64]:
-    """Columns in the order of H: blocks whole, the heaviest last, and within a block so too; and the blocks."""
+    """Return columns (n,) in the order of H, and blocks: whole, the heaviest last, and so within a block too."""
     n = len(importance)
     blocks = n_blocks(n, block)
     sums = np.zeros(blocks)
@@ -56,7 +56,7 @@ def column_order(importance: F32, block: int) -> tuple[I64, I64]:
 
 
 def block_ends(blocks: I64, block: int, columns: int) -> I64:
-    """Where each of ``blocks`` begins, one behind the other, and the end of the last."""
+    """Return where each of ``blocks`` (n,) begins, one behind the other, and the end of the last (n + 1,)."""
     sizes = np.minimum(block, columns - blocks * block)
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
@@ -83,13 +83,13 @@ class Rounder:
         self._factor = factor
         self._ends = block_ends(self._blocks, block, columns)
 
-    def round(self, weight: F32, linear_term: F32) -> tuple[U8, F32]:
+    def round(self, weight: F32, output_correction: F32) -> tuple[U8, F32]:
         """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize_numpy` gives them.
 
-        linear_term b (r, columns): as if weight + b H^-1 were rounded.
+        output_correction b (r, columns): as if weight + b H^-1 were rounded.
         """
         rows, columns = weight.shape
-        w, b = np.ascontiguousarray(weight[:, self._order]), linear_term[:, self._order]
+        w, b = np.ascontiguousarray(weight[:, self._order]), output_correction[:, self._order]
         wanted = w + self._forward(b) / self._weights
         errors, codes = np.zeros_like(w), np.zeros((rows, columns), np.int8)
         scales = np.empty((rows, len(self._blocks)), np.float32)
@@ -104,9 +104,9 @@ class Rounder:
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
         return in_column_order(codes, scales, self._order, self._blocks, self.block)
 
-    def size(self, linear_term: F32) -> float:
-        """The sum of b H^-1 b^T over the rows b of linear_term (r, columns): what a change by it makes better."""
-        return float((np.square(self._forward(linear_term[:, self._order])) / self._weights).sum(dtype=np.float64))
+    def size(self, b: F32) -> float:
+        """Return the sum of b H^-1 b^T over the rows b of b (r, columns): what a correction by it makes better."""
+        return float((np.square(self._forward(b[:, self._order])) / self._weights).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
         """x with x F^T = b, where F = L / its diagonal; b / x (r, columns) in the order of H."""
@@ -165,14 +165,14 @@ def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
     return (first + second) / np.float32(n), (first - second) / np.float32(n)
 
 
-def linear_term(rounder: Rounder, rows: F32, mean: F32, apart: F32) -> F32:
+def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F32) -> F32:
     """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
 
-    mean, apart: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares change,
-    times the share of it that is no chance: in which the text's halves agree.
+    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares
+    change, times the share of it that is no chance: in which the text's halves agree.
     """
     both = rows @ mean
-    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ apart)
+    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ half_difference)
     both *= np.float32(max(0.0, 1 - chance / whole) if whole > 0 else 0.0)
     return both
 
@@ -189,6 +189,7 @@ class CalibratingOps(NumpyOps):
         self._checkpoint, self._form, self._write = weights, form, write
 
     def linear(self, x: F32, name: str) -> F32:
+        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
         if name == "head":
             self.rounded(x, name)
             return np.empty((0, self.arch.config.vocab_size), np.float32)
@@ -204,13 +205,13 @@ class CalibratingOps(NumpyOps):
         """Hands the layer on and gives its weights (rows, columns) as they will be; None: as they are."""
         form = self._form.of(name)
         is_other = form.bits != 4 or form.zeros or form.offsets or form.e2m1  # than what a `Rounder` gives
-        if is_other or self._checkpoint.taken_over(name, form) is not None:
+        if is_other or self._checkpoint.exact_codes(name, form) is not None:
             self._write(name, None)
             return None
         exact, own = np.split(x, 2)
         rounder, products = Rounder(hessian(own), form.block), cross_products(exact - own, own)
         parts = [
-            rounder.round(rows, linear_term(rounder, rows, *products))
+            rounder.round(rows, output_correction(rounder, rows, *products))
             for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)
         ]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))

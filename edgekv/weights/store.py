@@ -280,11 +280,12 @@ def _write_weights(
                 progress("quantizing" if form.bits < 32 else "converting", done, total)
 
         def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
+            """Write a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
             linear, own = linears[name], form.of(name)
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
-                taken = None if rounded else weights.taken_over(name, own)
+                taken = None if rounded else weights.exact_codes(name, own)
                 codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)

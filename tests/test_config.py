@@ -9,8 +9,11 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
+from helpers import raises
 
 from edgekv import Session, models
+from edgekv.checkpoint.checkpoint import read_config
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.models import architecture, find_family, register_family
@@ -21,6 +24,7 @@ LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "image_tok
 GEMMA3, PHI3 = golden_cases.GEMMA3, golden_cases.PHI3
 SMOLLM3, GRANITE = golden_cases.SMOLLM3, golden_cases.GRANITE
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"type": "linear", "factor": 2.0}
 LLAMA3 = golden_cases.LLAMA3
 LONGROPE = golden_cases.LONGROPE
 
@@ -31,64 +35,30 @@ def rope(**changes: Any) -> np.ndarray:
     return np.append(values, factor)
 
 
-@pytest.mark.parametrize("scaling", [YARN, {"type": "linear", "factor": 2.0}, LLAMA3, LONGROPE])
-def test_an_added_rope_scaling_wins(scaling: dict[str, Any]) -> None:
-    """Beside the rope_parameters that transformers 5 writes."""
-    both = rope(rope_parameters={"rope_type": "default"}, rope_scaling=scaling)
-    np.testing.assert_array_equal(both, rope(rope_scaling=scaling))
-    assert not np.array_equal(both, rope())
+def test_an_added_rope_scaling_wins() -> None:
+    """Beside the rope_parameters that transformers 5 writes, whose theta stays."""
+    for scaling in (YARN, LINEAR, LLAMA3, LONGROPE):
+        both = rope(rope_parameters={"rope_type": "default"}, rope_scaling=scaling)
+        np.testing.assert_array_equal(both, rope(rope_scaling=scaling))
+        assert not np.array_equal(both, rope())
+    both = rope(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, rope_scaling=LINEAR)
+    np.testing.assert_array_equal(both, rope(rope_theta=5000.0, rope_scaling=LINEAR))
 
 
-def test_rope_parameters_keep_their_theta() -> None:
-    parameters = {"rope_type": "default", "rope_theta": 5000.0}
-    both = rope(rope_parameters=parameters, rope_scaling={"type": "linear", "factor": 2.0})
-    np.testing.assert_array_equal(both, rope(rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0}))
-
-
-def test_yarn_with_a_null_factor_takes_the_ratio_of_the_lengths() -> None:
-    """max_position_embeddings 64 over the original 16, as transformers does."""
+def test_what_transformers_reads_from_a_config() -> None:
+    """Llama rotates whole heads; yarn's null factor is the ratio of lengths; Mistral slides, but for null."""
+    for scaling in (None, LINEAR):
+        whole = rope(rope_scaling=scaling)
+        np.testing.assert_array_equal(rope(rope_scaling=scaling, partial_rotary_factor=0.5), whole)
     np.testing.assert_array_equal(rope(rope_scaling=YARN | {"factor": None}), rope(rope_scaling=YARN))
-
-
-@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
-def test_llama_rotates_whole_heads(scaling: dict[str, Any] | None) -> None:
-    whole = rope(rope_scaling=scaling)
-    np.testing.assert_array_equal(rope(rope_scaling=scaling, partial_rotary_factor=0.5), whole)
-
-
-@pytest.mark.parametrize(
-    ("change", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 12}, 12)]
-)
-def test_mistral_slides_unless_told_not_to(change: dict[str, Any], window: int | None) -> None:
-    config = architecture(LLAMA | {"model_type": "mistral"} | change).config
-    assert config.layer_windows == (window,) * 3
+    for change, window in (({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 12}, 12)):
+        assert architecture(LLAMA | {"model_type": "mistral"} | change).config.layer_windows == (window,) * 3
     assert architecture(LLAMA).config.layer_windows == (None,) * 3
-
-
-def test_whole_numbers_may_be_written_as_floats() -> None:
     assert architecture(LLAMA | {"hidden_size": 64.0}).config == architecture(LLAMA).config
 
 
-ODD: list[Any] = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    10**400,
-    -1,
-    0,
-    1e-300,
-    1 << 62,
-    0.5,
-    "",
-    "many",
-    [],
-    [1, "x"],
-    {},
-    {"a": []},
-    True,
-]
-
-
+NUMBERS = [math.nan, math.inf, -math.inf, 10**400, -1, 0, 1e-300, 1 << 62, 0.5]
+ODD: list[Any] = [*NUMBERS, "", "many", [], [1, "x"], {}, {"a": []}, True]
 BASES = [
     LLAMA | {"rope_scaling": LLAMA3},
     LLAMA | {"rope_scaling": LONGROPE},
@@ -140,37 +110,37 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
     assert not any("\n" in message for message in messages)
 
 
-@pytest.mark.parametrize(
-    ("base", "change", "part"),
-    [
-        (LLAMA, {"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000; accepted: int <= 1024"),
-        (LLAMA, {"layer_types": 3}, "layer_types is 3"),
-        (LLAMA, {"model_type": ["llama"]}, "architecture ['llama'] is not supported"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": None}}, "needs 'factor'"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; accepted: float"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor is nan"),
-        (LLAMA, {"rope_scaling": 3}, "rope_scaling is 3; accepted: object"),
-        (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "more than low_freq_factor"),
-        (LLAMA, {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "1 entries in long_factor"),
-        (SMOLLM3, {"no_rope_layers": [1, 2, 0]}, "no_rope_layers[1] is [1, 2, 0]; accepted: int <= 1"),
-        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 3 layers"),
-        (GEMMA3, {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
-        (GEMMA3, {"use_bidirectional_attention": True}, "is an encoder"),
-        (GEMMA3, {"rope_parameters": {"full_attention": {"factor": "2"}}}, "factor is '2'"),
-        (PHI3, {"rope_scaling": {"type": "llama3"}}, "'llama3' is not supported in phi3"),
-        (PHI3, {"partial_rotary_factor": 0.01}, "0 channels of a head can't be rotated"),
-        (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; accepted: float > 1e-06"),
-        ({"model_type": "gemma3"}, {"text_config": {"model_type": "llama"}}, "supported: gemma3_text"),
-        (GPT2, {"n_head": 100}, "100 heads leave no head_dim"),
-        (GPT2, {"n_layer": 10**400}, "n_layer is 1000"),
-        (LLAVA, {"text_config": []}, "text_config is []"),
-        (LLAVA, {"text_config": {"model_type": []}}, "model_type []"),
-    ],
-)
-def test_what_is_wrong_is_named(base: dict[str, Any], change: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        architecture(base | change)
-    assert part in str(error.value)
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000; accepted: int <= 1024"),
+    (LLAMA, {"layer_types": 3}, "layer_types is 3"),
+    (LLAMA, {"model_type": ["llama"]}, "architecture ['llama'] is not supported"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": None}}, "needs 'factor'"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; accepted: float"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor is nan"),
+    (LLAMA, {"rope_scaling": 3}, "rope_scaling is 3; accepted: object"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "more than low_freq_factor"),
+    (LLAMA, {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "1 entries in long_factor"),
+    (SMOLLM3, {"no_rope_layers": [1, 2, 0]}, "no_rope_layers[1] is [1, 2, 0]; accepted: int <= 1"),
+    (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 3 layers"),
+    (GEMMA3, {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "is an encoder"),
+    (GEMMA3, {"rope_parameters": {"full_attention": {"factor": "2"}}}, "factor is '2'"),
+    (PHI3, {"rope_scaling": {"type": "llama3"}}, "'llama3' is not supported in phi3"),
+    (PHI3, {"partial_rotary_factor": 0.01}, "0 channels of a head can't be rotated"),
+    (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; accepted: float > 1e-06"),
+    ({"model_type": "gemma3"}, {"text_config": {"model_type": "llama"}}, "supported: gemma3_text"),
+    (GPT2, {"n_head": 100}, "100 heads leave no head_dim"),
+    (GPT2, {"n_layer": 10**400}, "n_layer is 1000"),
+    (LLAVA, {"text_config": []}, "text_config is []"),
+    (LLAVA, {"text_config": {"model_type": []}}, "model_type []"),
+]
+
+
+def test_what_is_wrong_is_named() -> None:
+    for base, change, part in WRONG:
+        with pytest.raises(ConfigError) as error:
+            architecture(base | change)
+        assert part in str(error.value)
 
 
 def test_a_million_layers_are_refused_before_a_tensor_is_looked_at(tmp_path: pathlib.Path) -> None:
@@ -179,6 +149,112 @@ def test_a_million_layers_are_refused_before_a_tensor_is_looked_at(tmp_path: pat
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         Model.open(folder)
 
+
+# Tensors and published shapes
+
+PUBLISHED_PARAMETERS = {
+    "gemma2-2b": 2_614_341_888,
+    "gemma3-1b": 999_885_952,
+    "gemma3-270m": 268_098_176,
+    "gemma3-4b": 3_880_263_168,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt2": 124_439_808,
+    "gpt2-large": 774_030_080,
+    "gpt2-medium": 354_823_168,
+    "gpt2-xl": 1_557_611_200,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
+    "h1b-60m": 67_755_520,  # the paper says 60M; its layers, width, vocabulary and 8k learned positions give this
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-350m": 354_483_968,
+    "llama2-7b": 6_738_415_616,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "ministral3-3b": 3_429_006_336,
+    "ministral3-8b": 8_489_553_920,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "phi3-mini-4k": 3_821_079_552,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3.5-0.8b": 752_393_024,  # of the decoder, as are the next two
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "smollm3-3b": 3_075_098_624,
+    "tiny": 2_492_672,
+    "tinyllama": 1_100_048_384,
+}
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QKV_BIAS = ["self_attn.q_proj.bias (32,)", "self_attn.k_proj.bias (16,)", "self_attn.v_proj.bias (16,)"]
+QK_NORM = ["self_attn.q_norm.weight (8,)", "self_attn.k_norm.weight (8,)"]
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return dict(architecture(config).tensors())
+
+
+def test_every_shape_has_its_published_size() -> None:
+    files = (pathlib.Path(__file__).resolve().parent.parent / "models").glob("*.json")
+    found = {path.stem: sum(map(math.prod, shapes_of(read_config(path)).values())) for path in files}
+    assert found == PUBLISHED_PARAMETERS
+    with raises(ConfigError, field="shape", match="llama9.*gpt2-xl.*tinyllama"):
+        load_shape("llama9")
+
+
+def test_tensors_of_a_config() -> None:
+    layer = {
+        "input_layernorm.weight (32,)",
+        "self_attn.q_proj.weight (32, 32)",
+        "self_attn.k_proj.weight (16, 32)",
+        "self_attn.v_proj.weight (16, 32)",
+        "self_attn.o_proj.weight (32, 32)",
+        "post_attention_layernorm.weight (32,)",
+        "mlp.gate_proj.weight (48, 32)",
+        "mlp.up_proj.weight (48, 32)",
+        "mlp.down_proj.weight (32, 48)",
+    }
+    cases: tuple[tuple[dict[str, Any], list[str], bool], ...] = (  # changes, what a layer has more, has a head
+        ({}, [], True),
+        ({"tie_word_embeddings": True}, [], False),
+        ({"model_type": "mistral"}, [], True),
+        ({"model_type": "qwen2"}, QKV_BIAS, True),
+        ({"model_type": "qwen3", "head_dim": 8}, QK_NORM, True),
+        ({"attention_bias": True}, [*QKV_BIAS, "self_attn.o_proj.bias (32,)"], True),
+    )
+    for changes, added, has_head in cases:
+        expected = {"model.embed_tokens.weight (300, 32)", "model.norm.weight (32,)"}
+        expected |= {f"model.layers.{i}.{row}" for i in (0, 1) for row in {*layer, *added}}
+        expected |= {"lm_head.weight (300, 32)"} if has_head else set()
+        assert {f"{name} {shape}" for name, shape in shapes_of(SMALL | changes).items()} == expected
+    found = shapes_of(SMALL | {"head_dim": 16, "mlp_bias": True})
+    assert found["model.layers.1.self_attn.q_proj.weight"] == (64, 32)
+    assert found["model.layers.1.self_attn.o_proj.weight"] == (32, 64)
+    assert found["model.layers.1.mlp.up_proj.bias"] == (48,)
+    found = shapes_of(GPT2)  # in Conv1D's layout
+    assert len(found) == 2 + 3 * 12 + 2
+    assert found["transformer.wpe.weight"] == (64, 48)
+    assert found["transformer.h.1.attn.c_attn.weight"] == (48, 144)
+    assert found["transformer.h.1.mlp.c_proj.weight"] == (192, 48)
+    assert "lm_head.weight" not in found
+
+
+# Families of others
 
 FAMILY = """
 from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config

@@ -12,6 +12,7 @@ import numpy as np
 import packed_cases
 import pytest
 from checkpoint_files import one_line
+from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 
 from edgekv import Session
@@ -21,7 +22,6 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionErro
 from edgekv.weights.formats import WEIGHTS
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")
-TOLERANCE = 2e-4
 CASE = lora_cases.CASES["llama"]
 TOKENS = golden_cases.tokens(CASE.model)
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
@@ -69,21 +69,17 @@ def changed(lora: pathlib.Path, change: Callable[[dict[str, np.ndarray]], None])
     return lora
 
 
-@pytest.mark.parametrize("device", ["numpy", "cpu"])
-@pytest.mark.parametrize("name", lora_cases.CASES)
+@pytest.mark.parametrize(("name", "device"), pairs(name=list(lora_cases.CASES), device=["numpy", "cpu"]))
 def test_logits_are_those_of_peft(name: str, device: str, tmp_path: pathlib.Path) -> None:
+    """Which are not the base model's."""
     case = lora_cases.CASES[name]
     model = golden_cases.write_checkpoint(case.model, tmp_path / "base")
     given = f"{lora_cases.write(name, tmp_path / 'lora')}:{case.scale}"
     with Session.load(model, lora=given, weights="f32", kv="dense:dtype=f32", device=device) as session:
         found = session.logits(golden_cases.tokens(case.model))[::3]
-    np.testing.assert_allclose(found, GOLDEN[name], atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("name", lora_cases.CASES)
-def test_what_the_goldens_compare_is_not_the_base_model(name: str, tmp_path: pathlib.Path) -> None:
-    golden = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
-    assert np.abs(GOLDEN[name] - golden[lora_cases.CASES[name].model]).max() > 0.3
+    np.testing.assert_allclose(found, GOLDEN[name], atol=2e-4, rtol=0)
+    plain = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")[case.model]
+    assert np.abs(GOLDEN[name] - plain).max() > 0.3
 
 
 def test_quantized_weights_are_those_of_the_merged_checkpoint(base: pathlib.Path, lora: pathlib.Path) -> None:
@@ -224,9 +220,8 @@ def test_a_lora_of_another_wrapping_of_the_model_fits(prefix: str, base: pathlib
         np.testing.assert_array_equal(Model.open(base, lora=lora).weights.matrix("2.down"), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
+def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for changes, parts in (
         ({"use_dora": True}, ["use_dora is True", "accepted: none"]),
         ({"velora_config": {"a": 1}}, ["velora_config", "can't be merged"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
@@ -239,102 +234,65 @@ def test_a_lora_of_another_wrapping_of_the_model_fits(prefix: str, base: pathlib
         ({"lora_alpha": float("nan")}, ["not finite"]),
         ({"lora_alpha": None, "alpha_pattern": {"(a+)+b": 3}}, ["alpha_pattern", "(a+)+b"]),
         ({"rank_pattern": {"q_proj": -1}}, ["rank_pattern"]),
-    ],
+    ):
+        lora = lora_cases.write("llama", tmp_path / "lora", **changes)
+        with pytest.raises(EdgeKVError) as error:
+            Model.open(base, lora=lora)
+        one_line(error, lora, *parts)
+
+
+A, B = (Q_PROJ.format(half) for half in "AB")
+
+
+def _nan(a: np.ndarray) -> np.ndarray:
+    a = a.copy()
+    a[1, 2] = np.nan
+    return a
+
+
+DAMAGES: tuple[tuple[Callable[[dict[str, np.ndarray]], Any], tuple[str, ...]], ...] = (
+    (lambda t: t.update({A: _nan(t[A])}), (A[:50], "not finite")),
+    (lambda t: t.pop(A), ("without its other half",)),
+    (lambda t: t.update({A: t[A].astype(np.int8)}), ("I8",)),
+    (lambda t: t.update({A: t[A].ravel()}), ("(256,)",)),
+    (lambda t: t.update({A: np.ones((4, 65), np.float32)}), ("(64, 65)", "(64, 64)")),
+    (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A]}), ("lora_embedding_A",)),
+    (lambda t: t.update({Q_PROJ.format("magnitude_vector"): t[A]}), ("neither lora_A nor lora_B",)),
+    (
+        lambda t: t.update({each.replace("model.model.model", "model.model"): t[each] for each in (A, B)}),
+        ("same weight as another",),
+    ),
+    (dict.clear, ("holds no tensors",)),
 )
-def test_what_a_merge_would_get_wrong_is_refused_by_name(
-    changes: dict[str, Any], parts: list[str], base: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    lora = lora_cases.write("llama", tmp_path / "lora", **changes)
-    with pytest.raises(EdgeKVError) as error:
-        Model.open(base, lora=lora)
-    one_line(error, lora, *parts)
 
 
-def _nan(tensors: dict[str, np.ndarray]) -> None:
-    tensors[Q_PROJ.format("A")][1, 2] = np.nan
-
-
-def _huge(tensors: dict[str, np.ndarray]) -> None:
-    for half in "AB":
-        tensors[Q_PROJ.format(half)][:] = 3e38
-
-
-def _alone(tensors: dict[str, np.ndarray]) -> None:
-    del tensors[Q_PROJ.format("A")]
-
-
-def _integers(tensors: dict[str, np.ndarray]) -> None:
-    tensors[Q_PROJ.format("A")] = tensors[Q_PROJ.format("A")].astype(np.int8)
-
-
-def _flat(tensors: dict[str, np.ndarray]) -> None:
-    tensors[Q_PROJ.format("A")] = tensors[Q_PROJ.format("A")].ravel()
-
-
-def _wide(tensors: dict[str, np.ndarray]) -> None:
-    tensors[Q_PROJ.format("A")] = np.ones((4, 65), np.float32)
-
-
-def _embedding(tensors: dict[str, np.ndarray]) -> None:
-    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = np.ones((4, 96), np.float32)
-
-
-def _dora(tensors: dict[str, np.ndarray]) -> None:
-    tensors[Q_PROJ.format("magnitude_vector")] = np.ones(64, np.float32)
-
-
-def _twice(tensors: dict[str, np.ndarray]) -> None:
-    for half in "AB":
-        other = Q_PROJ.format(half).replace("model.model.model", "model.model")
-        tensors[other] = tensors[Q_PROJ.format(half)]
-
-
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        (_nan, [Q_PROJ.format("A")[:50], "not finite"]),
-        (_alone, ["without its other half"]),
-        (_integers, ["I8"]),
-        (_flat, ["(256,)"]),
-        (_wide, ["(64, 65)", "(64, 64)"]),
-        (_embedding, ["lora_embedding_A"]),
-        (_dora, ["neither lora_A nor lora_B"]),
-        (_twice, ["same weight as another"]),
-        (dict.clear, ["holds no tensors"]),
-    ],
-)
-def test_damaged_tensors_are_refused(
-    change: Any, parts: list[str], base: pathlib.Path, lora: pathlib.Path
-) -> None:
-    with pytest.raises(EdgeKVError) as error:
-        Model.open(base, lora=changed(lora, change))
-    assert error.value.field == "lora"
-    one_line(error, lora, *parts)
+def test_damaged_tensors_are_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for i, (change, parts) in enumerate(DAMAGES):
+        lora = changed(lora_cases.write("llama", tmp_path / str(i)), change)
+        with pytest.raises(EdgeKVError) as error:
+            Model.open(base, lora=lora)
+        assert error.value.field == "lora"
+        one_line(error, lora, *parts)
 
 
 def test_a_change_that_overflows_is_refused_while_it_is_merged(base: pathlib.Path, lora: pathlib.Path) -> None:
-    model = Model.open(base, lora=changed(lora, _huge))
+    model = Model.open(
+        base, lora=changed(lora, lambda t: t.update({each: np.full_like(t[each], 3e38) for each in (A, B)}))
+    )
     with pytest.raises(CheckpointError, match="is not finite with the LoRA"):
         model.weights.matrix("1.qkv")
 
 
-def test_a_tied_head_is_refused(tmp_path: pathlib.Path) -> None:
-    """Its tensor is the embedding's too, which PEFT leaves."""
-    model = golden_cases.write_checkpoint("llama-tied-smollm", tmp_path / "base")
-    with pytest.raises(ConfigError) as error:
-        Model.open(model, lora=lora_cases.write("llama-patterns", tmp_path / "lora"))
+def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Path) -> None:
+    tied = golden_cases.write_checkpoint("llama-tied-smollm", lora.parent / "base")
+    with pytest.raises(ConfigError) as error:  # the head's tensor is the embedding's too, which PEFT leaves
+        Model.open(tied, lora=lora_cases.write("llama-patterns", lora.parent / "lora"))
     one_line(error, "'lm_head'", "embedding")
-
-
-@pytest.mark.parametrize("scale", ["x", "nan", "inf", ""])
-def test_bad_scales(scale: str, base: pathlib.Path, lora: pathlib.Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        Model.open(base, lora=f"{lora}:{scale}")
-    assert error.value.field == "lora"
-    one_line(error, "FOLDER:scale")
-
-
-def test_bad_folders(base: pathlib.Path, lora: pathlib.Path) -> None:
+    for scale in ("x", "nan", "inf", ""):
+        with pytest.raises(ConfigError) as error:
+            Model.open(base, lora=f"{lora}:{scale}")
+        assert error.value.field == "lora"
+        one_line(error, "FOLDER:scale")
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         Model.open(base, lora=lora.parent)
     (lora / "adapter_model.safetensors").unlink()

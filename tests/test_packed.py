@@ -11,7 +11,7 @@ import golden_cases
 import numpy as np
 import pytest
 from cuda_cases import OnDevice, require_same_logits
-from packed_cases import BASE, F8, MODELS, PACKED, library_tensors, save, write
+from packed_cases import BASE, MODELS, PACKED, library_tensors, save, write
 from packed_cases import LIBRARIES as CASES
 
 from edgekv import Session
@@ -34,33 +34,24 @@ def of_library(name: str, folder: pathlib.Path) -> Tensors:
 
 @pytest.mark.parametrize("name", CASES)
 def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> None:
-    tensors, expected = of_library(name, tmp_path), PACKED[f"{name}/values"]
-    assert list(tensors) == ["m.weight"]
-    assert tensors["m.weight"].shape == expected.shape
-    assert tensors["m.weight"].kind == CASES[name][1]
-    for lo, hi in ((0, len(expected)), (3, 8), (11, 12)):
-        rows = tensors["m.weight"].rows(lo, hi)
-        np.testing.assert_allclose(rows, expected[lo:hi], rtol=1e-6, atol=1e-7)
-    np.testing.assert_array_equal(tensors["m.weight"].read(), tensors["m.weight"].rows(0, 12).astype("f2"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_hold_the_same_values(name: str, tmp_path: pathlib.Path) -> None:
-    tensors, exact = of_library(name, tmp_path), CASES[name][2]
+    """Also in blocks of a weight format, where one has the same values."""
+    tensors, expected, (_, kind, exact) = of_library(name, tmp_path), PACKED[f"{name}/values"], CASES[name]
     weight = tensors["m.weight"]
+    assert (list(tensors), weight.shape, weight.kind) == (["m.weight"], expected.shape, kind)
     assert (weight.exact_format, weight.nearest_format) == (exact, exact or "int8-32")
+    for lo, hi in ((0, len(expected)), (3, 8), (11, 12)):
+        np.testing.assert_allclose(weight.rows(lo, hi), expected[lo:hi], rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(weight.read(), weight.rows(0, 12).astype("f2"))
     if exact is None:
         with pytest.raises(CheckpointError, match="no blocks"):
-            tensors["m.weight"].blocks(0, 12)
+            weight.blocks(0, 12)
         return
-    codes, scales = tensors["m.weight"].blocks(0, 12)
-    assert codes.shape[2] == FORMATS[exact].block
-    zeros = tensors["m.weight"].zero_points(0, 12)
-    assert (zeros is not None) == exact.endswith("zeros")
+    codes, scales = weight.blocks(0, 12)
+    zeros = weight.zero_points(0, 12)
+    assert (codes.shape[2], zeros is not None) == (FORMATS[exact].block, exact.endswith("zeros"))
     whole = codes.astype(int) + (0 if zeros is None else zeros[..., None])
     assert np.abs(whole + 0.5).max() < 2 ** (FORMATS[exact].bits - 1)
-    values = (codes * scales[..., None]).reshape(12, -1)
-    np.testing.assert_array_equal(values, tensors["m.weight"].rows(0, 12))
+    np.testing.assert_array_equal((codes * scales[..., None]).reshape(12, -1), weight.rows(0, 12))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,48 +102,34 @@ def test_int4_blocks_can_be_asked_for_in_8_bits(tmp_path: pathlib.Path) -> None:
     assert "AWQ 4-bit were quantized a second time" in str(other.weights_note(other.weight_format("int4")))
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
+def test_methods_that_can_not_be_read(tmp_path: pathlib.Path) -> None:
+    folder = write("gptq-128", tmp_path)[0]
+    for change, part in (
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; accepted: gptq, awq"),
         ({"quant_method": []}, "quant_method is []"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; accepted for awq: gemm"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3; accepted for gptq: 4, 8"),
         ({"quant_method": "gptq", "bits": "4"}, "bits is '4'; accepted: int"),
-    ],
-)
-def test_methods_that_can_not_be_read(change: dict[str, Any], part: str, tmp_path: pathlib.Path) -> None:
-    folder = write("gptq-128", tmp_path)[0]
-    (folder / "config.json").write_text(json.dumps(BASE | {"quantization_config": change}))
-    with pytest.raises(ConfigError) as error:
-        Model.open(folder)
-    assert part in str(error.value)
+    ):
+        (folder / "config.json").write_text(json.dumps(BASE | {"quantization_config": change}))
+        with pytest.raises(ConfigError) as error:
+            Model.open(folder)
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("name", [*CASES, *MODELS])
 def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
     """Each part in other shapes and types, or absent: an error in one line, or a matrix."""
     if name in CASES:
-        start = f"{name}/tensors/"
-        whole = {f"m.{key.removeprefix(start)}": PACKED[key] for key in PACKED.files if key.startswith(start)}
-        config = CASES[name][0]
-        if name == "w8a16-float":
-            whole["m.weight"] = whole["m.weight"].view(F8)
+        config, whole = CASES[name][0], {f"m.{key}": part for key, part in library_tensors(name).items()}
     else:
         config, layout, _, _ = MODELS[name]
-        whole = {
-            f"m.{k}": v for k, v in layout(np.ones((16, 128), np.float32), np.random.default_rng(0))[0].items()
-        }
+        parts = layout(np.ones((16, 128), np.float32), np.random.default_rng(0))[0]
+        whole = {f"m.{key}": part for key, part in parts.items()}
     messages = []
     for part, array in whole.items():
-        changes = [
-            None,
-            array[..., :-1],
-            array.reshape(-1)[:0],
-            array.astype(np.float64),
-            array[None],
-            array * 0 + 77,
-        ]
+        flat, odd = array.reshape(-1)[:0], array * 0 + 77
+        changes = [None, array[..., :-1], flat, array.astype(np.float64), array[None], odd]
         for i, change in enumerate(changes):
             tensors = {k: v for k, v in whole.items() if k != part}
             if change is not None:
@@ -169,28 +146,21 @@ def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
     assert not any("\n" in message for message in messages)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-v2-asymmetric"])
-def test_zero_points_stay_in_the_mapped_file(name: str, tmp_path: pathlib.Path) -> None:
-    """So the store's bytes are all that products read."""
-    model = Model.open(write(name, tmp_path)[0])
+@pytest.mark.parametrize("name", ["awq", "gptq-v2-asymmetric", "gptq-32"])
+def test_what_products_read_is_what_the_store_holds(name: str, tmp_path: pathlib.Path) -> None:
+    """Zero points stay in the mapped file, and go to a device as float32."""
+    model, sent = Model.open(write(name, tmp_path)[0]), []
     store = model.store(model.weight_format("auto"))
     held = [linear for linear in store.arch.linears() if store.form.of(linear).zeros]
-    assert held
+    assert bool(held) == (name != "gptq-32")
     for linear in held:
         weights = stored_weights(store, linear)
         for part in ("codes", "scales", "zeros"):
             assert np.shares_memory(getattr(weights, part), store.raw(f"{linear}.{part}"))
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq-v2-asymmetric", "gptq-32"])
-def test_bytes_on_a_device_are_those_that_went_there(name: str, tmp_path: pathlib.Path) -> None:
-    """Zero points go as float32."""
-    model, sent = Model.open(write(name, tmp_path)[0]), []
 
     def upload(array: np.ndarray) -> np.ndarray:
         sent.append(array.nbytes)
         return array
 
     driver: Any = SimpleNamespace(upload=upload)
-    weights = DeviceWeights(model.store(model.weight_format("auto")), driver, None)
-    assert weights.nbytes == sum(sent)
+    assert DeviceWeights(store, driver, None).nbytes == sum(sent)

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from edgekv import Chat, SamplingParams, Session
-from edgekv.cli.chat import Terminal, history_file, is_open
-from edgekv.errors import EdgeKVError, ImageError
+from edgekv.cli.chat import Terminal, history_file
+from edgekv.errors import EdgeKVError
 from edgekv.text.template import ChatTemplate
 
 PASTE = "\x1b[200~{}\x1b[201~"  # what terminals send around what is pasted
@@ -146,24 +146,6 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
     list(fresh.ask("Again.", max_new_tokens=6))
     assert fresh.messages == chat.messages
     assert fresh.session.tokens == session.tokens
-
-
-def test_a_model_that_takes_no_image(tmp_path: pathlib.Path) -> None:
-    session = Session.load("demo", ctx=256)
-    chat = Chat(session, ChatTemplate.open(session.require_tokenizer(), None))
-    with pytest.raises(ImageError):
-        chat.ask("What is this?", images=["a.png"])
-    assert chat.messages == []
-    chat.set_system("a")
-    chat.set_system("")
-    assert chat.messages == []
-
-
-@pytest.mark.parametrize(
-    ("text", "waits"), [("a", False), ('"""a', True), ('"""a"""', False), ('a """', False), ('"""', True)]
-)
-def test_what_is_still_open(text: str, waits: bool) -> None:
-    assert is_open(text) == waits
 
 
 def test_how_a_model_wants_to_be_sampled(tmp_path: pathlib.Path) -> None:

@@ -1,8 +1,12 @@
-"""The command line as a user meets it: in processes of its own, and its errors one line each with exit 2."""
+"""The command line as a user meets it: in processes of its own, its errors one line each with exit 2, TAB."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +16,11 @@ import golden_cases
 import pytest
 from helpers import SCHEMES
 
+from edgekv import SamplingParams
 from edgekv.cli import COMMANDS, main, parser
+from edgekv.cli.options import FLAGS, in_flags
+from edgekv.engine.options import Options
+from edgekv.errors import EdgeKVError
 
 
 def edgekv(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -32,19 +40,8 @@ def stories(shared: pathlib.Path) -> pathlib.Path:
 
 def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report.json"
-    done = edgekv(
-        "run",
-        "--model",
-        stories,
-        "--prompt",
-        "Once upon a time",
-        "--max-new-tokens",
-        30,
-        "--json",
-        report,
-        "--greedy",
-        "--verbose",
-    )
+    given = ["--model", stories, "--prompt-file", "-", "--max-new-tokens", 30, "--json", report, "--greedy"]
+    done = edgekv("run", *given, "--verbose", input=b"Once upon a time")
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith(", there was a little girl named Lily")
     lines = done.stderr.decode().splitlines()
@@ -58,27 +55,13 @@ def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.P
         assert facts[name] > 0
 
 
-def test_run_h1b_warns_and_still_writes_text(stories: pathlib.Path) -> None:
-    done = edgekv("run", "--model", stories, "--kv", "h1b", "--prompt", "Once upon a time" * 20)
-    assert done.returncode == 0
-    assert len(done.stdout) > 50
-    assert b"not adapted to binary attention" in done.stderr
-
-
-@pytest.mark.parametrize("how", ["file", "stdin", "dash"])
-def test_prompt_sources(stories: pathlib.Path, tmp_path: pathlib.Path, how: str) -> None:
-    text = "Once upon a time"
-    (tmp_path / "prompt.txt").write_text(text)
-    arguments = {"file": ["--prompt-file", tmp_path / "prompt.txt"], "stdin": ["--prompt-file", "-"]}
-    given = arguments.get(how, ["--prompt", "-"])
-    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, "--greedy", input=text.encode())
-    assert done.stdout.decode().startswith(", there was")
-
-
-def test_same_seed_same_text(stories: pathlib.Path) -> None:
-    arguments = ["run", "--model", stories, "--prompt", "Tom", "--temperature", 1, "--max-new-tokens", 40]
-    runs = [edgekv(*arguments, "--seed", seed).stdout for seed in (3, 3, 4)]
-    assert runs[0] == runs[1] != runs[2]
+def test_same_seed_same_text(stories: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "--model", str(stories), "--prompt", "Tom", "--temperature", "1", "--max-new-tokens", "40"]
+    texts = []
+    for seed in "334":
+        assert main([*arguments, "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_ctrl_c_prints_the_report_and_exits_130(stories: pathlib.Path) -> None:
@@ -195,6 +178,8 @@ BAD = {
     "no-tokenizer": ([], "no tokenizer"),
     "bad-tokenizer": (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
     "bad-device": (["--device", "tpu"], "cpu, numpy"),
+    "no-prompt-file": (["--prompt-file", "/no/file"], "cannot be read"),
+    "no-prompt": ([], "--prompt TEXT"),
 }
 
 
@@ -203,28 +188,13 @@ def test_bad_input_is_one_line_and_exit_2(
     name: str, model: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = BAD[name]
-    assert main(["run", "--model", str(model), "--prompt", "x", *arguments]) == 2
+    prompt = [] if "no-prompt" in name else ["--prompt", "x"]
+    assert main(["run", "--model", str(model), *prompt, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("edgekv: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
-
-
-def test_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekv.checkpoint.shipped.shipped_model", lambda name: None)
-    assert main(["run", "--prompt", "x"]) == 2
-    assert "--model demo: there is none; give a Hugging Face folder" in capsys.readouterr().err
-
-
-def test_a_shipped_model_by_its_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["info", "--model", "scenes"]) == 0
-    assert "models/scenes" in capsys.readouterr().out
-    assert main(["info", "--model", "no-such-model"]) == 2
-    assert "no-such-model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv", ["dense", "kivi2"])
@@ -236,43 +206,8 @@ def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.Cap
     assert capsys.readouterr().out.split()[0].startswith("48213")
 
 
-def test_no_prompt(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--model", str(model)]) == 2
-    assert "--prompt TEXT" in capsys.readouterr().err
-
-
-def test_prompt_file_errors(
-    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
-    for path, message in ((tmp_path / "none.txt", "cannot be read"), (tmp_path / "latin1.txt", "not UTF-8")):
-        assert main(["run", "--model", str(model), "--prompt-file", str(path)]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_a_config_that_contradicts_the_tensors(
-    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = golden_cases.CASES["llama31"]
-    for change, message in (
-        ({"hidden_size": 32}, "shape"),
-        ({"num_hidden_layers": 4}, "layers.3"),
-        ({"num_hidden_layers": 2}, "do not belong together"),
-        ({"model_type": "mamba"}, "'mamba' is not supported"),
-        ({"num_key_value_heads": 3}, "can't share 3"),
-        ({"hidden_act": "mish"}, "'mish' is not supported"),
-        ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),
-        ({"vocab_size": None}, "'vocab_size' is missing"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'; accepted: int"),
-    ):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config | change))
-        assert main(["info", "--model", str(model), "--config", str(path)]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_killed_quantization_leaves_nothing_that_is_used(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Partial stores are folders of another name, and the next run removes them."""
+    """Partial stores are folders of another name, and the next run removes them; a damaged one is made anew."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
     (store,) = (tmp_path / "edgekv" / "stores").iterdir()
@@ -282,12 +217,6 @@ def test_a_killed_quantization_leaves_nothing_that_is_used(model: pathlib.Path, 
     (abandoned / "weights.safetensors").write_bytes(b"half")
     assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
     assert [path.name for path in store.parent.iterdir()] == [store.name]
-
-
-def test_a_damaged_store_in_the_cache_is_rebuilt(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    edgekv("quantize", "--model", model, "--weights", "int8", env=environment)
-    (store,) = (tmp_path / "edgekv" / "stores").iterdir()
     weights = store / "weights.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
@@ -310,8 +239,120 @@ def test_a_full_disk_while_quantizing(model: pathlib.Path, tmp_path: pathlib.Pat
     assert list((tmp_path / "edgekv" / "stores").iterdir()) == []
 
 
-def test_import_is_light() -> None:
-    """`import edgekv` and --help start neither numba nor onnxruntime."""
-    code = "import sys, edgekv; print([m for m in ('numba', 'onnxruntime', 'torch') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]"
+# What the library calls a parameter, the command line calls an option
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ctx=65: this model has 64 positions", "--ctx 65: this model has 64 positions"),
+        ("raise `kv_budget`, or set overflow='slide'", "raise --kv-budget, or set --overflow slide"),
+        (
+            "pass tokenizer=PATH; or config='a/b.json'",
+            "pass --tokenizer PATH; or --config a/b.json",
+        ),
+        ("top_k=-1 is out of range", "--top-k -1 is out of range"),
+        ('model="it\'s here": there is none', "--model it's here: there is none"),
+        ("leave `images` out", "leave --image out"),
+        ("weights of the model and `unknown` words stay", "weights of the model and `unknown` words stay"),
+        (
+            "onebit:sink=4,residual_length=128 and steps:budget=9",
+            "onebit:sink=4,residual_length=128 and steps:budget=9",
+        ),
+        ("--kv dense has no kernel", "--kv dense has no kernel"),
+        ("'top_k=3 `ctx`' was said, not \"seed=1\"; don't", "'top_k=3 `ctx`' was said, not \"seed=1\"; don't"),
+        ("/a/ctx=5/x: can't be read", "/a/ctx=5/x: can't be read"),
+        ("kv='': accepted", "--kv '': accepted"),
+    ],
+)
+def test_in_flags(text: str, shown: str) -> None:
+    assert in_flags(text) == shown
+
+
+def test_in_flags_leaves_what_a_user_gave() -> None:
+    given = "see `ctx` and seed=3"
+    error = EdgeKVError(f"stop={given}: lower `ctx`", field="stop", value=given)
+    assert in_flags(error) == f"--stop {given}: lower --ctx"
+
+
+def test_in_flags_names_options_that_the_command_has() -> None:
+    text = "meter='x': lower `ctx` or `kv_budget`"
+    assert in_flags(text, {"--power", "--ctx"}) == "--power x: lower --ctx or `kv_budget`"
+    assert in_flags(text, {"--meter"}) == "--meter x: lower `ctx` or `kv_budget`"
+
+
+def test_every_parameter_has_an_option_of_the_command_line() -> None:
+    """Those of a session and of sampling."""
+    options = {
+        option
+        for command in COMMANDS
+        for action in parser()._subparsers._group_actions[0].choices[command]._actions
+        for option in action.option_strings
+    }
+    names = [field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind)]
+    assert {FLAGS[name] for name in names} <= options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ctx", "99999"], "error: --ctx 99999: this model has"),
+        (["--kv", "nope"], "error: --kv nope is unknown; accepted: f16, "),
+        (["--kv", "steps"], "error: --kv steps needs a --kv-budget"),
+        (["--kv", "dense", "--tau", "1"], "tau applies to: h1b, sign_keys"),
+        (
+            ["--kv", "auto", "--tau", "0.1"],
+            "error: --tau 0.1 needs a scheme that has it, not --kv auto; accepted: ",
+        ),
+        (["--kv", "planes", "--tau", "0.1"], ",key_scale=0.0,seed=0,"),
+        (["--overflow", "wrap"], "error: --overflow wrap is unknown; accepted: stop, slide"),
+        (["--kv-budget", "1K"], "error: --kv-budget"),
+        (["--kv-budget", "1X"], "error: --kv-budget 1X is not understood"),
+        (["--temperature", "-1"], "error: --temperature -1.0: accepted: "),
+        (["--chat-template", "x"], None),
+    ],
+)
+def test_the_command_line_says_its_options(
+    arguments: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if said is None:
+        assert main(["chat", "--ctx", "64", *arguments]) == 2
+        said = "error: --chat-template x: cannot be read"
+    else:
+        assert main(["run", "--prompt", "x", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# The TAB key
+
+ASK = """
+source "$1"
+COMP_WORDS=({words}); COMP_CWORD={at}; COMP_LINE="{words}"
+_shtab_edgekv 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "edgekv.bash"
+    path.write_text(out.getvalue())
+    return path
+
+
+def completed(script: pathlib.Path, *words: str, folder: pathlib.Path | None = None) -> list[str]:
+    ask = ASK.format(words=" ".join(words[:-1]) + f" {words[-1]!r}", at=len(words) - 1)
+    done = subprocess.run(
+        ["bash", "-c", ask, "bash", script], capture_output=True, text=True, cwd=folder, check=True
+    )
+    return done.stdout.split()
+
+
+def test_commands_options_and_files(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert completed(script, "edgekv", "sc") == ["schemes"]
+    assert "--max-new-tokens" in completed(script, "edgekv", "run", "--max-")
+    (tmp_path / "notes.txt").touch()
+    assert "notes.txt" in completed(script, "edgekv", "run", "--prompt-file", "no", folder=tmp_path)

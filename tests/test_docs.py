@@ -1,16 +1,24 @@
-"""Documents: commands shown exist, links resolve, generated tables agree, examples run, the site builds."""
+"""Documents and packages: commands shown exist, links resolve, tables agree, examples run, the site builds."""
 
+import argparse
+import ast
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 import site_links
-from shown_commands import shown, unknown
+import tables
 
 import edgekv
+from edgekv import errors
+from edgekv.cli import COMMANDS, parser
+from edgekv.machine import find_version
 from edgekv.models import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -19,27 +27,48 @@ ALL = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("models/*/*.md")]
 CURRENT = [*(page for page in DOCS.rglob("*.md") if DOCS / "lab" not in page.parents)]
 CURRENT += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 """What is kept true; lab reports and the changelog tell of what was."""
+FENCE = re.compile(r"^```(?:sh|bash)\n(.*?)^```|^    (edgekv .*)$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(edgekv [^`]+)`")
+OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*[a-z]")
+
+
+def shown(text: str) -> Iterator[list[str]]:
+    """The words of every `edgekv COMMAND ...` in the text's code, up to what ends a command of a shell."""
+    code = [first or second for first, second in FENCE.findall(text)]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    code += [" ".join(inline.split()) for inline in INLINE.findall(prose)]
+    for part in code:
+        for line in re.sub(r"\\\n", " ", part).splitlines():
+            for command in re.split(r"&&|\||;|#", line):
+                found = re.search(r"(?:^|\s)edgekv ([a-z]+.*)", command)
+                if found:
+                    yield found[1].split()
+
+
+def unknown(words: list[str]) -> list[str]:
+    """What of a command line is no command, or no option of it."""
+    if words[0] not in (*COMMANDS, "completion"):
+        return [words[0]]
+    sub = _choices(parser())[words[0]]
+    for word in words[1:]:
+        if word == "--":
+            break
+        sub = _choices(sub).get(word, sub)
+    own = words[: words.index("--")] if "--" in words else words
+    known = {option for action in sub._actions for option in action.option_strings}
+    return [option for option in OPTION.findall(" ".join(own)) if option not in known]
+
+
+def _choices(sub: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in sub._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
 
 
 def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
     wrong = {page.name: [words for words in shown(page.read_text()) if unknown(words)] for page in CURRENT}
     assert {name: found for name, found in wrong.items() if found} == {}
-
-
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("edgekv run --kv planes --prompt x", []),
-        ("edgekv info --prompt x", ["--prompt"]),
-        ("edgekv power record --csv log.csv -- program --any-option", []),
-        ("edgekv power record --kv planes -- program", ["--kv"]),
-        ("edgekv fly", ["fly"]),
-    ],
-)
-def test_a_wrong_option_is_found(line: str, wrong: list[str]) -> None:
-    (words,) = shown(f"```sh\n. venv/bin/activate && {line} # said\n```\n")
-    assert unknown(words) == wrong
-    assert list(shown(f"It is `{line}`.")) == [words]
 
 
 def test_links_lead_to_files() -> None:
@@ -90,16 +119,6 @@ def test_links_of_included_files_and_out_of_the_site() -> None:
     )
 
 
-def test_docstrings_become_lists() -> None:
-    pytest.importorskip("griffe", reason="needs griffe: pip install 'edgekv[docs]'")
-    from site_fields import listed
-
-    text = "How.\n\nkv: the scheme:\n    long.\nctx, n: tokens ``x``.\nRaises an error: bad."
-    assert listed(text) == (
-        "How.\n\n\n- `kv`: the scheme:\n    long.\n- `ctx, n`: tokens `x`.\n\nRaises an error: bad."
-    )
-
-
 def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:
     """Without a warning; scripts, styles, fonts and pictures are its own. Needs the extra docs."""
     pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'edgekv[docs]'")
@@ -113,3 +132,111 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:
             assert not re.search(r'(?:src|href)="(?:https?:)?//', tag), f"{page.name}: {tag}"
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(?:https?:)?//", sheet.read_text()), sheet.name
+
+
+# What packaging/ starts is what edgekv accepts
+
+PACKAGING = ROOT / "packaging"
+SERVICE = (PACKAGING / "edgekv.service").read_text(encoding="utf-8")
+CONTAINER = (PACKAGING / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+START = (PACKAGING / "edgekv-start").read_text(encoding="utf-8")
+
+
+def assigned(lines: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for line in lines for word in shlex.split(line) if "=" in word)
+
+
+def accepted(command: str, variables: dict[str, str]) -> None:
+    """The command line's own parser takes it, each variable replaced by its default."""
+    words = [re.sub(r"\$\{?(\w+)\}?", lambda match: variables[match[1]], word) for word in shlex.split(command)]
+    parser().parse_args(words)
+
+
+def test_both_start_the_scheme_that_is_recommended() -> None:
+    variables = [
+        assigned(re.findall(r"^Environment=(.*)$", SERVICE, re.MULTILINE)),
+        assigned(re.findall(r"^ENV (.*)$", CONTAINER, re.MULTILINE)),
+    ]
+    assert [each["KV"] for each in variables] == [tables.CHOSEN, tables.CHOSEN]
+
+
+@pytest.mark.parametrize("key", ["ExecStartPre", "ExecStart"])
+def test_the_service_starts_what_edgekv_accepts(key: str) -> None:
+    (command,) = re.findall(rf"^{key}=/opt/edgekv/bin/edgekv (.*)$", SERVICE, re.MULTILINE)
+    accepted(command, assigned(re.findall(r"^Environment=(.*)$", SERVICE, re.MULTILINE)))
+
+
+def test_the_service_may_compile_and_writes_to_its_cache_alone() -> None:
+    settings = dict(re.findall(r"^(\w+)=(.*)$", SERVICE, re.MULTILINE))
+    assert "MemoryDenyWriteExecute" not in settings
+    assert (settings["DynamicUser"], settings["ProtectSystem"]) == ("yes", "strict")
+    variables = assigned(re.findall(r"^Environment=(.*)$", SERVICE, re.MULTILINE))
+    cache = f"/var/cache/{settings['CacheDirectory']}"
+    assert all(variables[name].startswith(cache) for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"))
+
+
+def test_the_container_starts_what_edgekv_accepts() -> None:
+    variables = assigned(re.findall(r"^ENV (.*)$", CONTAINER, re.MULTILINE))
+    commands = re.findall(r"^(?:exec )?edgekv (.*)$", START, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["warm", "serve"]
+    for command in commands:
+        accepted(command, variables)
+
+
+def test_the_container_copies_what_there_is_and_what_the_package_installs() -> None:
+    copied = re.findall(r"^COPY (?!--from)(?:--chmod=\S+ )?(.*) \S+$", CONTAINER, re.MULTILINE)
+    files = [name for line in copied for name in line.split()]
+    assert all((ROOT / name).exists() for name in files)
+    folders = re.findall(r'^"share/\S+ = \["(\w+(?:/data)?)/', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {"edgekv", "pyproject.toml", *folders} <= set(files)
+
+
+# What `import edgekv` gives
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert dir(edgekv) == sorted(edgekv.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'sessions'"):
+        _ = edgekv.sessions
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """What is imported for them alone, from the same modules."""
+    tree = ast.parse(pathlib.Path(edgekv.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = [
+        (alias.asname, f"{node.module}.{alias.name}")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert len(seen) == len(block.body)
+    assert dict(seen) == {name: f"edgekv.{home}.{name}" for name, home in edgekv._HOMES.items()}
+
+
+def test_every_error_is_public() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert {name for name in kinds if name.endswith("Error")} <= set(edgekv.__all__)
+
+
+def test_a_checkout_that_was_never_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", none)
+    assert f'version = "{find_version()}"' in (ROOT / "pyproject.toml").read_text()
+    assert find_version(tmp_path / "pyproject.toml") == "unknown"
+    code = (
+        "import importlib.metadata as m\n"
+        "def none(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = none\n"
+        "import edgekv; print(edgekv.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == find_version()
+
+
+def test_importing_loads_nothing_large() -> None:
+    """Neither Numba nor onnxruntime, nor NumPy, before a name that needs it is used."""
+    code = "import sys, edgekv; sys.exit(any(m in sys.modules for m in ('numba', 'onnxruntime', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

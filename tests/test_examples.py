@@ -14,7 +14,7 @@ import urllib.request
 import golden_cases
 import numpy as np
 import pytest
-from serving import DEMO, ROOT
+from serving import ROOT
 
 from edgekv import Session
 from edgekv.errors import ContextError
@@ -30,14 +30,6 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
-        "summarise_notes.py",
-        "async_stream.py",
-        "minimal.py",  # test_minimal.py
-    }
-
-
 def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
     for i, text in enumerate(["Call the doctor about the horse.", "Buy bread and candles for the long winter."]):
         (tmp_path / f"note{i}.txt").write_text(text)
@@ -49,21 +41,6 @@ def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
         assert summary.count("\n") == 1
         assert f"note{i}.txt: {summary}" in first
     assert run(EXAMPLES / "summarise_notes.py", tmp_path).stdout == ""
-
-
-def test_the_instruction_is_read_once() -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        from summarise_notes import INSTRUCTION, summarise
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    session = Session.load(DEMO, kv="onebit", ctx=1024)
-    session.logits(session.encode(INSTRUCTION))
-    n = session._state.n_cached
-    summaries = [summarise(session, "The ship sails at dawn.", 12) for _ in range(2)]
-    assert summaries[0] == summaries[1]
-    assert session.report().prefill_tokens < 30
-    assert session._state.n_cached == n
 
 
 def test_a_cancelled_task_leaves_a_usable_session() -> None:
@@ -117,16 +94,3 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
     np.testing.assert_allclose(scaled / np.linalg.norm(scaled), logits / np.linalg.norm(logits), atol=1e-4)
     with pytest.raises(ContextError, match="accepted: 1 to"):
         session.embed([1] * 65)
-
-
-def test_like_texts_have_like_embeddings() -> None:
-    session = Session.load(DEMO, ctx=256)
-    sea, storm, sum_ = (
-        session.embed(text)
-        for text in (
-            "The ship sailed over the sea in a great storm.",
-            "The captain steered his boat through the waves and the wind.",
-            "Two and two make four, and four and four make eight.",
-        )
-    )
-    assert sea @ storm > sea @ sum_

@@ -1,29 +1,36 @@
-"""The gate: verdicts by the limits, needles only where dense finds them, and what is remembered and warned of."""
+"""Quality, the gate and its memory, needles, `edgekv bench` and `edgekv demo`: what they show is measured."""
 
+import contextlib
 import dataclasses
-import io
 import json
 import pathlib
 import re
 import shutil
-import sys
+from collections.abc import Iterator
+from typing import Any
 
 import golden_cases
 import numpy as np
 import pytest
-from helpers import SCHEMES, UNBOUND
+from helpers import UNBOUND
 from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.checkpoint.checkpoint import open_checkpoint
-from edgekv.checkpoint.shipped import shipped_model
+from edgekv.checkpoint.shipped import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.cli import main
+from edgekv.cli import bench as bench_command
+from edgekv.cli import demo as demo_command
+from edgekv.cli import eval as eval_command
+from edgekv.cli import main, plots
+from edgekv.cli.demo import WRITTEN, Demo
+from edgekv.cli.terminal import WIDTH, fitted, table
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import CheckpointError, ContextError
+from edgekv.eval.bench import BLOCKS, SchemeTimer, Timing, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
@@ -34,14 +41,16 @@ from edgekv.eval.gate import (
     judge,
     recommended,
 )
-from edgekv.eval.needles import NeedleTest, Prose, answers, make_haystack
+from edgekv.eval.needles import Prose, make_haystack
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.tiered import Steps, StepsKnobs
 from edgekv.models import architecture
+from edgekv.power import EnergyMeter
+from edgekv.power.energy import Trace
+from edgekv.power.sampler import Estimate
 from edgekv.text import Tokenizer, load_tokenizer
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.random import random_store
 
 SENTENCES = (
     "He went to the town, and the rain fell on the road.",
@@ -134,12 +143,6 @@ def test_a_verdict_names_every_limit_that_was_missed(case: str) -> None:
     assert verdict.passed == (not failures)
 
 
-def test_limits_are_the_users() -> None:
-    assert not judge(QUALITY, None, GateLimits(max_kl=0.001)).passed
-    assert judge(dataclasses.replace(QUALITY, kl=0.4), None, GateLimits(max_kl=0.5)).passed
-    assert judge(QUALITY, (10, 20), GateLimits(min_needles=0.5)).passed
-
-
 def test_the_smallest_cache_that_passed_is_recommended() -> None:
     sizes = {"large": 300, "small": 200, "failed": 100}
     verdicts = [
@@ -166,13 +169,6 @@ def test_the_window_fits_the_text_and_the_model() -> None:
         default_ctx(511, 9216)
 
 
-@pytest.mark.parametrize("name", [*(name for name in SCHEMES if name != "dense"), "onebit:v_bits=1", "q8"])
-def test_short_names_mean_the_same_scheme(name: str) -> None:
-    spec = CacheSpec.parse(name)
-    assert spec.short == name
-    assert CacheSpec.parse(str(spec)) == CacheSpec.parse(spec.short) == spec
-
-
 def test_the_demo_is_gated_with_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
     decoder, tokenizer = demo
     specs = CacheSpec.parse_list("kivi2:bits=4,streaming:budget=64,h1b")
@@ -186,17 +182,6 @@ def test_the_demo_is_gated_with_needles(demo: tuple[Decoder, Tokenizer], prose_t
     assert any(phrase.startswith("KL") for phrase in coarse.failures)
 
 
-def test_every_question_is_asked_of_the_same_cache(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
-    """Also where the scheme has no way back: the order of the questions changes nothing."""
-    decoder, tokenizer = demo
-    prose = Prose(np.asarray(tokenizer.encode(prose_text, bos=False)), tokenizer)
-    haystack = make_haystack(np.random.default_rng(2), prose, 768, 6)
-    backwards = dataclasses.replace(haystack, questions=haystack.questions[::-1])
-    spec = CacheSpec.parse("h2o:budget=256")
-    right = answers(decoder, tokenizer, spec, haystack, 768)
-    assert answers(decoder, tokenizer, spec, backwards, 768) == right[::-1]
-
-
 def test_needles_that_dense_misses_are_not_held_against_a_scheme(shared: pathlib.Path, prose_text: str) -> None:
     """stories260K knows no pass keys: the part is not applicable, and nobody passes it."""
     decoder, tokenizer = opened(shared / "models" / "stories260K", 512)
@@ -206,13 +191,6 @@ def test_needles_that_dense_misses_are_not_held_against_a_scheme(shared: pathlib
     assert not needle_test.applies
     assert needle_test.note == f"not applicable: the dense cache finds {needle_test.n_known} of 5"
     assert verdicts[0].needles is None
-
-
-def test_without_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
-    decoder, tokenizer = demo
-    prose = Prose(np.asarray(tokenizer.encode(prose_text, bos=False)), tokenizer)
-    assert not NeedleTest.make(decoder, tokenizer, prose, 512, n=0).applies
-    assert "none were hidden in windows of 90 tokens" in NeedleTest.make(decoder, tokenizer, prose, 90).note
 
 
 @pytest.fixture(scope="module")
@@ -271,16 +249,7 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
     assert (facts["passed"], facts["quality"]["kl"], facts["needles"]) == (False, 0.01, [20, 20])
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 0}', b"\xff"])
-def test_a_damaged_memory_counts_as_none(content: bytes, tmp_path: pathlib.Path) -> None:
-    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
-    gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
-    (file,) = gated.folder.iterdir()
-    file.write_bytes(content or file.read_bytes().replace(b"0.01", b"0.02"))
-    assert gated.verdict(spec) is None
-
-
-def test_a_new_version_of_a_scheme_must_be_gated_again(
+def test_a_new_version_or_a_damaged_file_must_be_gated_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
@@ -288,6 +257,10 @@ def test_a_new_version_of_a_scheme_must_be_gated_again(
     assert gated.warning(spec) is None
     monkeypatch.setattr(spec.scheme, "version", spec.scheme.version + 1)
     assert "was never gated" in gated.warning(spec)
+    monkeypatch.undo()
+    (file,) = gated.folder.iterdir()
+    file.write_bytes(file.read_bytes().replace(b"0.01", b"0.02"))  # a damaged memory counts as none
+    assert gated.verdict(spec) is None
 
 
 def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib.Path) -> None:
@@ -313,12 +286,6 @@ def test_auto_takes_what_passed(tmp_path: pathlib.Path) -> None:
     assert gated.passed() == ["q3"]
 
 
-def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
-    gated = Verdicts(model_of(tmp_path), tmp_path)
-    for name in ("dense", "dense:dtype=f32", "visual1", "visual=planes"):
-        assert gated.warn_once(CacheSpec.parse(name)) is None
-
-
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
     parts = [CacheSpec.parse(part).short for part in Steps.packs_like]
@@ -336,7 +303,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
         gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
 
 
-def test_on_the_command_line(
+def test_gate_on_the_command_line(
     own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "book.txt").write_text(prose_text)
@@ -361,37 +328,260 @@ def test_on_the_command_line(
     assert "was never gated" in errors[3][0]
 
 
-def test_chat_warns_too(
-    own_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "too few to gate"),
+        (["--kv", "dense"], "needs no gate"),
+        (["--plot", "x.png"], "leave one of them out"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("jinja2")
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    for n in (1, 0):
-        assert main(["chat", "--kv", "kivi2:bits=4", "--ctx", "64"]) == 0
-        assert capsys.readouterr().err.count("was never gated for this model") == n
-
-
-BAD = {
-    "short": ([], "too few to gate"),
-    "exact": (["--kv", "dense"], "needs no gate"),
-    "plot": (["--plot", "x.png"], "leave one of them out"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_errors_are_one_line(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("It was a dark night.")
-    arguments, message = BAD[name]
     assert main(["eval", "--gate", "--text", str(tmp_path / "short.txt"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
+def test_limits_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--max-kl=0", "--min-top1=1.5", "--min-needles=nan", "--needles=-1"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["eval", "--gate", "--text", "x", option])
+        assert re.search("is not a (whole )?number", capsys.readouterr().err)
+
+
+# Needles
+
+
+TOKENIZERS = ("tokenizers/llama2", "tokenizers/llama2_hf", "models/gpt2-60m", "models/stories260K")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path) -> None:
+    tokenizer, rng = load_tokenizer(shared / name), np.random.default_rng(1)
+    text = " ".join(SENTENCES * 100)
+    prose = Prose(np.array(tokenizer.encode(text, bos=False)), tokenizer)
+    haystack = make_haystack(rng, prose, 1000, 8)
+    written = tokenizer.decode(haystack.ids)
+    assert len(haystack.ids) + max(len(q.ids) + q.n_answer for q in haystack.questions) == 1000
+    assert haystack.ids[: len(prose.start)] == tokenizer.encode("")
+    for question in haystack.questions:
+        asked = b"".join(map(tokenizer.token_bytes, question.ids)).decode()
+        named = re.fullmatch(r"\n\nWhat is the (.*)\? The \1 is", asked)
+        assert named is not None
+        assert re.search(rf'[.?!]["\n]* The {named[1]} is {question.value}\.', written)
+    depths = sorted(question.depth for question in haystack.questions)
+    assert depths == [(i + 0.5) / 8 for i in range(8)]
+
+
+@pytest.mark.parametrize("text", ["word " * 900, "x" * 4000])
+def test_a_text_without_sentences_has_places_too(text: str, demo: tuple[Decoder, Tokenizer]) -> None:
+    tokenizer = demo[1]
+    prose = Prose(np.array(tokenizer.encode(text, bos=False)), tokenizer)
+    ids, owners = prose.weave(np.random.default_rng(1), [(0.5, [7, 7, 7])], 400)
+    assert ids[owners == 0].tolist() == [7, 7, 7]
+    assert np.flatnonzero(owners == 0)[0] == pytest.approx(200, abs=20)
+    with pytest.raises(ValueError, match="too few for a row of"):
+        prose.weave(np.random.default_rng(1), [], len(prose.tokens) + 2)
+
+
+# Bench
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        store = random_store(load_shape("tiny", 2), WEIGHTS["int4"])
+    model = Model(store.folder, store.config, None, store)
+    return find_device("cpu").decoder(model, store.form, 1200, 2, None)
+
+
+def test_schemes_are_timed(decoder: Decoder) -> None:
+    specs = CacheSpec.parse_list("dense,planes,onebit,kivi2")
+    timings = bench(decoder, specs, [300], tokens=8)
+    assert not vars(decoder).keys() & set(BLOCKS)
+    assert [t.kv for t in timings] == [str(spec) for spec in specs]
+    for t in timings:
+        assert (t.depth, t.tokens) == (300, 8)
+        assert t.token_ms > 2 * t.attention_ms_layer > 0 < t.matmul_ms < t.token_ms_p95
+        assert t.gb_per_s == pytest.approx(t.bytes_read_layer / t.attention_ms_layer / 1e6)
+        assert 0 < t.bytes_read_layer <= t.cache_bytes
+
+
+@pytest.mark.parametrize("name", ["dense", "planes", "kivi2", "h2o"])
+def test_a_copied_cache_is_what_filling_it_gives(
+    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters, what was fitted, and every array of every layer."""
+    states = []
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(SchemeTimer, "_first_alike", lambda timer: timer.caches)
+        monkeypatch.setattr(SchemeTimer, "decode", lambda timer, n: None)
+        states.append([cache.state() for cache in SchemeTimer(decoder, CacheSpec.parse(name), 300, 8).caches])
+    for copied, filled in zip(*states, strict=True):
+        assert copied.counters == filled.counters
+        assert str(copied.fitted) == str(filled.fitted)
+        for array, expected in copied.arrays.items():
+            np.testing.assert_array_equal(expected, filled.arrays[array])
+
+
+def test_prefill_counts_the_prompt(decoder: Decoder) -> None:
+    (result,) = bench_prefill(decoder, [CacheSpec.parse("onebit")], [300])
+    assert result.tokens == 300
+    assert 0 < result.matmul_s < result.seconds
+    assert result.tokens_per_s == pytest.approx(300 / result.seconds)
+
+
+def test_command_writes_every_timing_and_a_picture(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out, picture = tmp_path / "bench.json", tmp_path / "b.svg"
+    options = "--shape tiny --layers 1 --weights int4 --kv dense,kivi2:bits=4,group=64 --ctx 0,300 --tokens 1"
+    more = ["--prefill", "64", "--json", str(out), "--plot", str(picture)]
+    assert main(["bench", *options.split(), *more]) == 0
+    facts = json.loads(out.read_text())
+    assert [(t["kv"].partition(":")[0], t["depth"]) for t in facts["timings"]] == [
+        (kv, depth) for depth in (0, 300) for kv in ("dense", "kivi2")
+    ]
+    assert facts["settings"]["layers"] == 1
+    assert facts["prefill"][0]["tokens"] == 64
+    text = capsys.readouterr().out
+    assert "GB/s" in text
+    assert "kivi2" in text
+    assert b"<svg" in picture.read_bytes()
+    for bad in ("/no/folder/x.png", str(tmp_path / "x.doc")):
+        assert main(["bench", "--plot", bad]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
-    "option", ["--max-kl=0", "--max-kl=much", "--min-top1=1.5", "--min-needles=nan", "--needles=-1"]
+    ("options", "message"),
+    [
+        ("--shape llama9", "no such shape; accepted are"),
+        ("--ctx 1,x --shape tiny", "--ctx 1,x: accepted are numbers of tokens from 0"),
+        ("--prefill 0 --shape tiny", "--prefill 0: accepted are numbers of tokens from 1"),
+        ("--layers 2", "only a --shape can have other layers"),
+        ("--shape tiny --model x", "give one of them"),
+        ("--ctx 900000", "positions"),
+    ],
 )
-def test_limits_out_of_range(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", "--gate", "--text", "x", option])
-    assert re.search("is not a (whole )?number", capsys.readouterr().err)
+def test_bad_input_is_one_line(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+# Pictures and tables
+
+
+def quality(kv: str, kl: float, cache_bytes: int) -> Quality:
+    return Quality(str(CacheSpec.parse(kv)), 1024, 20.0, 1.0, kl, kl, 0.95, 0.95, cache_bytes, 100, 1.0, ())
+
+
+QUALITIES = [
+    quality("dense", 0.0, 900),
+    quality("kivi2:bits=4", 0.001, 300),
+    quality("kivi2", 0.01, 200),
+    quality("h1b:fit=head", 1.0, 100),
+]
+TIMINGS = [Timing("onebit", 8192, 32, 10.0, 12.0, 5.0, 0.5, 1 << 20, 2.0, 1 << 24)]
+
+
+def test_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    @contextlib.contextmanager
+    def picture(path: str, width: float, height: float) -> Iterator[Any]:
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots()
+        drawn.append(axes)
+        yield axes
+        pyplot.close(figure)
+
+    plots.require_matplotlib()
+    monkeypatch.setattr(plots, "_picture", picture)
+    watts = np.array([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]])
+    trace = Trace(np.array([10.0, 10.5, 11.0]), watts, np.full((3, 2), np.nan), ("cpu", "rest"), ("cpu", "rest"))
+    plots.plot_power(trace, "x.png")
+    plots.plot_quality(QUALITIES, 8192, "x.png")
+    plots.plot_times(TIMINGS, 4, "x.png")
+    power, kl, times = drawn
+    assert power.lines[0].get_xdata().tolist() == [0, 0.5, 1]
+    assert power.lines[0].get_ydata().tolist() == [3, 4, 5]
+    points = {(x, y) for line in kl.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
+    assert points == {(q.cache_bytes / 8192, max(q.kl, plots.LEAST_KL)) for q in QUALITIES}
+    assert sorted(len(line.get_xdata()) for line in kl.lines) == [1, 1, 2]  # the forms of a scheme are joined
+    assert [bar.get_width() for bar in times.patches] == [5.0, 2.0, 3.0]
+
+
+def test_tables_fit_and_name_schemes_in_full() -> None:
+    verdicts = [judge(quality, (3, 20), GateLimits()) for quality in QUALITIES]
+    columns = eval_command.quality_columns(8192)
+    narrow = table(columns, QUALITIES)
+    for text in (narrow, table(bench_command.COLUMNS, TIMINGS), table(eval_command.GATE, verdicts)):
+        assert max(map(len, text.splitlines())) <= WIDTH
+    assert "kivi2:bits=4 " in narrow
+    assert "top1 late" not in narrow
+    assert "top1 late " in table(columns, QUALITIES, wide=True)
+    rows = [["kv", "n", "what"], ["a", "10", "x" * 200]]
+    cut = fitted(rows, left=(0, 2))
+    assert cut[0] == "kv   n  what"
+    assert (len(cut[1]), cut[1][-3:]) == (WIDTH, "...")
+    assert len(fitted(rows, left=(0, 2), wide=True)[1]) > 200
+
+
+# Demo
+
+CTX = ["--ctx", "1100", "--seed", "3"]
+
+
+def test_what_it_shows_is_what_it_measured(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_command, "_meter", lambda: EnergyMeter(Estimate(5.0), idle_s=0))
+    assert main(["demo", *CTX, "--kv", "kivi2,onebit", "--json", str(tmp_path / "demo.json")]) == 0
+    shown = capsys.readouterr().out
+    facts = json.loads((tmp_path / "demo.json").read_text())
+    config = Session.load("demo").config
+    for trial, name in zip(facts["trials"], ("dense", "kivi2", "onebit"), strict=True):
+        assert trial["cache_bytes"] == CacheSpec.parse(name).planned_bytes(config, 1100 + WRITTEN)
+        assert trial["tokens_per_s"] > 0
+        assert trial["mj_per_token"] >= 5e3 / trial["tokens_per_s"]  # of 5 W, and what is between the steps
+        assert len(trial["answers"]) == 5
+        assert [
+            said.startswith(value) for (said, _), value in zip(trial["answers"], facts["facts"], strict=True)
+        ] == [right for _, right in trial["answers"]]
+    exact, kivi2, _ = facts["trials"]
+    assert exact["agreement"] == 1
+    assert 0.5 < kivi2["agreement"] < 1
+    assert all(right for _, right in exact["answers"])  # the model's card: 200 of 200
+    assert f"{facts['facts'][0]} found" in shown
+    assert "times smaller" in shown
+    assert "edgekv chat --model" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_wrong_answer_is_not_found() -> None:
+    """The cache forgets what lies before the latest tokens; kernels are compiled before any clock."""
+    session = Session.load("demo")
+    text = (pathlib.Path(__file__).parent.parent / "models" / "demo" / "prose.txt").read_text()
+    shown, told = Demo(session._runner.decoder, session.require_tokenizer(), text, 1100, 3), []
+    spec = CacheSpec.parse("streaming:budget=64")
+    trial = shown.run(spec, "streaming", lambda task, *counts: told.append(task), demo_command.NoMeter())
+    assert sum(right for _, right in trial.answers) < 3
+    assert trial.mj_per_token is None
+    assert told[-1] == "streaming reads"
+
+
+def test_bad_options_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--ctx", "100"], ["--ctx", "60000"], ["--kv", "nope"], ["--text", "/no/file"]):
+        assert main(["demo", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

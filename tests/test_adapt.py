@@ -41,8 +41,7 @@ def trainer(case: str, kv: str, folder: pathlib.Path, rows: Any, **settings: Any
     ("case", "kv", "settings"),
     [
         ("llama-biases", "h1b:keys_only=1,sketch_bits=512", {"scope": "global"}),
-        ("gpt2-options", "h1b", {"scope": "head", "train": "qkv"}),
-        ("gpt2", "sign_keys:seed=3", {"scope": "layer", "projection": True}),
+        ("gpt2-options", "sign_keys:seed=3", {"scope": "head"}),
     ],
 )
 def test_the_student_computes_what_edgekv_computes(
@@ -69,15 +68,6 @@ def test_the_student_computes_what_edgekv_computes(
     assert np.abs(dense - expected).max() > 1
     (result,) = evaluate(decoder, ids.tolist(), N, [spec], adapter=model.adapter)
     assert made.quality().perplexity == pytest.approx(result.perplexity, rel=1e-4)
-
-
-def test_training_brings_the_student_nearer(tmp_path: pathlib.Path) -> None:
-    """On the window that it learns by heart; what is frozen, the teacher with it, stays as it was."""
-    rows = torch.from_numpy(np.random.default_rng(0).integers(0, golden_cases.VOCAB, (1, 200))).repeat(2, 1)
-    made = trainer("llama2-gqa", "h1b:sketch_bits=64", tmp_path, rows, epochs=10, lr=2e-2)
-    best = made.train(lambda line: None)
-    assert best.quality.kl < 0.8 * made.untrained.quality.kl
-    assert best.quality.dense == made.untrained.quality.dense
 
 
 def test_the_command_writes_an_adapter(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

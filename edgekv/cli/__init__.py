@@ -15,22 +15,22 @@ from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
 
 COMMANDS = {
-    "run": "edgekv.cli.run.RUN",
-    "demo": "edgekv.cli.demo.DEMO",
-    "chat": "edgekv.cli.chat.CHAT",
-    "serve": "edgekv.cli.serve.SERVE",
-    "pull": "edgekv.cli.models.PULL",
-    "info": "edgekv.cli.models.INFO",
-    "budget": "edgekv.cli.models.BUDGET",
-    "schemes": "edgekv.cli.eval.SCHEMES",
-    "quantize": "edgekv.cli.models.QUANTIZE",
-    "warm": "edgekv.cli.models.WARM",
-    "eval": "edgekv.cli.eval.EVAL",
-    "bench": "edgekv.cli.bench.BENCH",
-    "board": "edgekv.cli.board.BOARD",
-    "power": "edgekv.cli.power.POWER",
+    "run": ("run", "generate text: tokens go to standard output, a short report to standard error"),
+    "demo": ("demo", "see what packed caches keep and save, on the model that ships, in half a minute"),
+    "chat": ("chat", "talk with a model in turns; /help lists what can be done on the way"),
+    "serve": ("serve", "serve a model through OpenAI's API, with a page to chat on"),
+    "pull": ("models", "download a model of the Hugging Face Hub: only what is needed, resumable"),
+    "info": ("models", "print a model's shapes, the bytes of its weights and their hash, without loading them"),
+    "budget": ("models", "say whether weights and KV cache fit: exact bytes, before anything is downloaded"),
+    "schemes": ("eval", "list the KV schemes: bytes, measured quality and speed, and which to take"),
+    "quantize": ("models", "write a model's weights as a store that the next start maps (run does it by itself)"),
+    "warm": ("models", "compile kernels, and quantize the model's weights, so that the first run need not"),
+    "eval": ("eval", "measure the quality of KV schemes on a text against the dense cache"),
+    "bench": ("bench", "time decoding at a depth, part by part, on a model or a shape"),
+    "board": ("board", "measure this machine in ten minutes, for a page that others can compare"),
+    "power": ("power", "show what this machine draws; meter any command; say what can be measured"),
 }
-"""Where each `Command` is; the one that is asked for is imported, and no other."""
+"""A command's module, with its functions NAME_arguments and NAME_command, and its help."""
 ALIASES = {"caches": "schemes"}
 """Commands by what they were called before."""
 
@@ -47,11 +47,11 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else (only,):
-        module, attribute = COMMANDS[name].rsplit(".", 1)
-        command = getattr(import_module(module), attribute)
-        sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
-        command.add_arguments(sub)
-        sub.set_defaults(execute=command.execute, options=sub._option_string_actions)
+        module, about = COMMANDS[name]
+        sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        functions = import_module(f"edgekv.cli.{module}")
+        getattr(functions, f"{name}_arguments")(sub)
+        sub.set_defaults(execute=getattr(functions, f"{name}_command"), options=sub._option_string_actions)
     about = "print a script for your shell's TAB key"
     sub = commands.add_parser("completion", help=about, description=about, epilog=HINT)
     sub.add_argument("shell", choices=SHELLS)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from edgekv.cli.eval import is_named, without_left_out
-from edgekv.cli.options import SOURCE, Command, add, model_path, positive_int, require_one, token_counts
+from edgekv.cli.options import SOURCE, add, model_path, positive_int, require_one, token_counts
 from edgekv.cli.plots import plot_times, require_matplotlib
 from edgekv.cli.terminal import Bars, table, write_json
 from edgekv.engine.loading import find_device
@@ -26,13 +26,11 @@ COLUMNS: dict[str, Callable[[Timing], str]] = {
     "att/layer": lambda t: f"{t.attention_ms_layer:.3f}",
     "GB/s": lambda t: f"{t.gb_per_s:.1f}",
     "cache": lambda t: format_bytes(t.cache_bytes),
-    "p95*": lambda t: f"{t.token_ms_p95:.2f}",
-    "read/layer*": lambda t: format_bytes(t.bytes_read_layer),
 }
 """A line per scheme and depth: time per token, a layer's attention and how fast it reads."""
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SOURCE} shape", shape="random weights in a shape, not --model (see `edgekv budget`)")
     parser.add_argument("--layers", type=positive_int, metavar="N", help="layers of the shape (default: its own)")
     parser.add_argument("--ctx", default="8192", metavar="LIST", help="tokens in the cache (default %(default)s)")
@@ -42,10 +40,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     kv = {"metavar": "LIST", "help": f"schemes, comma-separated (default {DEFAULT_SCHEMES})"}
     plot = "milliseconds by part: PNG or SVG (needs edgekv[plot])"
-    add(parser, "weights kv threads json wide plot", kv=kv, plot=plot)
+    add(parser, "weights kv threads json plot", kv=kv, plot=plot)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def bench_command(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
     asked = CacheSpec.parse_list(arguments.kv or DEFAULT_SCHEMES)
@@ -72,7 +70,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         prefills = bench_prefill(decoder, specs, lengths)
     shape = f"{arguments.shape}, {n_layers} layers" if arguments.shape else model.name
     print(f"{shape}, {form.name} weights, {decoder.threads} threads")
-    print(table(COLUMNS, timings, arguments.wide))
+    print(table(COLUMNS, timings))
     for p in prefills:
         print(
             f"prompt of {p.tokens} tokens, {CacheSpec.parse(p.kv).short}: {p.tokens_per_s:.1f} tokens/s, "
@@ -91,6 +89,3 @@ def _execute(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot_times(timings, n_layers, arguments.plot)
     return 0
-
-
-BENCH = Command("time decoding at a depth, part by part, on a model or a shape", _arguments, _execute)

@@ -9,7 +9,7 @@ import pathlib
 import msgspec
 
 from edgekv.checkpoint.shipped import read_shape
-from edgekv.cli.options import Command, add
+from edgekv.cli.options import add
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
@@ -20,7 +20,7 @@ from edgekv.power.sampler import read_log
 MINUTES = 10.0
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def board_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", default=".", metavar="FOLDER", help="where MACHINE.json and MACHINE.md go (default: here)"
     )
@@ -40,7 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="begin anew, not where an earlier run ended")
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def board_command(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.minutes <= 1e5:
         raise ConfigError(f"--minutes {arguments.minutes:g}: accepted are minutes above 0")
     source, meter = open_meter(arguments.power)
@@ -100,6 +100,3 @@ def _continued(path: pathlib.Path, new: Board, arguments: argparse.Namespace) ->
 
 def _plan_text(plan: Plan) -> str:
     return f"{','.join(plan.shapes)}; threads {plan.threads or 'chosen'}; {plan.seconds:g} s each"
-
-
-BOARD = Command("measure this machine in ten minutes, for a page that others can compare", _arguments, _execute)

@@ -16,7 +16,6 @@ from edgekv.checkpoint.shipped import shipped_model
 from edgekv.checks import Count, checked_value
 from edgekv.cli.options import (
     SESSION,
-    Command,
     add,
     add_sampling_options,
     in_flags,
@@ -296,7 +295,7 @@ def say(text: str) -> None:
 # edgekv chat
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def chat_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SESSION} session overflow chat_template")
     parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
@@ -304,7 +303,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "device draft")
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def chat_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     sampling_params(arguments)  # a bad value is said before anything is loaded
     taken_up = is_saved(arguments)
@@ -329,6 +328,3 @@ def banner(session: Session) -> list[str]:
     )
     cannot = [text for name, text in NO_ANSWERS.items() if model.path == shipped_model(name)]
     return [first, *cannot] if sys.stdin.isatty() else cannot
-
-
-CHAT = Command("talk with a model in turns; /help lists what can be done on the way", _arguments, _execute)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shipped import shipped
-from edgekv.cli.options import Command, add, positive_int, read_text
+from edgekv.cli.options import add, positive_int, read_text
 from edgekv.cli.terminal import Bars, fitted, write_json
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import give_heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
@@ -111,7 +111,7 @@ class Demo:
         return Trial(name, cache_bytes, first_token_s, WRITTEN / seconds, agreement, answers)
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", help="prose to hide the facts in (default: the demo model's own)"
     )
@@ -121,7 +121,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "kv ctx threads device json", kv=kv, ctx=ctx)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def demo_command(arguments: argparse.Namespace) -> int:
     specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
     text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
     meter = _meter()
@@ -141,7 +141,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     if report:
         trials = [dataclasses.replace(t, mj_per_token=report.phases[t.kv].mj_per_token) for t in trials]
     values = {question.name or "pass key": question.value for question in demo.haystack.questions}
-    print("\n".join(_table(values, trials)))
+    print(_table(values, trials))
     print(NEXT.format(kv=trials[1].kv))
     if arguments.json:
         facts = {"trials": trials, "ctx": arguments.ctx, "seed": seed, "facts": list(values.values())}
@@ -165,7 +165,7 @@ def _meter() -> EnergyMeter | NoMeter:
         return NoMeter()
 
 
-def _table(values: dict[str, str], trials: Sequence[Trial]) -> list[str]:
+def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
     """Write a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
     largest = max(trial.cache_bytes for trial in trials)
     rows: dict[str, Callable[[Trial], Any]] = {
@@ -184,8 +184,3 @@ def _table(values: dict[str, str], trials: Sequence[Trial]) -> list[str]:
         said = [trial.answers[i] for trial in trials]
         cells.append([name, *(f"{value} found" if ok else f"{s[:5].strip()}, not {value}" for s, ok in said)])
     return fitted(cells, left=range(1 + len(trials)))
-
-
-DEMO = Command(
-    "see what packed caches keep and save, on the model that ships, in half a minute", _arguments, _execute
-)

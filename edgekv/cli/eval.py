@@ -13,7 +13,6 @@ from typing import Any
 
 from edgekv.cli.options import (
     SOURCE,
-    Command,
     add,
     in_flags,
     load_options,
@@ -28,7 +27,7 @@ from edgekv.cli.terminal import Bars, fitted, table, write_json
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import ConfigError
-from edgekv.eval.evaluate import FIT_TOKENS, EvalInput, Quality, evaluate
+from edgekv.eval.evaluate import EvalInput, Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
@@ -47,17 +46,16 @@ from edgekv.machine import format_bytes
 # edgekv schemes
 
 
-def _schemes_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, "wide", wide="with papers, aliases and what each gives up")
+def schemes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, with knobs")
 
 
-def _schemes_execute(arguments: argparse.Namespace) -> int:
+def schemes_command(arguments: argparse.Namespace) -> int:
     tell_left_out(broken_schemes())
     if arguments.json:
         print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
     else:
-        print(schemes_text(wide=arguments.wide))
+        print(schemes_text())
     return 0
 
 
@@ -83,19 +81,18 @@ def _published(name: str) -> dict[str, float | None]:
     return {"kl": results["kl"].get(short), "attention": results["attention"].get(short)}
 
 
-def schemes_text(wide: bool = False) -> str:
+def schemes_text() -> str:
     """Return a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
 
     def shown(value: Any, style: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{style}}{unit}"
 
-    rows = [["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]]
+    rows = [["kv", "bytes", "KL", "speed", "what is kept"]]
     for name in (*PRESETS, *schemes()):
         spec = CacheSpec.parse(name)
         scheme, size, found = spec.scheme, bytes_per_token(spec), _published(name)
         row = [name, shown(size, ".1f"), shown(found["kl"], ".2g"), shown(found["attention"], ".1f", "x")]
-        more = [scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else []
-        rows.append([*row, scheme.summary, *more])
+        rows.append([*row, scheme.summary])
     known = published_results()
     notes = [
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
@@ -104,23 +101,20 @@ def schemes_text(wide: bool = False) -> str:
         "recommended: to name none: --kv auto takes q4 for long contexts, and the smallest that passed the",
         "gate on your model once you ran it: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
-    return "\n".join([*fitted(rows, left=(0, 4, 5, 6), wide=wide), "", *notes])
+    return "\n".join([fitted(rows, left=(0, 4)), "", *notes])
 
 
 # edgekv eval
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def eval_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SOURCE} lora adapter weights")
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
     parser.add_argument("--windows", type=positive_int, default=1, metavar="N", help="windows of text (default 1)")
-    parser.add_argument(
-        "--fit", type=int, default=FIT_TOKENS, metavar="N", help="tokens that schemes fit on (default %(default)s)"
-    )
     kv = "schemes, comma-separated, or all (default: all; with --gate q8, q4, q3, q2 and q1.5)"
     add(
         parser,
-        "kv ctx tokenizer threads device json wide plot",
+        "kv ctx tokenizer threads device json plot",
         kv={"metavar": "LIST", "help": kv},
         ctx="window (default 8192 or the model's; with --gate no more than the text)",
         device={"default": "cpu"},
@@ -146,7 +140,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--needles", type=natural, default=NEEDLES, metavar="N", help=told)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def eval_command(arguments: argparse.Namespace) -> int:
     if arguments.plot and arguments.gate:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     if arguments.plot:
@@ -169,9 +163,6 @@ def quality_columns(ctx: int) -> dict[str, Callable[[Quality], str]]:
         "ppl": lambda r: f"{r.perplexity:.3f}",
         "cache": lambda r: format_bytes(r.cache_bytes),
         "B/token": lambda r: f"{r.cache_bytes / ctx:.0f}",
-        "top1 late*": lambda r: f"{r.top1_second_half:.3f}",
-        "read/token*": lambda r: format_bytes(r.bytes_read_per_token),
-        "seconds*": lambda r: f"{r.seconds:.1f}",
     }
 
 
@@ -183,13 +174,12 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
             measured.tokens[: ctx * arguments.windows],
             ctx,
             measured.fitted(specs, decoder, bars.update),
-            fit_tokens=arguments.fit,
             adapter=measured.model.adapter,
             progress=bars.update,
         )
-    print(table(quality_columns(ctx), results, arguments.wide))
+    print(table(quality_columns(ctx), results))
     if arguments.json:
-        facts = measured.facts(ctx, arguments.windows, arguments.fit)
+        facts = measured.facts(ctx, arguments.windows)
         write_json(arguments.json, {"results": results, **facts})
     if arguments.plot:
         plot_quality(results, ctx, arguments.plot)
@@ -207,8 +197,6 @@ GATE: dict[str, Callable[[Verdict], str]] = {
     "needles": lambda v: "n/a" if v.needles is None else "{}/{}".format(*v.needles),
     "cache": lambda v: format_bytes(v.quality.cache_bytes),
     "verdict": lambda v: "passed" if v.passed else "failed",
-    "x dense*": lambda v: f"{v.quality.perplexity_ratio:.4f}",
-    "read/token*": lambda v: format_bytes(v.quality.bytes_read_per_token),
 }
 
 
@@ -245,17 +233,16 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
             windows=arguments.windows,
             limits=limits,
             n_needles=arguments.needles,
-            fit_tokens=arguments.fit,
             adapter=measured.model.adapter,
             progress=bars.update,
         )
-    facts, best = measured.facts(ctx, arguments.windows, arguments.fit), recommended(verdicts)
+    facts, best = measured.facts(ctx, arguments.windows), recommended(verdicts)
     settings, kv = facts["settings"], EXACT if best is None else CacheSpec.parse(best.kv).short
     windows = settings["windows"]
     why = "no scheme passed"
     if best is not None:
         why = f"the smallest cache that passed, {format_bytes(best.quality.cache_bytes)}"
-    print(table(GATE, verdicts, arguments.wide))
+    print(table(GATE, verdicts))
     for verdict in verdicts:
         if not verdict.passed:
             print(f"{CacheSpec.parse(verdict.kv).short} failed: {'; '.join(verdict.failures)}")
@@ -280,11 +267,3 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     for spec, verdict in zip(specs, verdicts, strict=True):
         memory.remember(spec, verdict, known)
     return 1 if best is None else 0
-
-
-EVAL = Command("measure the quality of KV schemes on a text against the dense cache", _arguments, _execute)
-SCHEMES = Command(
-    "list the KV schemes: bytes, measured quality and speed, and which to take",
-    _schemes_arguments,
-    _schemes_execute,
-)

@@ -15,7 +15,6 @@ from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull
 from edgekv.checkpoint.shipped import read_shape
 from edgekv.cli.options import (
     SOURCE,
-    Command,
     add,
     bytes_text,
     in_flags,
@@ -47,7 +46,7 @@ WARMED = "dense,planes,onebit"
 # edgekv pull
 
 
-def _pull_arguments(parser: argparse.ArgumentParser) -> None:
+def pull_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="NAME",
@@ -56,7 +55,7 @@ def _pull_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _pull_execute(arguments: argparse.Namespace) -> int:
+def pull_command(arguments: argparse.Namespace) -> int:
     """Print where the model lies to standard output."""
     name = parse_name(arguments.model)
     if name is None:
@@ -74,12 +73,12 @@ def _pull_execute(arguments: argparse.Namespace) -> int:
 # edgekv info
 
 
-def _info_arguments(parser: argparse.ArgumentParser) -> None:
+def info_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, SOURCE)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def _info_execute(arguments: argparse.Namespace) -> int:
+def info_command(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
     own = model.weight_format("auto")
@@ -139,7 +138,7 @@ def _threads_text(model: Model) -> str:
 # edgekv budget
 
 
-def _budget_arguments(parser: argparse.ArgumentParser) -> None:
+def budget_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SOURCE} shape weights kv kv_budget ctx")
     parser.add_argument(
         "--memory",
@@ -150,7 +149,7 @@ def _budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def _budget_execute(arguments: argparse.Namespace) -> int:
+def budget_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     free, where = available_memory_bytes(), "available here"
     if arguments.memory is not None:
@@ -228,7 +227,7 @@ def _ours(memory: int) -> int:
 # edgekv quantize
 
 
-def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
+def quantize_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SOURCE} lora adapter weights")
     parser.add_argument(
         "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
@@ -241,7 +240,7 @@ def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _quantize_execute(arguments: argparse.Namespace) -> int:
+def quantize_command(arguments: argparse.Namespace) -> int:
     from edgekv.engine.calibration import Calibration
     from edgekv.vision import copy_vision
     from edgekv.weights.store import build
@@ -270,12 +269,12 @@ def _quantize_execute(arguments: argparse.Namespace) -> int:
 # edgekv warm
 
 
-def _warm_arguments(parser: argparse.ArgumentParser) -> None:
+def warm_arguments(parser: argparse.ArgumentParser) -> None:
     kv = {"metavar": "LIST", "help": f"schemes, comma-separated, or all (default {WARMED})"}
     add(parser, f"{SOURCE} lora weights kv threads", kv=kv)
 
 
-def _warm_execute(arguments: argparse.Namespace) -> int:
+def warm_command(arguments: argparse.Namespace) -> int:
     from edgekv.cli.eval import is_named, without_left_out
     from edgekv.engine.session import Session
 
@@ -291,28 +290,3 @@ def _warm_execute(arguments: argparse.Namespace) -> int:
                 seconds = session.report().compile_s
             print(f"{spec.short}: " + (f"compiled in {seconds:.1f} s" if seconds else "was compiled already"))
     return 0
-
-
-PULL = Command(
-    "download a model of the Hugging Face Hub: only what is needed, resumable", _pull_arguments, _pull_execute
-)
-INFO = Command(
-    "print a model's shapes, the bytes of its weights and their hash, without loading them",
-    _info_arguments,
-    _info_execute,
-)
-BUDGET = Command(
-    "say whether weights and KV cache fit: exact bytes, before anything is downloaded",
-    _budget_arguments,
-    _budget_execute,
-)
-QUANTIZE = Command(
-    "write a model's weights as a store that the next start maps (run does it by itself)",
-    _quantize_arguments,
-    _quantize_execute,
-)
-WARM = Command(
-    "compile kernels, and quantize the model's weights, so that the first run need not",
-    _warm_arguments,
-    _warm_execute,
-)

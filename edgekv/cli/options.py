@@ -26,16 +26,6 @@ from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
 from edgekv.weights.formats import WEIGHTS
 
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A subcommand: its one-line help, its options, and what it does (returns the exit status)."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    execute: Callable[[argparse.Namespace], int]
-
-
 # What argparse makes of a text
 
 
@@ -171,7 +161,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "images": option("FILE", "an image, for the prompt's next <image> or else before it (repeatable)", **REPEATED),
     "json_schema": option("FILE", "answer with JSON of this schema (needs llguidance)"),
     "meter": option("NAME", METER),
-    "hz": option("N", "readings per second (default: the meter's most)", type=float),
     "power": option("METER", METER, default="auto"),
     "power_csv": option("FILE", "energy from an external meter's log: time and watts per line"),
     "power_estimate": option("W", "energy as time times W watts, labelled an estimate", type=float),
@@ -183,11 +172,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "json": option("FILE", "write the results, with every setting, as JSON", type=output_file),
     "plot": option("FILE", type=picture_file),
-    "wide": {"action": "store_true", "help": "every column"},
 }
 """What argparse is told of an option, by the parameter that it gives."""
 FLAG_NAMES = {"images": "--image", "loras": "--lora"}
-OTHERS = ("prompt", "layers", "slots", "output", "calibrate", "max_request", "prefix_cache")
+OTHERS = ("prompt", "layers", "hz", "slots", "output", "calibrate", "max_request", "prefix_cache")
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
 """Which model; and everything that loads a session."""

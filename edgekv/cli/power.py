@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from edgekv.cli.options import METER, Command, add, number, output_file
+from edgekv.cli.options import METER, add, number, output_file
 from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.cli.terminal import print_rows, redraw
 from edgekv.errors import PowerError
@@ -77,10 +77,10 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
 # edgekv power
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def power_arguments(parser: argparse.ArgumentParser) -> None:
     meter = {"default": argparse.SUPPRESS}  # given before the action or after it
     plot = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
-    add(parser, "meter plot hz", meter=meter, plot=plot, hz=meter)
+    add(parser, "meter plot", meter=meter, plot=plot)
     parser.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
     parser.add_argument(
         "--seconds",
@@ -91,7 +91,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     about = "meter a command, write the samples as CSV, print a summary"
     record = actions.add_parser("record", help=about, allow_abbrev=False)
-    add(record, "meter plot hz", meter=meter, plot=plot, hz=meter)
+    add(record, "meter plot", meter=meter, plot=plot)
     record.add_argument(
         "--csv", type=output_file, metavar="FILE", help="write every sample: Unix time, watts, each rail's watts"
     )
@@ -122,7 +122,7 @@ def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
             if path:
                 raise PowerError(f"--{option} {path}: there would be nothing in it: {error}") from None
         return Unmetered(str(error))
-    return PowerSampler(meter, hz=getattr(arguments, "hz", None), notes=notes)
+    return PowerSampler(meter, notes=notes)
 
 
 def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
         plot_power(source.trace(), arguments.plot)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def power_command(arguments: argparse.Namespace) -> int:
     source = _open(arguments)
     if arguments.json:
         _print_json(source, arguments.seconds or JSON_SECONDS)
@@ -301,6 +301,3 @@ def _finding_text(finding: SurveyedMeter) -> str:
     watts = ", ".join(f"{rail} {value:.3g} W" for rail, value in reading.power_w.items())
     total = " + ".join(meter.total) if len(meter.total) <= 4 else f"all {len(meter.total)} rails"
     return f"ok {watts or ', '.join(meter.rails)}; total = {total}: {meter.covers}"
-
-
-POWER = Command("show what this machine draws; meter any command; say what can be measured", _arguments, _execute)

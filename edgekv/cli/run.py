@@ -15,7 +15,6 @@ from typing import Any
 from edgekv.cli.eval import warn_ungated
 from edgekv.cli.options import (
     SESSION,
-    Command,
     add,
     add_sampling_options,
     in_flags,
@@ -138,7 +137,7 @@ def speed(report: RunReport) -> str:
 # edgekv run
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def run_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SESSION} session overflow")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
@@ -150,7 +149,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_power_options(parser)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     given = arguments.prompt is not None or arguments.prompt_file is not None
     prompt: str | list[int] = read_prompt(arguments) if given or not is_saved(arguments) else []
@@ -253,8 +252,3 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt_file is None:
         raise EdgeKVError("no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input")
     return read_text(arguments.prompt_file, "--prompt-file")
-
-
-RUN = Command(
-    "generate text: tokens go to standard output, a short report to standard error", _arguments, _execute
-)

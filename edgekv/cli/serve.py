@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.options import REPEATED, SESSION, Command, add, count, load_options, option, positive_seconds
+from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
@@ -70,14 +70,14 @@ OPTIONS = {
 """What only a server is told."""
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def serve_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SESSION} chat_template device draft")
     for name, told in OPTIONS.items():
         parser.add_argument(f"--{name}", **told)
     add_power_options(parser)
 
 
-def _execute(arguments: argparse.Namespace) -> int:
+def serve_command(arguments: argparse.Namespace) -> int:
     _require_uvicorn()
     options = load_options(arguments)
     api_key, hosts = _access(arguments)
@@ -166,6 +166,3 @@ def _require_uvicorn() -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise EdgeKVError("serve needs starlette and uvicorn: pip install 'edgekv[serve]'") from None
-
-
-SERVE = Command("serve a model through OpenAI's API, with a page to chat on", _arguments, _execute)

@@ -97,25 +97,23 @@ def print_rows(rows: Sequence[tuple[str, str]], file: TextIO | None = None) -> N
     print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=file)
 
 
-def fitted(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), wide: bool = False) -> list[str]:
-    """Align cells to lines; the last column is cut so that a line has WIDTH characters, unless ``wide``.
+def fitted(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Align cells to lines; the last column is cut so that a line has WIDTH characters.
 
     left: columns that begin where they do; the others end there.
     """
+    rows, lines = list(rows), []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
     for row in rows:
         cells = zip(row, widths, strict=True)
         line = "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip()
-        lines.append(line if wide or len(line) <= WIDTH else line[: WIDTH - 3].rstrip() + "...")
-    return lines
+        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3].rstrip() + "...")
+    return "\n".join(lines)
 
 
-def table(columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any], wide: bool = False) -> str:
-    """Return a line of names and one for each item; only with ``wide`` columns whose name ends in a star."""
-    shown = {name: show for name, show in columns.items() if wide or not name.endswith("*")}
-    head = [name.rstrip("*") for name in shown]
-    return "\n".join(fitted([head, *([show(item) for show in shown.values()] for item in items)], wide=wide))
+def table(columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> str:
+    """Return a line of the columns' names and one for each item."""
+    return fitted([list(columns), *([show(item) for show in columns.values()] for item in items)])
 
 
 def write_json(path: str, facts: Any) -> None:

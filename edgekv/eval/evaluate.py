@@ -59,14 +59,13 @@ def evaluate(
     ctx: int,
     specs: Sequence[CacheSpec],
     *,
-    fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
     progress: TaskProgress | None = None,
 ) -> list[Quality]:
     """Each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
 
     Every token attends to the scheme's own compressed form of the earlier ones. What a scheme fits on a
-    prompt (a temperature, a codebook) it fits on the first ``fit_tokens`` of each window, and starts over.
+    prompt (a temperature, a codebook) it fits on the first `FIT_TOKENS` of each window, and starts over.
     The decoder's weights are those of the adapter, for the reference and for all schemes; the rest of it is for
     the scheme that it was trained for.
     """
@@ -88,7 +87,7 @@ def evaluate(
             hidden = []
             for window in windows:
                 report = progress and functools.partial(progress, spec.scheme.name)
-                x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
+                x, caches = _hidden(decoder, window, spec, min(FIT_TOKENS, ctx // 2), adapter, report)
                 hidden.append(x)
             scores = _compare(decoder, windows, exact, hidden)
             results.append(
@@ -205,7 +204,7 @@ class EvalInput:
         weights = self.model.weight_format(self.options.weights).name
         return [give_heads_bits(spec, self.model, weights, decoder, self.tokenizer, progress) for spec in specs]
 
-    def facts(self, ctx: int, windows: int, fit_tokens: int) -> dict[str, Any]:
+    def facts(self, ctx: int, windows: int) -> dict[str, Any]:
         """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""
         adapter = self.model.adapter
         settings = {
@@ -217,7 +216,7 @@ class EvalInput:
             "ctx": ctx,
             "windows": min(windows, len(self.tokens) // ctx),
             "weights": self.model.weight_format(self.options.weights).name,
-            "fit_tokens": fit_tokens,
+            "fit_tokens": FIT_TOKENS,
             "threads": self.threads,
         }
         return {"settings": settings, "machine": machine_info()}

@@ -12,7 +12,7 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.options import DEFAULT_CTX
 from edgekv.engine.verdicts import needs_gate
 from edgekv.errors import ContextError
-from edgekv.eval.evaluate import FIT_TOKENS, Quality, evaluate
+from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.needles import NEEDLES, NeedleTest, Prose
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.spec import PRESETS
@@ -101,7 +101,6 @@ def gate(
     windows: int = 1,
     limits: GateLimits | None = None,
     n_needles: int = NEEDLES,
-    fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
     progress: TaskProgress | None = None,
 ) -> tuple[list[Verdict], NeedleTest]:
@@ -110,7 +109,7 @@ def gate(
     Raises ContextError when the text does not fill a window.
     """
     read = tokens[: ctx * windows]
-    qualities = evaluate(decoder, read, ctx, specs, fit_tokens=fit_tokens, adapter=adapter, progress=progress)
+    qualities = evaluate(decoder, read, ctx, specs, adapter=adapter, progress=progress)
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
     needle_test = NeedleTest.make(decoder, tokenizer, Prose(text, tokenizer), ctx, n=n_needles, progress=progress)
     verdicts = []

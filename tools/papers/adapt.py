@@ -6,8 +6,7 @@
 The student attends to what `h1b` or `sign_keys` stores of every token, its own included; its teacher is the same
 checkpoint with exact attention, and the loss the KL between their next-token distributions, on windows of the text
 (UTF-8, books separated by NUL). The adapter is the student with the least KL on windows held back from training.
-With --projection R and a centre of each head's keys are learnt, too. Needs `.[torch]`, and a GPU for all but small
-models.
+Needs `.[torch]`, and a GPU for all but small models.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TRAINED = {"v": "the values' projection", "qkv": "the queries', keys' and values' projections"}
 
 
 class Weights:
@@ -108,15 +106,15 @@ class Weights:
 
 
 class Trained(nn.Module):
-    """Weights of which the last rows of every layer's fused projection of queries, keys and values are parameters.
+    """Weights of which the values' rows of every layer's fused projection are parameters.
 
     They are rounded to the checkpoint's own precision wherever they are used, as they will be in the adapter.
     """
 
-    def __init__(self, base: Weights, trained: str) -> None:
+    def __init__(self, base: Weights) -> None:
         super().__init__()
         self.base, self.arch, config = base, base.arch, base.arch.config
-        self._first = config.q_size + config.kv_size if trained == "v" else 0
+        self._first = config.q_size + config.kv_size
         layers = [base.linear(f"{i}.qkv") for i in range(config.n_layers)]
         self.rows = nn.ParameterList(weight[self._first :].float().clone() for weight, _ in layers)
         self.biases = nn.ParameterList(bias[self._first :].clone() for _, bias in layers if bias is not None)
@@ -136,16 +134,12 @@ class Trained(nn.Module):
         """The checkpoint's tensors with the trained rows in place, under its names, shaped and typed as there."""
         tensors = {}
         for i in range(self.arch.config.n_layers):
-            linear, end = self.arch.layer_linears(i)[f"{i}.qkv"], 0
+            linear = self.arch.layer_linears(i)[f"{i}.qkv"]
             weight, bias = self._merged(i)
-            for j, part in enumerate(linear.parts):
-                begin, end = end, end + part.rows
-                if end <= self._first:
-                    continue
-                rows = weight[begin:end]
-                tensors[part.tensor] = rows.T if part.conv1d else rows
-                if bias is not None:
-                    tensors[linear.biases[j]] = bias[begin:end]
+            part, begin = linear.parts[-1], len(weight) - linear.parts[-1].rows
+            tensors[part.tensor] = weight[begin:].T if part.conv1d else weight[begin:]
+            if bias is not None:
+                tensors[linear.biases[-1]] = bias[begin:]
         return {name: tensor.to("cpu", self.base.stored_dtype(name)) for name, tensor in tensors.items()}
 
     def _merged(self, i: int) -> tuple[Tensor, Tensor | None]:
@@ -316,10 +310,7 @@ def exact_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class BinarySketch(nn.Module):
-    """`h1b` and `sign_keys` in all layers: signs of keys and queries under R, a temperature, values in 4 bits.
-
-    ``projections`` and ``centres``: see `train_projection`.
-    """
+    """`h1b` and `sign_keys` in all layers: signs of keys and queries under R, a temperature, values in 4 bits."""
 
     tau: nn.Parameter  # (), (layers,) or (layers, heads)
 
@@ -328,8 +319,6 @@ class BinarySketch(nn.Module):
         self.spec, self.config, self.scope, self.device = spec, config, scope, device
         sketch = SignSketch(1, 0, config.head_dim, spec.knobs.sketch_bits, spec.knobs.seed)
         self.projection = torch.from_numpy(sketch.projection).to(device)
-        self.projections: nn.Parameter | None = None
-        self.centres: nn.Parameter | None = None
 
     def start(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Sets tau as without training. ``prompt``: each layer's queries, keys, values of one row."""
@@ -346,18 +335,6 @@ class BinarySketch(nn.Module):
     def of_heads(self, layer: int) -> Tensor:
         """Returns the layer's tau, (1, 1, 1) or (heads, 1, 1)."""
         return (self.tau[layer] if self.tau.ndim else self.tau).reshape(-1, 1, 1)
-
-    def train_projection(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> list[nn.Parameter]:
-        """R (layers, bits, head_dim) and the keys' centres (layers, n_kv_heads, head_dim) become parameters.
-
-        At first R is the fixed one with its columns made orthogonal, and a centre the mean of the prompt's keys:
-        what all keys share moves no exact score against another, but it sets all their signs alike.
-        """
-        bits, head_dim = self.projection.shape
-        start = torch.linalg.qr(self.projection)[0] * bits**0.5 if bits >= head_dim else self.projection
-        self.projections = nn.Parameter(start.repeat(self.config.n_layers, 1, 1))
-        self.centres = nn.Parameter(torch.stack([k[0].float().mean(1) for _, k, _ in prompt]))
-        return [self.projections, self.centres]
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
         """As `edgekv.papers.h1b.H1B` fits it on a prompt."""
@@ -380,24 +357,15 @@ class BinarySketch(nn.Module):
     def codes(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries, divided by bits and temperature, and of keys: (rows, n_heads, n, bits) each."""
         group, bits = q.shape[1] // k.shape[1], self.projection.shape[0]
-        return self._signs(layer, q) / (bits * self.of_heads(layer)), shared(
-            self._signs(layer, self._centred(layer, k)), group
-        )
-
-    def _centred(self, layer: int, k: Tensor) -> Tensor:
-        return k if self.centres is None else k - self.centres[layer, :, None]
-
-    def _signs(self, layer: int, x: Tensor) -> Tensor:
-        projection = self.projection if self.projections is None else self.projections[layer]
-        with torch.autocast(x.device.type, enabled=False):
-            return Sign.apply(F.normalize(x, dim=-1) @ projection.T)
+        with torch.autocast(q.device.type, enabled=False):
+            signs = [Sign.apply(F.normalize(x, dim=-1) @ self.projection.T) for x in (q, k)]
+        return signs[0] / (bits * self.of_heads(layer)), shared(signs[1], group)
 
 
 LOGIT_ROWS = 4096  # logits (rows, vocab) alive at once, of teacher and student
 FIT_TOKENS = 1024  # of the prompt that an untrained scheme fits its setting on
 VALIDATIONS = 10
 WARMUP_STEPS = 20
-PROJECTION_RATE = 3.0  # R's learning rate over that of the rows: its elements are larger
 LARGEST_GRADIENT = 1.0
 
 
@@ -405,19 +373,14 @@ LARGEST_GRADIENT = 1.0
 class Settings:
     """How to learn.
 
-    ``scope`` of the setting and which rows to ``train``: see SCOPES and TRAINED; with ``projection`` h1b's R too,
-    one for each layer, and a centre of each head's keys. ``held_back`` windows are for validation.
-    ``seconds`` of training, on which the schedule then ends too; 0: as long as the epochs take.
+    ``scope`` of the temperature: see SCOPES. ``held_back`` windows are for validation.
     """
 
     scope: str = "global"
-    train: str = "v"
     epochs: int = 2
     batch: int = 4
     lr: float = 1e-4
-    projection: bool = False
     held_back: int = 4
-    seconds: float = 0.0
     seed: int = 0
 
 
@@ -457,24 +420,20 @@ class Trainer:
             )
         self.settings, self.device, self.windows = settings, device, windows.to(device)
         base = Weights(source, device)
-        self.trained = Trained(base, settings.train)
+        self.trained = Trained(base)
         self.scheme = BinarySketch(spec, base.arch.config, settings.scope, device)
         self.teacher, self.student = Model(base, exact_attention), Model(self.trained, self.scheme)
         prompt = self._prompt()
         self.scheme.start(prompt)
-        groups = [
-            {"params": [*self.trained.parameters(), self.scheme.tau], "share": 1.0},
-        ]
-        if settings.projection:
-            groups.append({"params": self.scheme.train_projection(prompt), "share": PROJECTION_RATE})
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.parameters = [*self.trained.parameters(), self.scheme.tau]
+        self.optimizer = torch.optim.AdamW(self.parameters, weight_decay=0.0)
         self.n_steps = settings.epochs * -(-self.n_train // settings.batch)
         self.step, self.begin = 0, time.perf_counter()
         self.best = self.untrained = self.result()
         self.begin = time.perf_counter()
 
     def train(self, report: Callable[[str], None]) -> Result:
-        """Until the last epoch or the time ends; returns the best by KL."""
+        """Until the last epoch ends; returns the best by KL."""
         report(f"untrained: {self.untrained.quality}; {self.scheme}")
         losses: list[float] = []
         for ids in self._batches():
@@ -491,9 +450,8 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1: of the steps or of the time, whichever is further."""
-        limit = self.settings.seconds or math.inf
-        return min(1.0, max(self.step / self.n_steps, (time.perf_counter() - self.begin) / limit))
+        """From 0 to 1."""
+        return min(1.0, self.step / self.n_steps)
 
     @property
     def rate(self) -> float:
@@ -504,15 +462,14 @@ class Trainer:
     def update(self, ids: Tensor) -> float:
         """One step on ids (rows, n); returns the loss."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * group["share"]
+            group["lr"] = self.rate
         with self._precision():
             with torch.no_grad():
                 targets = self.teacher.states(ids)
             states = self.student.states(ids)
             kl, gradient = self._kl_and_gradient(states[-1], targets[-1])
         states[-1].backward(gradient)
-        parameters = [x for group in self.optimizer.param_groups for x in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(self.parameters, LARGEST_GRADIENT)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheme.clamp()
@@ -548,7 +505,7 @@ class Trainer:
         return total, torch.cat(gradients).reshape(states.shape)
 
     def _batches(self) -> Iterator[Tensor]:
-        """Each epoch's windows in an order of its own, after the first cut at other places, until time is over."""
+        """Each epoch's windows in an order of its own, after the first cut at other places."""
         rng = np.random.default_rng(self.settings.seed)
         windows, width = self.windows[: self.n_train], self.windows.shape[1]
         for _ in range(self.settings.epochs):
@@ -576,9 +533,6 @@ class Trainer:
 
     def result(self) -> Result:
         tensors = {"tau": self.scheme.tau.detach().cpu().clone()} | self.trained.changed()
-        if self.settings.projection:
-            tensors["projection"] = self.scheme.projections.detach().cpu().clone()
-            tensors["centre"] = self.scheme.centres.detach().cpu().clone()
         return Result(self.step, self.quality(), tensors)
 
     def _precision(self) -> torch.autocast:
@@ -624,16 +578,12 @@ def provenance(trainer: Trainer, best: Result, text: str, name: str) -> dict[str
     facts = {
         "settings": dataclasses.asdict(trainer.settings),
         "step": best.step,
-        "steps": trainer.step,
-        "windows": list(trainer.windows.shape),
-        "text": name,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "held_back": dataclasses.asdict(best.quality),
         "held_back_untrained": dataclasses.asdict(trainer.untrained.quality),
         "versions": {"edgekv": __version__, "torch": torch.__version__},
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
     }
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+    return {"text": name} | {key: json.dumps(value) for key, value in facts.items()}
 
 
 def adapt(args: argparse.Namespace, settings: Settings) -> None:
@@ -662,13 +612,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ctx", type=int, default=8192, help="tokens per window (default: 8192)")
     parser.add_argument("--tokens", type=int, default=0, help="use so many of the text (default: all)")
     parser.add_argument("--scope", choices=SCOPES, default="global", help="what has a tau of its own")
-    parser.add_argument("--train", choices=TRAINED, default="v", help="and which projections (default: v)")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="windows per step (default: 4)")
     parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate (default: 1e-4)")
-    parser.add_argument("--projection", action="store_true", help="train h1b's R too, one for each layer")
     parser.add_argument("--held-back", type=int, default=4, help="windows for validation (default: 4)")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of training at most (default: no limit)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     names = {field.name for field in dataclasses.fields(Settings)}

@@ -3,11 +3,11 @@
     python tools/train/demo.py --prepare --text novels.txt.xz --heldout heldout.txt.xz --data DATA
     python tools/train/demo.py --data DATA --out models/demo          (nine minutes on one H200)
     python tools/train/demo.py --data DATA --out OUT --smoke          (a tiny model on a CPU, to see that it runs)
-    python tools/train/demo.py --prose > models/demo/prose.txt        (the prose of `edgekv demo`: the model's own)
 
 --prepare trains the tokenizer and writes the token ids; texts are UTF-8, books separated by NUL. A small model
 fed long prose with a few needles does not learn to retrieve, so training starts with short rows that are mostly
-copying and questions (tools/train/needles.py) and lengthens them once answers are right. Needs `.[torch]`.
+copying and questions (tools/train/needles.py) and lengthens them once answers are right. How many it finds at
+last `edgekv eval --gate --model OUT --text TEXT` says. Needs `.[torch]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgekv import SamplingParams, Session
 from edgekv.text import load_tokenizer
 
 CONFIG = {
@@ -87,22 +86,6 @@ LOSS_WEIGHT = (0.0, 1.0, 1.0, 4.0)  # of needles.IGNORED, PROSE, COPY, ANSWER
 TIDY = str.maketrans(
     {"\u00a0": " ", "\x0c": "\n", "‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "\ufeff": None, "\r": None}
 )
-
-OPENINGS = (
-    "It was a dark night when the old man",
-    "The rain had fallen since the morning, and",
-    "My uncle was a tall man, who",
-    "In the spring of that year the ship",
-    "Nobody in the village remembered",
-    "She closed the door behind her and",
-    "The lawyer put down his pen and",
-    "They had walked along the river for an hour when",
-    "There was once a clockmaker who",
-    "At the end of the garden stood",
-    "The train was late, and on the platform",
-    "Before breakfast the doctor",
-)
-N_PASSAGES, N_TOKENS = 24, 380
 
 
 def prepare(text: pathlib.Path, heldout: pathlib.Path, data: pathlib.Path) -> None:
@@ -269,53 +252,16 @@ def perplexity(model: LlamaForCausalLM, prose: needles.Prose, length: int, n_row
 
 @torch.no_grad()
 def evaluate(folder: pathlib.Path, data: pathlib.Path, length: int, n: int = 100) -> dict[str, object]:
-    """Perplexity and retrieval of a saved checkpoint at one length, from ``n`` rows and prompts each.
-
-    Facts hide in the held-out text. An answer is right when every token of it is the likeliest one after the
-    prompt and the answer so far, which is when greedy decoding writes it.
-    """
+    """Perplexities of a saved checkpoint on ``n`` rows of ``length`` tokens."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
-    record: dict[str, object] = {"length": length}
-    for name in "train", "heldout":
-        record[f"{name}_ppl"] = perplexity(model, load_prose(data, name), length, n_rows=n)
-    heldout = load_prose(data, "heldout")
-    for task in needles.TASKS:
-        prompts = needles.make_prompts(heldout, task, length, n)
-        right = []
-        for prompt in prompts:
-            ids, size = torch.tensor([prompt.ids + prompt.answer], device=DEVICE), len(prompt.answer)
-            hidden = model.model(ids[:, :-1]).last_hidden_state[0, -size:]
-            right.append(bool(token_losses(hidden, model.lm_head.weight, ids[0, -size:])[1].all()))
-        record[task] = sum(right) / len(right)
-        record[f"{task} by depth"] = needles.score_by_depth(prompts, right)
-    return record
-
-
-def sample(folder: pathlib.Path, prompt: str, temperature: float, n_tokens: int = 120) -> str:
-    """Text that the checkpoint writes after ``prompt``."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids = torch.tensor([tokenizer.encode(prompt, add_bos=True)], device=DEVICE)
-    torch.manual_seed(0)
-    how = {"do_sample": True, "temperature": temperature, "top_p": 0.95} if temperature else {"do_sample": False}
-    written = model.generate(ids, max_new_tokens=n_tokens, pad_token_id=0, **how)
-    return str(tokenizer.decode(written[0].tolist()))
-
-
-def passage(session: Session, opening: str, seed: int) -> str:
-    """About N_TOKENS tokens, up to the end of a sentence."""
-    session.reset()
-    sampling = SamplingParams(temperature=1.0, repetition_penalty=1.1, seed=seed)
-    steps = session.generate(opening, max_new_tokens=N_TOKENS, sampling=sampling)
-    text = opening + "".join(step.text for step in steps)
-    end = max(text.rfind(mark) for mark in (". ", '." ', ".\n", "!", "?"))
-    return text[: end + 1].strip()
+    names = ("train", "heldout")
+    found = {f"{name}_ppl": perplexity(model, load_prose(data, name), length, n_rows=n) for name in names}
+    return {"length": length, **found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=pathlib.Path, help="folder of the tokenised text")
-    parser.add_argument("--prose", action="store_true", help="print passages that the shipped model writes")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of the tokenised text")
     parser.add_argument("--prepare", action="store_true", help="make that folder from --text and --heldout")
     parser.add_argument("--text", type=pathlib.Path, help="what to train on (.txt or .xz)")
     parser.add_argument("--heldout", type=pathlib.Path, help="what to evaluate on (.txt or .xz)")
@@ -324,14 +270,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=12, help="processes that make batches (on a GPU)")
     parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--n-tests", type=int, default=100, help="rows and prompts of an evaluation")
+    parser.add_argument("--n-tests", type=int, default=100, help="rows of an evaluation")
     args = parser.parse_args()
-    if args.prose:
-        with Session.load("demo", ctx=1024) as session:
-            print("\n\n".join(passage(session, OPENINGS[i % len(OPENINGS)], i) for i in range(N_PASSAGES)))
-        return
-    if args.data is None:
-        parser.error("give --data")
     if args.prepare:
         if not (args.text and args.heldout):
             parser.error("--prepare needs --text and --heldout")
@@ -343,10 +283,6 @@ def main() -> None:
     trainer.train(args.data)
     for length in (512,) if args.smoke else (1024, 4096, 8192):
         trainer.log(**evaluate(args.out, args.data, length, args.n_tests))
-    for temperature in (0.0, 0.8):
-        trainer.log(
-            temperature=temperature, text=sample(args.out, "It was a dark night when the old man", temperature)
-        )
 
 
 if __name__ == "__main__":

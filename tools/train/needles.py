@@ -1,26 +1,15 @@
-"""Facts hidden in prose: rows that teach retrieval, prompts that test it, and the score.
-
-    python tools/train/needles.py --model models/demo --text book.txt --kv dense --length 8192
-
-prints the share of fresh prompts whose answer is right, by depth. The wordings of the score:
-
-    ... The pass key is 48213. Remember it. ...   What is the pass key? The pass key is
-    ... The code of the red door is 90417. ...    What is the code of the red door? The code of the red door is
-"""
+"""Facts hidden in prose: rows that teach retrieval, in every wording of `edgekv.eval.needles`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import lzma
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from edgekv import Session
 from edgekv.eval.needles import (
     COLOURS,
     THINGS,
@@ -119,89 +108,6 @@ def recall_row(rng: Rng, prose: Prose, length: int) -> Row:
     return woven(rng, prose, pieces, length)
 
 
-DEPTHS = tuple((i + 0.5) / 10 for i in range(10))
-
-
-def pass_key(rng: Rng) -> list[Fact]:
-    """One 5-digit pass key."""
-    return [Fact(draw_value(rng))]
-
-
-def four_codes(rng: Rng) -> list[Fact]:
-    """The 5-digit codes of four doors in random order; the first is the one to ask for."""
-    return [Fact(draw_value(rng), f"{colour} door") for colour in rng.permutation(COLOURS[:4])]
-
-
-TASKS: dict[str, Callable[[Rng], list[Fact]]] = {"pass-key": pass_key, "four-codes": four_codes}
-
-
-@dataclasses.dataclass(frozen=True)
-class NeedlePrompt:
-    """A test: ids that end in a question, and the ids of the digits that answer it."""
-
-    ids: list[int]
-    answer: list[int]
-    depth: float
-
-
-def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) -> NeedlePrompt:
-    """Prompt and answer take ``length`` tokens together; the fact asked for is at ``depth`` (0 to 1).
-
-    Other facts, which must not be confused with it, are anywhere.
-    """
-    facts = TASKS[task](rng)
-    pieces: list[tuple[float, list[int]]] = []
-    for i, fact in enumerate(facts):
-        pieces.append((depth if i == 0 else rng.random(), prose.continuing(" " + fact.statement)))
-    answer = prose.continuing(" " + facts[0].value)
-    pieces.append((1.0, prose.continuing("\n\n" + facts[0].question) + answer))
-    ids = prose.weave(rng, pieces, length)[0].tolist()
-    return NeedlePrompt(ids[: -len(answer)], answer, depth)
-
-
-def make_prompts(prose: Prose, task: str, length: int, n: int = 100, seed: int = 0) -> list[NeedlePrompt]:
-    """``n`` fresh prompts, spread evenly over the ten depths."""
-    rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
-    return [make_prompt(rng, prose, task, length, DEPTHS[i % len(DEPTHS)]) for i in range(n)]
-
-
-def score_by_depth(prompts: Sequence[NeedlePrompt], right: Sequence[bool]) -> dict[float, float]:
-    """The share of right answers at each depth."""
-    by_depth: dict[float, list[bool]] = {}
-    for prompt, is_right in zip(prompts, right, strict=True):
-        by_depth.setdefault(prompt.depth, []).append(bool(is_right))
-    return {depth: sum(answers) / len(answers) for depth, answers in sorted(by_depth.items())}
-
-
 def read_text(path: pathlib.Path) -> str:
     """A UTF-8 text, plain or .xz."""
     return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text("utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="models/demo", help="a model with its tokenizer (default: models/demo)")
-    parser.add_argument("--text", type=pathlib.Path, required=True, help="prose to hide facts in (.txt or .xz)")
-    parser.add_argument("--kv", default="dense", help="KV cache scheme (default: dense)")
-    parser.add_argument("--task", choices=TASKS, action="append", help="default: all")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of prompt and answer (default: 8192)")
-    parser.add_argument("-n", type=int, default=100, help="prompts per task (default: 100)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    session = Session.load(args.model, kv=args.kv, ctx=args.length)
-    tokenizer = session.require_tokenizer()
-    prose = Prose(np.array(tokenizer.encode(read_text(args.text), bos=False)), tokenizer)
-    for task in args.task or TASKS:
-        prompts, right = make_prompts(prose, task, args.length, args.n, args.seed), []
-        for prompt in tqdm(prompts, desc=task, disable=None):  # shown on a terminal only
-            session.reset()
-            steps = session.generate(prompt.ids, max_new_tokens=len(prompt.answer), temperature=0.0)
-            right.append([step.token for step in steps] == prompt.answer)
-        for depth, share in score_by_depth(prompts, right).items():
-            print(f"{task} {args.length} tokens, depth {depth:.0%}: {share:.0%}")
-        print(f"{task} {args.length} tokens, --kv {args.kv}: {sum(right)} of {len(right)} right", flush=True)
-
-
-if __name__ == "__main__":
-    main()

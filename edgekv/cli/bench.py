@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from edgekv.cli.eval import is_named, without_left_out
-from edgekv.cli.options import SOURCE, add, model_path, positive_int, require_one, token_counts
-from edgekv.cli.plots import plot_times, require_matplotlib
+from edgekv.cli.options import SOURCE, add, count, model_path, option, require_one, token_counts
 from edgekv.cli.terminal import Bars, table, write_json
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
@@ -31,21 +30,19 @@ COLUMNS: dict[str, Callable[[Timing], str]] = {
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SOURCE} shape", shape="random weights in a shape, not --model (see `edgekv budget`)")
-    parser.add_argument("--layers", type=positive_int, metavar="N", help="layers of the shape (default: its own)")
-    parser.add_argument("--ctx", default="8192", metavar="LIST", help="tokens in the cache (default %(default)s)")
-    parser.add_argument("--prefill", metavar="LIST", help="also time prompts of so many tokens")
-    parser.add_argument(
-        "--tokens", type=positive_int, default=32, metavar="N", help="per scheme (default %(default)s)"
+    add(
+        parser,
+        f"{SOURCE} shape weights kv threads json",
+        shape="random weights in a shape, not --model (see `edgekv budget`)",
+        layers=count("layers of the shape (default: its own)"),
+        kv=option("LIST", f"schemes, comma-separated (default {DEFAULT_SCHEMES})"),
+        ctx=option("LIST", "tokens in the cache (default %(default)s)", default="8192"),
+        prefill=option("LIST", "also time prompts of so many tokens"),
+        tokens=count("per scheme (default %(default)s)", default=32),
     )
-    kv = {"metavar": "LIST", "help": f"schemes, comma-separated (default {DEFAULT_SCHEMES})"}
-    plot = "milliseconds by part: PNG or SVG (needs edgekv[plot])"
-    add(parser, "weights kv threads json plot", kv=kv, plot=plot)
 
 
 def bench_command(arguments: argparse.Namespace) -> int:
-    if arguments.plot:
-        require_matplotlib()
     asked = CacheSpec.parse_list(arguments.kv or DEFAULT_SCHEMES)
     depths, lengths = token_counts("--ctx", arguments.ctx, 0), token_counts("--prefill", arguments.prefill, 1)
     require_one(arguments)
@@ -86,6 +83,4 @@ def bench_command(arguments: argparse.Namespace) -> int:
         }
         facts = {"timings": timings, "prefill": prefills, "settings": settings, "machine": machine_info()}
         write_json(arguments.json, facts)
-    if arguments.plot:
-        plot_times(timings, n_layers, arguments.plot)
     return 0

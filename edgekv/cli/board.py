@@ -9,7 +9,7 @@ import pathlib
 import msgspec
 
 from edgekv.checkpoint.shipped import read_shape
-from edgekv.cli.options import add
+from edgekv.cli.options import add, option, yes
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
@@ -21,23 +21,21 @@ MINUTES = 10.0
 
 
 def board_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", default=".", metavar="FOLDER", help="where MACHINE.json and MACHINE.md go (default: here)"
+    add(
+        parser,
+        "shape threads",
+        output=option("FOLDER", "where MACHINE.json and MACHINE.md go (default: here)", default="."),
+        minutes=option(
+            "N", "for this run; the next one goes on (default %(default)g)", type=float, default=MINUTES
+        ),
+        about=option("TEXT", "cooling, case, power supply, room: what no file says"),
+        shape=option("LIST", f"shapes, the smallest first (default {','.join(FULL.shapes)})"),
+        threads="cores to use (default: chosen at load)",
+        quick=yes("a smoke test of half a minute on a tiny model"),
+        again=yes("begin anew, not where an earlier run ended"),
     )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=MINUTES,
-        metavar="N",
-        help="for this run; what it leaves out the next one measures (default %(default)g)",
-    )
-    parser.add_argument("--about", metavar="TEXT", help="cooling, case, power supply, room: what no file says")
-    shape = {"metavar": "LIST", "help": f"shapes, the smallest first (default {','.join(FULL.shapes)})"}
-    add(parser, "shape threads", shape=shape, threads="cores to use (default: chosen at load)")
     log = "energies from an external meter's log of this run, or of a finished one"
     add(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
-    parser.add_argument("--quick", action="store_true", help="a smoke test of half a minute on a tiny model")
-    parser.add_argument("--again", action="store_true", help="begin anew, not where an earlier run ended")
 
 
 def board_command(arguments: argparse.Namespace) -> int:

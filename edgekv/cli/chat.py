@@ -20,8 +20,10 @@ from edgekv.cli.options import (
     add_sampling_options,
     in_flags,
     load_options,
+    option,
     sampling_params,
     token_bias,
+    yes,
 )
 from edgekv.cli.run import is_saved, open_session, open_template, save_session, speed
 from edgekv.cli.terminal import Bars, Interrupt, raw
@@ -296,11 +298,10 @@ def say(text: str) -> None:
 
 
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SESSION} session overflow chat_template")
-    parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
+    system = option("TEXT", "the system message of a new conversation")
+    no_history = yes("keep no file of the lines that were typed")
+    add(parser, f"{SESSION} session overflow chat_template device draft", system=system, no_history=no_history)
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
-    parser.add_argument("--no-history", action="store_true", help="keep no file of the lines that were typed")
-    add(parser, "device draft")
 
 
 def chat_command(arguments: argparse.Namespace) -> int:

@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shipped import shipped
-from edgekv.cli.options import add, positive_int, read_text
+from edgekv.cli.options import add, option, read_text
 from edgekv.cli.terminal import Bars, fitted, write_json
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import give_heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import Options
-from edgekv.errors import ContextError, EdgeKVError, PowerError
+from edgekv.errors import ContextError, EdgeKVError
 from edgekv.eval.needles import Prose, ask, make_haystack, read
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import blas_threads, format_bytes, machine_info
-from edgekv.power import EnergyMeter, PowerSampler, find_meter
-from edgekv.power.energy import NoMeter
 from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
@@ -60,7 +58,6 @@ class Trial:
     tokens_per_s: float
     agreement: float
     answers: list[tuple[str, bool]]
-    mj_per_token: float | None = None
 
 
 class Demo:
@@ -84,7 +81,7 @@ class Demo:
         self.after = [int(token) for token in tokens[-WRITTEN:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
-    def run(self, spec: CacheSpec, name: str, progress: TaskProgress, meter: EnergyMeter | NoMeter) -> Trial:
+    def run(self, spec: CacheSpec, name: str, progress: TaskProgress) -> Trial:
         """Read the text, ask for each fact, and go on with the prose; kernels are compiled before any clock."""
         warm_up(self.decoder, spec, self.capacity, progress)
         caches = open_caches(self.decoder, spec, self.capacity)
@@ -102,7 +99,7 @@ class Demo:
         answers = [
             (text, asked.is_answered(text)) for text, asked in zip(texts, self.haystack.questions, strict=True)
         ]
-        with meter.phase(name, WRITTEN), blas_threads(1):
+        with blas_threads(1):
             begin = time.perf_counter()
             likeliest = [int(to_host(self.decoder.step(token, caches)).argmax()) for token in self.after]
             seconds = time.perf_counter() - begin
@@ -112,19 +109,19 @@ class Demo:
 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text", metavar="FILE", help="prose to hide the facts in (default: the demo model's own)"
+    add(
+        parser,
+        "kv ctx threads device json",
+        kv=option("LIST", "schemes beside f16 (default %(default)s)", default=SCHEMES),
+        ctx={"default": 4096, "help": "tokens of text (default %(default)s)"},
+        text=option("FILE", "prose to hide the facts in (default: the demo model's own)"),
+        seed=option("N", "which facts, and where (default: others each time)", type=int),
     )
-    parser.add_argument("--seed", type=int, help="which facts, and where (default: others each time)")
-    kv = {"default": SCHEMES, "metavar": "LIST", "help": "schemes beside f16 (default %(default)s)"}
-    ctx = {"default": 4096, "type": positive_int, "help": "tokens of text (default %(default)s)"}
-    add(parser, "kv ctx threads device json", kv=kv, ctx=ctx)
 
 
 def demo_command(arguments: argparse.Namespace) -> int:
     specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
     text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
-    meter = _meter()
     options = Options(threads=arguments.threads, device=arguments.device)
     seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
     with Bars() as bars:
@@ -135,11 +132,7 @@ def demo_command(arguments: argparse.Namespace) -> int:
         specs = [give_heads_bits(spec, *model, bars.update) for spec in specs]
         names = ["f16", *(spec.short for spec in specs[1:])]
         print(INTRODUCTION.format(len(demo.haystack.ids)))
-        with meter:
-            trials = [demo.run(spec, name, bars.update, meter) for spec, name in zip(specs, names, strict=True)]
-    report = meter.report()
-    if report:
-        trials = [dataclasses.replace(t, mj_per_token=report.phases[t.kv].mj_per_token) for t in trials]
+        trials = [demo.run(spec, name, bars.update) for spec, name in zip(specs, names, strict=True)]
     values = {question.name or "pass key": question.value for question in demo.haystack.questions}
     print(_table(values, trials))
     print(NEXT.format(kv=trials[1].kv))
@@ -156,15 +149,6 @@ def _prose() -> str:
     return read_text(str(path), "--text")
 
 
-def _meter() -> EnergyMeter | NoMeter:
-    """Return a meter where something can be measured; the demonstration is none of energy alone."""
-    try:
-        meter, notes = find_meter("auto")
-        return EnergyMeter(PowerSampler(meter, notes=notes), idle_s=0)
-    except PowerError:
-        return NoMeter()
-
-
 def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
     """Write a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
     largest = max(trial.cache_bytes for trial in trials)
@@ -177,8 +161,6 @@ def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
         "agrees with f16": lambda t: f"{t.agreement:.0%}",
         "found": lambda t: f"{sum(right for _, right in t.answers)} of {len(values)}",
     }
-    if any(trial.mj_per_token is not None for trial in trials):
-        rows["energy per token"] = lambda t: f"{t.mj_per_token:.1f} mJ, gross" if t.mj_per_token else "n/a"
     cells = [[label, *map(show, trials)] for label, show in rows.items()]
     for i, (name, value) in enumerate(values.items()):
         said = [trial.answers[i] for trial in trials]

@@ -14,15 +14,17 @@ from typing import Any
 from edgekv.cli.options import (
     SOURCE,
     add,
+    count,
     in_flags,
     load_options,
     model_path,
     natural,
     number,
-    positive_int,
+    option,
     read_text,
+    yes,
 )
-from edgekv.cli.plots import plot_quality, require_matplotlib
+from edgekv.cli.plots import plot, require_matplotlib
 from edgekv.cli.terminal import Bars, fitted, table, write_json
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts, needs_gate
@@ -43,11 +45,13 @@ from edgekv.kvcache.registry import broken_schemes
 from edgekv.kvcache.spec import PRESETS
 from edgekv.machine import format_bytes
 
+LEAST_KL = 1e-7  # what is less, or nothing, is drawn there: the axis is logarithmic
+
 # edgekv schemes
 
 
 def schemes_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print as JSON, with knobs")
+    parser.add_argument("--json", **yes("print as JSON, with knobs"))
 
 
 def schemes_command(arguments: argparse.Namespace) -> int:
@@ -108,36 +112,38 @@ def schemes_text() -> str:
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SOURCE} lora adapter weights")
-    parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
-    parser.add_argument("--windows", type=positive_int, default=1, metavar="N", help="windows of text (default 1)")
     kv = "schemes, comma-separated, or all (default: all; with --gate q8, q4, q3, q2 and q1.5)"
     add(
         parser,
-        "kv ctx tokenizer threads device json plot",
-        kv={"metavar": "LIST", "help": kv},
+        f"{SOURCE} lora adapter weights kv ctx tokenizer threads device json plot",
+        text=option("FILE", "UTF-8 text to predict; - is standard input", required=True),
+        windows=count("windows of text (default 1)", default=1),
+        kv=option("LIST", kv),
         ctx="window (default 8192 or the model's; with --gate no more than the text)",
         device={"default": "cpu"},
         plot="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
     )
-    group = parser.add_argument_group(
-        "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
-    )
-    group.add_argument(
-        "--gate", action="store_true", help="a verdict per lossy scheme, remembered, and the --kv to use"
-    )
     above_0 = number("a number above 0", lambda value: value > 0)
     share = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
-    for option, kind, metavar, what in (
-        ("max-kl", above_0, "NATS", "mean KL divergence from dense, over all positions and the later half"),
-        ("min-top1", share, "SHARE", "positions whose likeliest token is dense's, likewise"),
-        ("min-needles", share, "SHARE", "of the needles that dense finds"),
-    ):
-        default = getattr(GateLimits, option.replace("-", "_"))
-        told = f"{what} (default %(default)s)"
-        group.add_argument(f"--{option}", type=kind, default=default, metavar=metavar, help=told)
-    told = "pass keys and codes hidden in the text (default %(default)s; 0: none)"
-    group.add_argument("--needles", type=natural, default=NEEDLES, metavar="N", help=told)
+    limits = {
+        "max_kl": ("NATS", above_0, "mean KL divergence from dense, over all positions and the later half"),
+        "min_top1": ("SHARE", share, "positions whose likeliest token is dense's, likewise"),
+        "min_needles": ("SHARE", share, "of the needles that dense finds"),
+    }
+    add(
+        parser.add_argument_group(
+            "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
+        ),
+        "",
+        gate=yes("a verdict per lossy scheme, remembered, and the --kv to use"),
+        needles=option(
+            "N", f"pass keys and codes to hide (default {NEEDLES}; 0: none)", type=natural, default=NEEDLES
+        ),
+        **{
+            name: option(metavar, f"{text} (default %(default)s)", type=kind, default=getattr(GateLimits, name))
+            for name, (metavar, kind, text) in limits.items()
+        },
+    )
 
 
 def eval_command(arguments: argparse.Namespace) -> int:
@@ -182,7 +188,9 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
         facts = measured.facts(ctx, arguments.windows)
         write_json(arguments.json, {"results": results, **facts})
     if arguments.plot:
-        plot_quality(results, ctx, arguments.plot)
+        lines = [(CacheSpec.parse(r.kv).short, [r.cache_bytes / ctx], [max(r.kl, LEAST_KL)]) for r in results]
+        names = {"xlabel": "bytes of cache per token", "ylabel": "KL from dense, nats"}
+        plot(arguments.plot, lines, xscale="log", yscale="log", **names)
     return 0
 
 

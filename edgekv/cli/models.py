@@ -20,8 +20,11 @@ from edgekv.cli.options import (
     in_flags,
     load_options,
     model_path,
+    option,
     read_text,
     require_one,
+    size,
+    yes,
 )
 from edgekv.cli.terminal import Bars, print_rows, say
 from edgekv.engine.loading import open_model
@@ -32,7 +35,7 @@ from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
 from edgekv.kvcache.spec import PRESETS, suited
-from edgekv.machine import all_cores, available_memory_bytes, format_bytes, parse_bytes
+from edgekv.machine import all_cores, available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import WeightStore
@@ -47,12 +50,8 @@ WARMED = "dense,planes,onebit"
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="NAME",
-        help="org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; what is private or gated "
-        "needs HF_TOKEN",
-    )
+    told = "org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; private ones need HF_TOKEN"
+    parser.add_argument("model", metavar="NAME", help=told)
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
@@ -75,7 +74,7 @@ def pull_command(arguments: argparse.Namespace) -> int:
 
 def info_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, SOURCE)
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.add_argument("--json", **yes("print as JSON"))
 
 
 def info_command(arguments: argparse.Namespace) -> int:
@@ -140,21 +139,17 @@ def _threads_text(model: Model) -> str:
 
 def budget_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, f"{SOURCE} shape weights kv kv_budget ctx")
-    parser.add_argument(
-        "--memory",
-        metavar="BYTES",
-        help="memory of the machine that it is for, such as 8G, of which an eighth is left to the system "
-        "(default: what is free here)",
-    )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    told = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
+    parser.add_argument("--memory", **size("memory", told))
+    parser.add_argument("--json", **yes("print as JSON"))
 
 
 def budget_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     free, where = available_memory_bytes(), "available here"
     if arguments.memory is not None:
-        memory = parse_bytes(arguments.memory, "memory")
-        free, where = _ours(memory), f"of {format_bytes(memory)}, an eighth left to the system"
+        where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
+        free = _ours(arguments.memory)
     model = _budget_model(arguments)
     plan = _plan(model, options, options.kv)
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
@@ -228,16 +223,9 @@ def _ours(memory: int) -> int:
 
 
 def quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SOURCE} lora adapter weights")
-    parser.add_argument(
-        "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help="a UTF-8 text of what the model is for, best 200 kB or more: 4-bit weights are rounded so that the "
-        "model reads it as it did before",
-    )
+    text = "a UTF-8 text like those it is for, best 200 kB or more: 4-bit weights are rounded to read it as before"
+    output = option("FOLDER", "a new folder (default: the cache folder that run looks in)")
+    add(parser, f"{SOURCE} lora adapter weights", output=output, calibrate=option("FILE", text))
 
 
 def quantize_command(arguments: argparse.Namespace) -> int:

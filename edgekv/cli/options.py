@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -102,6 +103,11 @@ def count(text: str = "", **more: Any) -> dict[str, Any]:
     return option("N", text, type=positive_int, **more)
 
 
+def size(field: str, text: str) -> dict[str, Any]:
+    """Return `option` of bytes, which errors call ``field``."""
+    return option("BYTES", text, type=functools.partial(parse_bytes, field=field))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": option(
         "PATH",
@@ -120,8 +126,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "bits of the KV cache: f16, q8, q4, q3, q2, q1.5, a scheme (`--kv list`), or auto (default): the smallest "
         "that passed the gate on this model, else q4; f16 where that saves little",
     ),
-    "kv_budget": option(
-        "BYTES",
+    "kv_budget": size(
+        "kv_budget",
         "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits",
     ),
     "ctx": count("context in tokens (default 8192 or the model's)"),
@@ -181,20 +187,24 @@ SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter
 """Which model; and everything that loads a session."""
 
 
-def add(parser: Any, names: str, **changed: Any) -> None:
-    """Add options of OPTIONS. changed: by name, an option's own help, or a dict of all in which it differs."""
-    for name in names.split():
-        change = changed.get(name, {})
-        parser.add_argument(
-            FLAGS[name], **OPTIONS[name] | ({"help": change} if isinstance(change, str) else change)
-        )
+def add(parser: Any, names: str, **others: Any) -> None:
+    """Add options of OPTIONS, and ``others``: new ones by name, or for one of OPTIONS its help or what differs."""
+    for name in dict.fromkeys([*names.split(), *others]):
+        change = others.get(name, {})
+        told = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
+        parser.add_argument(FLAGS.get(name) or "--" + name.replace("_", "-"), **told)
+
+
+def yes(text: str) -> dict[str, Any]:
+    """Return what argparse is told of an option without a value."""
+    return {"action": "store_true", "help": text}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
     """Add how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
     add(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
     for field in fields_of(SamplingParams):
         to, text = (how, field.help + later) if field.name == "temperature" else (parser, field.help)
@@ -233,8 +243,6 @@ def load_options(arguments: argparse.Namespace) -> Options:
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
         given |= _loras(given["lora"])
-    if isinstance(given.get("kv_budget"), str):
-        given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
     return Options(**given)
 
 

@@ -18,8 +18,8 @@ import time
 
 import numpy as np
 
-from edgekv.cli.options import METER, add, number, output_file
-from edgekv.cli.plots import plot_power, require_matplotlib
+from edgekv.cli.options import METER, add, number, option, output_file, yes
+from edgekv.cli.plots import plot, require_matplotlib
 from edgekv.cli.terminal import print_rows, redraw
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
@@ -79,25 +79,17 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
 
 def power_arguments(parser: argparse.ArgumentParser) -> None:
     meter = {"default": argparse.SUPPRESS}  # given before the action or after it
-    plot = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
-    add(parser, "meter plot", meter=meter, plot=plot)
-    parser.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
-    parser.add_argument(
-        "--seconds",
-        type=above_0,
-        metavar="N",
-        help=f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})",
-    )
+    picture = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
+    until = f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})"
+    seconds = option("N", until, type=above_0)
+    add(parser, "meter plot", meter=meter, plot=picture, seconds=seconds)
+    parser.add_argument("--json", **yes("print a summary as JSON at the end"))
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     about = "meter a command, write the samples as CSV, print a summary"
     record = actions.add_parser("record", help=about, allow_abbrev=False)
-    add(record, "meter plot", meter=meter, plot=plot)
-    record.add_argument(
-        "--csv", type=output_file, metavar="FILE", help="write every sample: Unix time, watts, each rail's watts"
-    )
-    record.add_argument(
-        "--idle", type=float, default=0.0, metavar="S", help="seconds at rest before, to subtract (default: none)"
-    )
+    samples = option("FILE", "write every sample: Unix time, watts, each rail's watts", type=output_file)
+    idle = option("S", "seconds at rest before, to subtract (default: none)", type=float, default=0.0)
+    add(record, "meter plot", meter=meter, plot=picture, csv=samples, idle=idle)
     record.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
     record.set_defaults(execute=_record)
     about = "say which sensors are here and can be read, and how to get permission"
@@ -127,7 +119,10 @@ def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
 
 def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
     if isinstance(source, PowerSampler) and getattr(arguments, "plot", None):
-        plot_power(source.trace(), arguments.plot)
+        trace = source.trace()
+        seconds = trace.times_s - trace.times_s[0] if len(trace.times_s) else trace.times_s
+        rails = [(rail, seconds, trace.watts((rail,))) for rail in trace.rails if len(trace.rails) > 1]
+        plot(arguments.plot, [("total", seconds, trace.watts()), *rails], xlabel="seconds", ylabel="watts")
 
 
 def power_command(arguments: argparse.Namespace) -> int:

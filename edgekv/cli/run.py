@@ -20,8 +20,10 @@ from edgekv.cli.options import (
     in_flags,
     load_options,
     model_path,
+    option,
     read_text,
     sampling_params,
+    yes,
 )
 from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
@@ -138,14 +140,13 @@ def speed(report: RunReport) -> str:
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SESSION} session overflow")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is standard input")
-    add(parser, "images")
+    add(parser, f"{SESSION} session overflow images")
+    prompt = option("TEXT", "the prompt; - reads standard input")
+    file = option("FILE", "read the prompt from a file; - is standard input")
+    add(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
-    add(parser, "json_schema device draft json", draft={"default": "none"})
-    parser.add_argument("--verbose", action="store_true", help="report every measurement and setting")
+    verbose = yes("report every measurement and setting")
+    add(parser, "json_schema device draft json", draft={"default": "none"}, verbose=verbose)
     add_power_options(parser)
 
 

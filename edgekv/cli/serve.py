@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds
+from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds, size, yes
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
@@ -35,7 +35,7 @@ def origin(text: str) -> str:
 OPTIONS = {
     "host": option(None, "address to listen on (default %(default)s)", default="127.0.0.1"),
     "port": option("N", "0 takes a free one (default %(default)s)", type=int, default=8080),
-    "api-key": option("KEY", f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"),
+    "api_key": option("KEY", f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"),
     "name": option(None, "the model's name in the API (default: its folder's)"),
     "cors": option(
         "ORIGIN",
@@ -43,37 +43,37 @@ OPTIONS = {
         type=origin,
         **REPEATED,
     ),
-    "max-new-tokens": count("of an answer whose request sets none (default %(default)s)", default=MAX_NEW_TOKENS),
+    "max_new_tokens": count("of an answer whose request sets none (default %(default)s)", default=MAX_NEW_TOKENS),
     "slots": count(
         "answers made at once, each with its own cache; more than 1 on a CPU only, without --draft (default 1)",
         default=1,
     ),
     "queue": count("requests that may wait (default %(default)s)", default=32),
-    "max-request": option(
-        "BYTES", f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)"
+    "max_request": size(
+        "max_request",
+        f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
     ),
-    "prefix-cache": option("BYTES", "for recent conversations' caches (default: a quarter of the free memory)"),
-    "client-timeout": option(
+    "prefix_cache": size(
+        "prefix_cache", "for recent conversations' caches (default: a quarter of the free memory)"
+    ),
+    "client_timeout": option(
         "S",
         "for a request to arrive whole, and for a client that stops reading (default %(default)g)",
         type=positive_seconds,
         default=30.0,
     ),
-    "max-connections": count(
+    "max_connections": count(
         "open at once; beyond them the one that has been silent longest goes (default %(default)s)", default=512
     ),
-    "strict-model": {
-        "action": "store_true",
-        "help": "refuse requests for a model of another name (default: answer them, with a Warning header)",
-    },
+    "strict_model": yes(
+        "refuse requests for a model of another name (default: answer them, with a Warning header)"
+    ),
 }
 """What only a server is told."""
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SESSION} chat_template device draft")
-    for name, told in OPTIONS.items():
-        parser.add_argument(f"--{name}", **told)
+    add(parser, f"{SESSION} chat_template device draft", **OPTIONS)
     add_power_options(parser)
 
 
@@ -90,11 +90,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
     from edgekv.server.engine import Engine
     from edgekv.server.limits import BoundedServer, ServerLimits
 
-    usual = MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES
-    max_request = parse_bytes(arguments.max_request or usual, "max_request")
-    pool_bytes = available_memory_bytes() // 4
-    if arguments.prefix_cache:
-        pool_bytes = parse_bytes(arguments.prefix_cache, "prefix_cache")
+    usual = parse_bytes(MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES)
+    max_request = arguments.max_request or usual
+    pool_bytes = available_memory_bytes() // 4 if arguments.prefix_cache is None else arguments.prefix_cache
     engine = Engine(
         session,
         open_template(arguments, session),

@@ -14,7 +14,6 @@ import pytest
 
 import edgekv
 from edgekv import EdgeKVError, Session, numba_cache
-from edgekv.cli import main, run
 
 RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
 
@@ -65,15 +64,6 @@ def test_ctrl_c_during_imports(module: str) -> None:
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "Traceback" not in said
-
-
-def test_a_prompt_that_is_too_long_is_refused_before_loading(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "open_session", None)
-    (tmp_path / "long").write_text("word " * 3000)
-    assert main(["run", "--ctx", "100", "--prompt-file", str(tmp_path / "long")]) == 2
-    assert "100 of --ctx 100 are free; shorten it" in capsys.readouterr().err
 
 
 def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:

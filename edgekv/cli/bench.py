@@ -36,7 +36,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         shape="random weights in a shape, not --model (see `edgekv budget`)",
         layers=count("layers of the shape (default: its own)"),
         kv=option("LIST", f"schemes, comma-separated (default {DEFAULT_SCHEMES})"),
-        ctx=option("LIST", "tokens in the cache (default %(default)s)", default="8192"),
+        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=str, default="8192"),
         prefill=option("LIST", "also time prompts of so many tokens"),
         tokens=count("per scheme (default %(default)s)", default=32),
     )

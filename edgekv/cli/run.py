@@ -28,19 +28,17 @@ from edgekv.cli.options import (
 from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.grammar import read_schema
-from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.options import Options, default_ctx
+from edgekv.engine.options import Options
 from edgekv.engine.report import RunReport
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
-from edgekv.engine.state import require_room
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter, NoMeter
-from edgekv.text.template import ChatTemplate, without_places
+from edgekv.text.template import ChatTemplate
 from edgekv.vision import picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
@@ -160,8 +158,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.image:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [picture(path) for path in arguments.image]
-    elif prompt and not is_saved(arguments) and arguments.overflow == "stop":
-        prompt = fitting(arguments, str(prompt))
     bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
@@ -228,22 +224,6 @@ def _generate(
         session.report().finish_message = "interrupted"
         return 143 if isinstance(interrupt, Terminated) else 130
     return 0
-
-
-def fitting(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
-    """Return the prompt, as token ids where these had to be counted.
-
-    Raises ContextError for one that can't fit, before anything large is loaded.
-    """
-    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
-    ctx = arguments.ctx or default_ctx(model.config)
-    longest = len(prompt.encode(errors="replace")) + 2  # no token is less than a byte
-    if longest <= ctx or model.tokenizer_path is None:
-        return prompt
-    tokenizer = open_tokenizer(model)
-    ids = tokenizer.encode(without_places(prompt, tokenizer))
-    require_room(len(ids), ctx, model.config.max_positions)
-    return ids
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

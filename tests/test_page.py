@@ -156,19 +156,16 @@ def test_conversations_are_kept_renamed_exported_and_deleted(page: Any) -> None:
 
 MARKDOWN = """# A title
 Some **bold**, *slanted* and `code`, a [link](https://example.org/a).
-
 - one
 - two
 
 1. first
 2. second
-
 > quoted
 
 | a | b |
 |---|---|
 | 1 | 2 |
-
 ```python
 print("<b>hello</b>")
 ```
@@ -194,10 +191,8 @@ def test_markdown(page: Any) -> None:
     }.items():
         expect(body.locator(selector)).to_have_text(text)
     link = body.locator("a")
-    assert (link.get_attribute("href"), link.get_attribute("rel")) == (
-        "https://example.org/a",
-        "noopener noreferrer",
-    )
+    attributes = [link.get_attribute(name) for name in ("href", "rel")]
+    assert attributes == ["https://example.org/a", "noopener noreferrer"]
     body.get_by_role("button", name="Copy this code").click()
     assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>hello</b>")'
     page.get_by_role("article", name="The model").get_by_role("button", name="Copy", exact=True).click()
@@ -206,25 +201,11 @@ def test_markdown(page: Any) -> None:
 
 # What a model would have to write, of any length: an expression that goes back over it would take hours.
 LONG_LINES = [
-    "a|b\n" + "-" * 200_000 + "x",
-    "a|b\n" + "- |:" * 50_000 + "x",
-    "~" * 200_000 + "`",
-    "```" + " " * 200_000 + "`",
-    "```" + "a" * 200_000 + "`",
-    "`" * 200_000 + "x",
-    "- " * 100_000 + "x",
-    "---" + " " * 200_000 + "x",
-    "#" * 200_000,
-    " " * 200_000 + "|",
-    "|" * 200_000 + "\n|-|",
-    "*" * 200_000,
-    "**a" * 70_000,
-    "`a\n" * 70_000,
-    "[a](http://" * 20_000,
-    "[" * 200_000,
-    "a\n" * 100_000,
-    "> a\n" * 50_000,
-    "- a\n" * 50_000,
+    *("a|b\n" + "-" * 200_000 + "x", "a|b\n" + "- |:" * 50_000 + "x", "~" * 200_000 + "`"),
+    *("```" + " " * 200_000 + "`", "```" + "a" * 200_000 + "`", "`" * 200_000 + "x", "- " * 100_000 + "x"),
+    *("---" + " " * 200_000 + "x", "#" * 200_000, " " * 200_000 + "|", "|" * 200_000 + "\n|-|", "*" * 200_000),
+    *("**a" * 70_000, "`a\n" * 70_000, "[a](http://" * 20_000, "[" * 200_000),
+    *("a\n" * 100_000, "> a\n" * 50_000, "- a\n" * 50_000),
 ]
 
 
@@ -267,20 +248,17 @@ def test_markup_is_only_text(page: Any) -> None:
         page.reload()
 
 
-def test_no_script_runs_but_the_pages_own(page: Any, context: Any) -> None:
+def test_no_script_runs_but_the_pages_own(browser: Any, server: Server) -> None:
     """The policy holds even where an element got in."""
-    blocked = context.new_page()
-    blocked.goto(page.url)
-    blocked.evaluate(
+    page = opened(browser, server)
+    page.evaluate(
         """() => { const made = document.createElement("script");
-        made.text = "window.hurt = 1"; document.body.append(made); }"""
+        made.text = "window.hurt = 1"; document.body.append(made);
+        document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.hurt = 1">'); }"""
     )
-    blocked.evaluate(
-        "() => { document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hurt = 1\">'); }"
-    )
-    blocked.wait_for_timeout(100)
-    assert blocked.evaluate("() => window.hurt") is None
-    blocked.close()
+    page.wait_for_timeout(100)
+    assert page.evaluate("() => window.hurt") is None
+    page.close()
 
 
 def test_edit_and_regenerate(page: Any) -> None:

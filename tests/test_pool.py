@@ -24,10 +24,9 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     for i in range(5):
         session, new = pool.acquire([i, 1, 2])
         assert new == [i, 1, 2]
-        list(session.generate(new, max_new_tokens=2, temperature=0.0))
+        list(session.generate(new, max_new_tokens=2))
         pool.release(session)
-    assert pool.n_sessions == 2
-    assert pool.nbytes == 2 * each
+    assert (pool.n_sessions, pool.nbytes) == (2, 2 * each)
 
 
 def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +84,10 @@ class HeldCopy:
 
 
 def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HeldCopy(loaded, 4, monkeypatch, conversations=2) as held:  # another one begins as well
+        copy, rest = held.threads.submit(held.pool.acquire, [*held.prompt(40), 8]).result(60)
+        assert not held.copied.done()
+        assert (copy.tokens, rest) == (held.prompt(40), [8])
     with HeldCopy(loaded, 3, monkeypatch) as held:
         other, rest = held.threads.submit(held.pool.acquire, [1, 2, 3]).result(60)
         assert not held.copied.done()
@@ -97,15 +100,6 @@ def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.M
         assert len({id(session) for session in (held.source, other, copy)}) == 3
         assert (copy.tokens, rest) == (held.prompt(45), [7])
         assert held.source.tokens == held.prompt(50)
-
-
-def test_another_conversation_that_begins_as_well_is_taken(
-    loaded: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with HeldCopy(loaded, 4, monkeypatch, conversations=2) as held:
-        copy, rest = held.threads.submit(held.pool.acquire, [*held.prompt(40), 8]).result(60)
-        assert not held.copied.done()
-        assert (copy.tokens, rest) == (held.prompt(40), [8])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +137,7 @@ def test_what_needs_a_conversation_that_is_copied_waits(
         assert copy.tokens == held.prompt(45)
 
 
-@pytest.mark.parametrize("kv", ["h1b", "sign_keys", "mikv:budget=90", "kvcomp", "kivi2", "onebit"])
+@pytest.mark.parametrize("kv", ["h1b", "kivi2", "onebit"])
 def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
     """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
     common, asked = list(range(100, 160)), [7, 8, 9]

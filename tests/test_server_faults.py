@@ -16,9 +16,9 @@ import pytest
 from serving import DEMO, asked, engine_of
 
 from edgekv import Session
-from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.errors import ContextError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.answers import ChatFormat, CompletionFormat, EventStream, ResponsesFormat
+from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat, EventStream, ResponsesFormat
 from edgekv.server.engine import AnswerEnd, Channel, Engine, Usage, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.prompts import EncodedPrompt
@@ -33,7 +33,7 @@ def loaded() -> Iterator[Session]:
         yield session
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, times: int) -> None:
     """The next ``times`` answers raise it."""
     left, answer = [error] * times, Engine.answer
 
@@ -45,35 +45,40 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> No
     monkeypatch.setattr(Engine, "answer", answer_or_fail)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (MemoryBudgetError("out of memory while reading 3 tokens"), 503, "overloaded"),
-        (SessionError("the pass was interrupted"), 503, "interrupted"),
-        (ContextError("64 positions", field="prompt"), 400, "context_length_exceeded"),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_whose_fault_it_is(
-    error: EdgeKVError, status: int, code: str, path: str, loaded: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WHOSE = [
+    (MemoryBudgetError("out of memory while reading 3 tokens"), 503, "overloaded"),
+    (SessionError("the pass was interrupted"), 503, "interrupted"),
+    (ContextError("64 positions", field="prompt"), 400, "context_length_exceeded"),
+]
+
+
+@pytest.mark.parametrize("place", ["engine.Engine.answer", "prompts.RequestEncoder.ids"])
+def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's thread and, of a prompt's ids, in the endpoint."""
+    errors = [error for error, _, _ in WHOSE]
 
     def fail(*_: object) -> None:
-        raise error
+        raise errors.pop(0)
 
+    monkeypatch.setattr(f"edgekv.server.{place}", fail)
     with asked(loaded, raising=True) as client:
-        if path == "/v1/completions":
-            monkeypatch.setattr(Engine, "answer", fail)
-            answer = client.post(path, json=ANSWER)
-        else:
-            monkeypatch.setattr("edgekv.server.prompts.RequestEncoder.ids", fail)
-            answer = client.post(path, json={"model": "m", "input": "It was"})
-    told = answer.json()["error"]
-    kind = "server_error" if status == 503 else "invalid_request_error"
-    assert (answer.status_code, told["type"], told["code"]) == (status, kind, code)
-    assert (told["message"], told["param"]) == (str(error), error.field)
-    assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
+        for error, status, code in WHOSE:
+            answer = client.post("/v1/completions", json=ANSWER)
+            refusal = answer.json()["error"]
+            kind = "server_error" if status == 503 else "invalid_request_error"
+            assert (answer.status_code, refusal["type"], refusal["code"]) == (status, kind, code)
+            assert (refusal["message"], refusal["param"]) == (str(error), error.field)
+            assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
+
+
+def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised may be no Exception, as a Rust library's."""
+    failing(monkeypatch, BaseException("a panic"), times=1)
+    with asked(loaded) as client:
+        answer = client.post("/v1/completions", json=ANSWER)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, FAILED)
+        assert client.get("/stats").json()["edgekv_active"] == 0
+        assert client.post("/v1/completions", json=ANSWER).status_code == 200
 
 
 def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,87 +146,71 @@ def test_openais_client_asks_again(loaded: Session, monkeypatch: pytest.MonkeyPa
             client.completions.create(**ANSWER)  # type: ignore[call-overload]
 
 
-def raise_value() -> None:
-    raise ValueError
-
-
-def raise_key() -> None:
-    raise KeyError
-
-
-def raise_another_value() -> None:
-    raise ValueError
-
-
-def log_failure(log: logging.Logger, fails: Callable[[], None]) -> None:
-    """Always from the same line."""
-    try:
-        fails()
-    except Exception:
-        log.exception("an answer failed")
-
-
 def test_the_log_has_every_cause_once(caplog: pytest.LogCaptureFixture) -> None:
+    def raise_value() -> None:
+        raise ValueError
+
+    def raise_key() -> None:
+        raise KeyError
+
+    def raise_another_value() -> None:
+        raise ValueError
+
+    def log_failure(fails: Callable[[], None]) -> None:
+        """Always from the same line."""
+        try:
+            fails()
+        except Exception:
+            log.exception("an answer failed")
+
     log, limit = logging.getLogger("edgekv.test"), LogLimit()
     log.addFilter(limit)
     for fails in (raise_value, raise_key, raise_another_value, raise_value):
-        log_failure(log, fails)
+        log_failure(fails)
     log.removeFilter(limit)
     places = [list(walk_tb(record.exc_info[2]))[-1][0] for record in caplog.records if record.exc_info]
     assert [place.f_code.co_name for place in places] == ["raise_value", "raise_key", "raise_another_value"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-@pytest.mark.parametrize("method", ["take", "closing"])
-def test_a_stream_that_cannot_be_built_says_so(
-    path: str, method: str, loaded: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
-    builder, asks = (
-        (CompletionFormat, {"prompt": "It was"})
-        if path == "/v1/completions"
-        else (ResponsesFormat, {"input": "It was"})
-    )
-    monkeypatch.setattr(builder, method, fail)
-    with asked(loaded, raising=True) as client:
-        lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    if path == "/v1/completions":
-        assert events[-1]["error"]["type"] == "server_error"
-        assert lines[-2] == "data: [DONE]"
-    else:
-        assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+ENDPOINTS: list[tuple[str, type[AnswerFormat], dict[str, Any]]] = [
+    ("/v1/completions", CompletionFormat, {"prompt": "It was"}),
+    ("/v1/chat/completions", ChatFormat, {"messages": [{"role": "user", "content": "Sing"}]}),
+    ("/v1/responses", ResponsesFormat, {"input": "It was"}),
+]
 
 
-@pytest.mark.parametrize("method", ["__init__", "take", "whole"])
-@pytest.mark.parametrize(
-    ("path", "builder", "asks"),
-    [
-        ("/v1/completions", CompletionFormat, {"prompt": "It was"}),
-        ("/v1/chat/completions", ChatFormat, {"messages": [{"role": "user", "content": "Sing"}]}),
-        ("/v1/responses", ResponsesFormat, {"input": "It was"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "form", "asks"), ENDPOINTS)
 def test_an_answer_that_cannot_be_built_says_so(
     path: str,
-    builder: type,
+    form: type[AnswerFormat],
     asks: dict[str, Any],
-    method: str,
     loaded: Session,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object, **options: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(builder, method, fail)
+    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
+    fault = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
     with asked(loaded) as client:
-        answer = client.post(path, json={"model": "m", **asks})
-    told = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
-    assert (answer.status_code, answer.json()) == (500, {"error": told})
+        for method in ("__init__", "take", "whole"):
+            with monkeypatch.context() as patch:
+                patch.setattr(form, method, fail)
+                answer = client.post(path, json={"model": "m", **asks})
+            assert (answer.status_code, answer.json()) == (500, {"error": fault})
+        for method in ("take", "closing"):
+            caplog.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(form, method, fail)
+                lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            if path == "/v1/responses":
+                assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
+            else:
+                assert (events[-1]["error"]["type"], lines[-2]) == ("server_error", "data: [DONE]")
+            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+    monkeypatch.setattr(form, "take", fail)
     with asked(loaded, raising=True) as client, pytest.raises(KeyError, match="a bug"):  # also for uvicorn's log
         client.post(path, json={"model": "m", **asks})
 

@@ -73,28 +73,24 @@ def test_a_picture_is_described(client: openai.OpenAI, session: Session) -> None
         )
 
 
-def test_the_next_turn_reads_no_picture_again(client: openai.OpenAI) -> None:
-    first = turn("Describe the picture.", url(drawn(3)))
-    answer = {"role": "assistant", "content": ask(client, first).choices[0].message.content}
-    second = ask(client, first, answer, {"role": "user", "content": "How many objects are in the picture?"})
-    assert second.usage.prompt_tokens_details.cached_tokens > 256
-
-
-def test_two_pictures(client: openai.OpenAI) -> None:
-    answer = ask(client, turn("Describe the second picture.", url(drawn(4)), url(drawn(5))))
+def test_two_pictures_and_a_next_turn(client: openai.OpenAI) -> None:
+    """The next turn reads no picture again."""
+    first = turn("Describe the second picture.", url(drawn(4)), url(drawn(5)))
+    answer = ask(client, first)
+    text = answer.choices[0].message.content
     assert answer.usage.prompt_tokens > 512
-    streamed = ask(client, turn("Describe the second picture.", url(drawn(4)), url(drawn(5))), stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, first, stream=True)) == text
+    question = {"role": "user", "content": "How many objects are in the picture?"}
+    second = ask(client, first, {"role": "assistant", "content": text}, question)
+    assert second.usage.prompt_tokens_details.cached_tokens > 512
 
 
 def test_an_image_of_the_responses_api(client: openai.OpenAI) -> None:
-    parts = [{"type": "input_image", "image_url": url(drawn(1)), "detail": "auto"}]
-    text = {"type": "input_text", "text": "Describe the picture."}
-    items: Any = [{"role": "user", "content": [*parts, text]}]
+    image = {"type": "input_image", "image_url": url(drawn(1)), "detail": "auto"}
+    items: Any = [{"role": "user", "content": [image, {"type": "input_text", "text": "Describe the picture."}]}]
     answer = client.responses.create(model="scenes", input=items, temperature=0, max_output_tokens=60)
-    assert (
-        answer.output_text == ask(client, turn("Describe the picture.", url(drawn(1)))).choices[0].message.content
-    )
+    chat = ask(client, turn("Describe the picture.", url(drawn(1))))
+    assert answer.output_text == chat.choices[0].message.content
 
 
 BAD = {

@@ -16,7 +16,7 @@ from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
 from edgekv.server.answers import Answer
 from edgekv.server.engine import Piece
-from edgekv.server.parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.parser import AnswerParser, CallArguments, CallBegin, Content, Delta
 from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, find_format, tools_grammar
 from edgekv.server.requests import ChatRequest, Function, Tools, read
 from edgekv.text import load_tokenizer
@@ -30,35 +30,19 @@ TEMPLATE = """\
 {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% if enable_thinking %}<think>\n{% endif %}{% endif %}"""
 
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"$ref": "#/$defs/City"},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-            "$defs": {"City": {"type": "string", "enum": ["Paris", 'a "b" }', "Köln"]}},
-        },
-    },
-}
-CLOCK: Any = {
-    "type": "function",
-    "function": {
-        "name": "clock",
-        "parameters": {
-            "type": "object",
-            "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}},
-            "required": ["zone"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+def tool(name: str, properties: Any, **more: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    parameters |= {"additionalProperties": False, **more}
+    return {"type": "function", "function": {"name": name, "description": "Tells it", "parameters": parameters}}
+
+
+CITY: Any = {"type": "string", "enum": ["Paris", 'a "b" }', "Köln"]}
+DAYS: Any = {"type": "integer", "minimum": 1, "maximum": 9}
+WEATHER = tool("weather", {"city": {"$ref": "#/$defs/City"}, "days": DAYS}, **{"$defs": {"City": CITY}})
+CLOCK = tool("clock", {"zone": {"type": "string", "enum": ["UTC", "CET"]}})
+RESPONSES_TOOLS: Any = [{"type": "function", **WEATHER["function"], "strict": False}]
+RESPONSES_CHOICE: Any = {"type": "function", "name": "weather"}
 USER: Any = [{"role": "user", "content": "How is the weather?"}]
 
 
@@ -94,24 +78,20 @@ def check(call: Any, name: str) -> None:
         assert arguments["zone"] in ("UTC", "CET")
 
 
-@pytest.mark.parametrize("name", ["weather", "clock"])
-def test_a_forced_call_follows_its_schema(client: openai.OpenAI, name: str) -> None:
-    for seed in range(3):
-        answer = ask(client, tool_choice=named(name), seed=seed)
-        assert answer.choices[0].finish_reason == "tool_calls"
-        message = answer.choices[0].message
-        assert message.content is None
-        (call,) = message.tool_calls
+def test_a_forced_call_follows_its_schema(client: openai.OpenAI) -> None:
+    for name, seed in (("weather", 0), ("weather", 1), ("clock", 2)):
+        answer = ask(client, tool_choice=named(name), seed=seed).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
         assert call.id
         check(call, name)
-
-
-def test_any_tool_where_one_is_required(client: openai.OpenAI) -> None:
     names = set()
     for seed in range(8):
         (call,) = ask(client, tool_choice="required", seed=seed).choices[0].message.tool_calls
         check(call, call.function.name)
         names.add(call.function.name)
+        if len(names) == 2:
+            break
     assert names == {"weather", "clock"}
 
 
@@ -128,23 +108,20 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("n", [1, 5, 9, 20])
+@pytest.mark.parametrize("n", [1, 5, 20])
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(n: int, client: openai.OpenAI) -> None:
     """Whole, streamed and as a response, however early it is cut."""
     whole = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1).choices[0]
     (call,) = whole.message.tool_calls
     assert (whole.finish_reason, whole.message.content, call.function.name) == ("length", None, "weather")
-    chunks = [
-        chunk.choices[0] for chunk in ask(client, tool_choice=named("weather"), max_tokens=n, seed=1, stream=True)
-    ]
+    stream = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1, stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
     calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
     assert not any(chunk.delta.content for chunk in chunks)
     assert (chunks[-1].finish_reason, calls[0].name) == ("length", "weather")
     assert "".join(each.arguments for each in calls) == call.function.arguments
-    tools: Any = [{"type": "function", **WEATHER["function"], "strict": False}]
-    choice: Any = {"type": "function", "name": "weather"}
     response: Any = client.responses.create(
-        model="demo", input="Weather?", tools=tools, tool_choice=choice, max_output_tokens=max(n, 1)
+        model="demo", input="x", tools=RESPONSES_TOOLS, tool_choice=RESPONSES_CHOICE, max_output_tokens=n
     )
     assert (response.status, [item.status for item in response.output]) == ("incomplete", ["incomplete"])
     assert (response.output[0].type, response.output[0].name) == ("function_call", "weather")
@@ -178,20 +155,19 @@ def test_an_agents_loop_with_two_tools(client: openai.OpenAI) -> None:
 
 
 def test_responses_call_too(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", **WEATHER["function"], "strict": False}]
-    choice: Any = {"type": "function", "name": "weather"}
-    items: Any = [{"role": "user", "content": "How is the weather?"}]
-    first = client.responses.create(model="demo", input=items, tools=tools, tool_choice=choice)
+    asks: Any = {"model": "demo", "tools": RESPONSES_TOOLS, "tool_choice": RESPONSES_CHOICE}
+    items: Any = list(USER)
+    first = client.responses.create(input=items, **asks)
     (call,) = first.output
     assert (call.type, call.status) == ("function_call", "completed")
     assert json.loads(call.arguments)["days"] in range(1, 10)
     items += [item.model_dump(exclude_none=True) for item in first.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
-    second = client.responses.create(model="demo", input=items, tools=tools, max_output_tokens=6)
+    second = client.responses.create(model="demo", input=items, tools=RESPONSES_TOOLS, max_output_tokens=6)
     assert second.usage.input_tokens > first.usage.input_tokens
-    with client.responses.stream(model="demo", input="Weather?", tools=tools, tool_choice=choice) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
+    with client.responses.stream(input="Weather?", **asks) as stream:
+        events: list[Any] = list(stream)
+        final: Any = stream.get_final_response()
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     assert arguments == final.output[0].arguments
 
@@ -212,69 +188,47 @@ def test_reasoning_is_apart(client: openai.OpenAI) -> None:
 
 CALL = '{"name": "weather", "arguments": {"city": "a \\"b\\" }", "days": 3}}'
 ARGUMENTS = {"city": 'a "b" }', "days": 3}
-TEXTS: dict[
-    str, tuple[str, str, list[Any]]
-] = {  # form, text, what is told: content, reasoning, or (name, arguments)
-    "text": ("hermes", "Hello < there", ["Hello < there"]),
-    "white space stays": ("hermes", "  \nHello ", ["  \nHello "]),
-    "a call": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", [("weather", ARGUMENTS)]),
-    "text before": ("hermes", f"Well. <tool_call>\n{CALL}\n</tool_call>", ["Well. ", ("weather", ARGUMENTS)]),
-    "two calls": (
-        "hermes",
-        f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>",
-        [("weather", ARGUMENTS)] * 2,
-    ),
-    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [("weather", ARGUMENTS), "Done."]),
-    "another order": (
-        "hermes",
-        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
-        [("f", {"a": 1})],
-    ),
-    "no JSON": ("hermes", "<tool_call>{x}</tool_call>", ["{x}"]),
-    "cut off": ("hermes", '<tool_call>\n{"na', []),
-    "cut off in a name": ("hermes", 'Well. <tool_call>\n{"name": "we', ["Well. ", ("weather", None)]),
-    "cut off behind a name": ("hermes", '<tool_call>\n{"name": "f", "arg', [("f", None)]),
-    "cut off in arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [("f", '{"a')]),
-    "reasoning": ("hermes", "<think>\nHm <b>.\n</think>\n\nYes.", [["Hm <b>.\n"], "Yes."]),
-    "reasoning, a call": (
-        "hermes",
-        f"<think>Hm</think>\n<tool_call>{CALL}</tool_call>",
-        [["Hm"], ("weather", ARGUMENTS)],
-    ),
-    "a mark in the middle": ("hermes", "I say <think> often", ["I say <think> often"]),
-    "mistral": ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", [("weather", ARGUMENTS)] * 2),
-    "mistral, names": (
-        "mistral-args",
-        f'Well.[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{CALL[33:-1]}[TOOL_CALLS]f[ARGS]{{"a": {{"b": 1}}}}',
-        ["Well.", ("weather", ARGUMENTS), ("f", {"a": {"b": 1}})],
-    ),
-    "mistral, cut off": ("mistral-args", "[TOOL_CALLS]weath", [("weather", None)]),
-    "mistral, which one": ("mistral-args", "[TOOL_CALLS]f", []),
-    "llama": ("llama3", CALL.replace("arguments", "parameters"), [("weather", ARGUMENTS)]),
-    "llama, text": ("llama3", "The set {1, 2}", ["The set {1, 2}"]),
-    "llama, no call": ("llama3", '{"a": 1}', ['{"a": 1}']),
-}
+CALLED = ("weather", ARGUMENTS)
+NAMES = f'[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{CALL[33:-1]}[TOOL_CALLS]f[ARGS]{{"a": {{"b": 1}}}}'
+TEXTS: list[tuple[str, str, list[Any]]] = [  # form, text; content, [reasoning] and (name, arguments) of it
+    ("hermes", "Hello < there", ["Hello < there"]),
+    ("hermes", "  \nHello ", ["  \nHello "]),
+    ("hermes", f"Well. <tool_call>\n{CALL}\n</tool_call>", ["Well. ", CALLED]),
+    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>", [CALLED] * 2),
+    ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [CALLED, "Done."]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", {"a": 1})]),
+    ("hermes", "<tool_call>{x}</tool_call>", ["{x}"]),
+    ("hermes", '<tool_call>\n{"na', []),
+    ("hermes", 'Well. <tool_call>\n{"name": "we', ["Well. ", ("weather", None)]),
+    ("hermes", '<tool_call>\n{"name": "f", "arg', [("f", None)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [("f", '{"a')]),
+    ("hermes", "<think>\nHm <b>.\n</think>\n\nYes.", [["Hm <b>.\n"], "Yes."]),
+    ("hermes", f"<think>Hm</think>\n<tool_call>{CALL}</tool_call>", [["Hm"], CALLED]),
+    ("hermes", "I say <think> often", ["I say <think> often"]),
+    ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", [CALLED] * 2),
+    ("mistral-args", f"Well.{NAMES}", ["Well.", CALLED, ("f", {"a": {"b": 1}})]),
+    ("mistral-args", "[TOOL_CALLS]weath", [("weather", None)]),
+    ("mistral-args", "[TOOL_CALLS]f", []),
+    ("llama3", CALL.replace("arguments", "parameters"), [CALLED]),
+    ("llama3", "The set {1, 2}", ["The set {1, 2}"]),
+    ("llama3", '{"a": 1}', ['{"a": 1}']),
+]
 
 
-def told(deltas: list[Delta]) -> list[Any]:
-    """Neighbours joined: texts, [reasoning], (name, arguments)."""
+def joined(deltas: list[Delta]) -> list[Any]:
+    """Neighbours of a kind as one: texts, [reasoning], (name, arguments)."""
     found: list[Any] = []
     for delta in deltas:
+        last = found[-1] if found else None
         if isinstance(delta, CallBegin):
             found.append((delta.name, ""))
         elif isinstance(delta, CallArguments):
-            found[-1] = (found[-1][0], found[-1][1] + delta.text)
-        elif isinstance(delta, Content):
-            found[-1:] = (
-                [found[-1] + delta.text] if found and isinstance(found[-1], str) else [*found[-1:], delta.text]
-            )
+            found[-1] = (last[0], last[1] + delta.text)
         else:
-            assert isinstance(delta, Reasoning)
-            found[-1:] = (
-                [[found[-1][0] + delta.text]]
-                if found and isinstance(found[-1], list)
-                else [*found[-1:], [delta.text]]
-            )
+            kind: type = str if isinstance(delta, Content) else list
+            joins = isinstance(last, kind)
+            text = ("".join(last) if joins else "") + delta.text
+            found[len(found) - joins :] = [text if kind is str else [text]]
     return [(each[0], _loaded(each[1])) if isinstance(each, tuple) else each for each in found]
 
 
@@ -286,14 +240,13 @@ def _loaded(text: str) -> Any:
         return text or None
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_answers_are_taken_apart(name: str) -> None:
+@pytest.mark.parametrize("length", [1, 2, 7, 1000])
+def test_answers_are_taken_apart(length: int) -> None:
     """However the text is cut."""
-    form, text, expected = TEXTS[name]
-    for length in (1, 2, 7, 1000):
-        reader = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
-        deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
-        assert told([*deltas, *reader.end()]) == expected
+    for form, text, expected in TEXTS:
+        parser = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
+        deltas = [d for i in range(0, len(text), length) for d in parser.push(text[i : i + length])]
+        assert joined([*deltas, *parser.end()]) == expected, text
 
 
 def test_reasoning_that_the_prompt_began(session: Session) -> None:
@@ -305,7 +258,7 @@ def test_reasoning_that_the_prompt_began(session: Session) -> None:
     for text in ("So", "</thi", "nk>", "\n\nYes", "."):
         answer.push(Piece(0, text, n_tokens=2))
     assert (answer.n_reasoning, answer.content) == (6, "Yes.")
-    assert told([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
+    assert joined([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
 
 
 def accepts(session: Session, grammar: str, text: str) -> bool:
@@ -327,22 +280,22 @@ def functions() -> tuple[Function, ...]:
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-@pytest.mark.parametrize(("forced", "several"), [(False, False), (False, True), (True, False), (True, True)])
-def test_grammars(session: Session, form: str, forced: bool, several: bool) -> None:
+def test_grammars(session: Session, form: str) -> None:
     kind = TOOL_FORMATS[form]
-    grammar = tools_grammar(Tools(functions(), functions(), forced, several), kind, {})
     good = f'{{"name": "weather", "{kind.key}": {{"city":"Paris","days":3}}}}'
     whole = f"{kind.begin}{kind.opening}{good}{kind.closing}"
     if kind.args:
         whole = f'{kind.begin}weather{kind.args}{{"city":"Paris","days":3}}'
-    assert accepts(session, grammar, whole)
-    assert not accepts(session, grammar, whole.replace("Paris", "Rome"))
-    assert not accepts(session, grammar, whole.replace("weather", "whether"))
-    assert accepts(session, grammar, "Hello there.") == (not forced)
-    if kind.begin:
-        assert accepts(session, grammar, f"Let me see. {whole}") == (not forced)
-        twice = whole * 2 if kind.separator is None else whole.replace(good, f"{good}, {good}")
-        assert accepts(session, grammar, twice) == several
+    twice = whole * 2 if kind.separator is None else whole.replace(good, f"{good}, {good}")
+    for forced, several in ((False, True), (True, False)):
+        grammar = tools_grammar(Tools(functions(), functions(), forced, several), kind, {})
+        assert accepts(session, grammar, whole)
+        assert not accepts(session, grammar, whole.replace("Paris", "Rome"))
+        assert not accepts(session, grammar, whole.replace("weather", "whether"))
+        assert accepts(session, grammar, "Hello there.") == (not forced)
+        if kind.begin:
+            assert accepts(session, grammar, f"Let me see. {whole}") == (not forced)
+            assert accepts(session, grammar, twice) == several
 
 
 def test_arguments_are_those_that_a_function_names(session: Session) -> None:
@@ -390,21 +343,25 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
         assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[list(tokenizer.eos_ids)]).all()
 
 
-def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:
+def test_what_templates_are_given(session: Session) -> None:
+    """Tools, calls and results; in words where a template knows none of these."""
     tokenizer = session.require_tokenizer()
-    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [
         *USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "noon"},
     ]
-    request = read({"model": "m", "messages": messages, "tools": [CLOCK]}, ChatRequest)
-    (prompt,) = prompts.encode(request)
-    text = tokenizer.decode(prompt.ids)
-    assert '"name": "clock"' in text.partition("How is the weather?")[0]
-    assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
-    assert "<tool_response>\nnoon\n</tool_response>" in text
+    request, texts = read({"model": "m", "messages": messages, "tools": [CLOCK]}, ChatRequest), []
+    for template in (ChatTemplate(TEMPLATE, tokenizer), ChatTemplate.plain(tokenizer)):
+        prompts = RequestEncoder(template, tokenizer, 4096, tokenizer.vocab_size)
+        texts.append(tokenizer.decode(prompts.encode(request)[0].ids))
+    assert texts[0].startswith('tools: {"type": "function", "function": {"name": "clock", "description"')
+    assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in texts[0]
+    assert "tool: noon" in texts[0]
+    assert '"name": "clock"' in texts[1].partition("How is the weather?")[0]
+    assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in texts[1]
+    assert "<tool_response>\nnoon\n</tool_response>" in texts[1]
 
 
 def test_a_template_is_rendered_for_the_latest_answers_alone(
@@ -426,18 +383,6 @@ def test_a_template_is_rendered_for_the_latest_answers_alone(
     (prompt,) = prompts.encode(read({"model": "m", "messages": messages}, ChatRequest))
     assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
     assert n_rendered <= KNOWN + 2
-
-
-def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> None:
-    tokenizer = session.require_tokenizer()
-    prompts = RequestEncoder(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096, tokenizer.vocab_size)
-    call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
-    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
-    request = read({"model": "m", "messages": messages, "tools": [WEATHER]}, ChatRequest)
-    text = tokenizer.decode(prompts.encode(request)[0].ids)
-    assert text.startswith('tools: {"type": "function", "function": {"name": "weather", "description"')
-    assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in text
-    assert "tool: noon" in text
 
 
 def test_the_formats_of_known_templates() -> None:

@@ -261,7 +261,7 @@ def test_a_conversation_up_to_the_last_token(model: pathlib.Path) -> None:
     for _ in session.generate(PROMPT, max_new_tokens=5000, sampling=SAMPLING):
         held = sum(cache.nbytes for cache in session.caches)
         assert held + sum(b.nbytes for name, b in buffers.items() if "tiers" in name) <= BUDGET
-    assert "context full" in str(session.report().stop_reason)
+    assert "context full" in str(session.report().finish_message)
     (note,) = session.report().notes
     assert "4 bits from" in note
     assert "3 bits from" in note

@@ -56,7 +56,6 @@ def test_what_was_not_measured_is_none():
         "energy",
         "finish_reason",
         "finish_message",
-        "stop_reason",
         "prefill_tokens_per_s",
         "decode_tokens_per_s",
         "latency_median_ms",

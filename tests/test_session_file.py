@@ -175,7 +175,7 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
 
 CHANGES = {
     "another model": ({"identity": "0" * 16, "model": "other"}, "belongs to the model other"),
-    "other weights": ({"weights": "int8"}, "give weights='int8'"),
+    "other weights": ({"weights": "int8"}, "was held with weights='int8', not "),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": (

@@ -36,38 +36,21 @@ class Calibration:
 
     def __init__(self, model: Model, form: WeightFormat, text: str) -> None:
         """Raises ConfigError (field calibrate) for weights that it can't round, or too short a text."""
+        config = model.config
         if not any(form.of(name).bits == 4 for name in model.arch.linears()):
-            raise ConfigError(
-                f"`calibrate` rounds weights to 4 bits, and these are to be {form.name}; choose weights='int4-32' "
-                "or weights='int4'",
-                field="calibrate",
-            )
+            raise _refused(f"these are to be {form.name}; choose weights='int4-32' or weights='int4'")
         if not isinstance(model.weights, CheckpointWeights):
-            raise ConfigError(
-                f"{model.path} is a store, whose weights are rounded already; give the original checkpoint",
-                field="calibrate",
-            )
-        if any(model.config.layer_recurrences) or model.config.experts is not None:
-            raise ConfigError(
-                f"`calibrate` reads a text through attention and dense layers, and {model.config.model_type} has "
-                "layers that carry a state, or experts; leave it out",
-                field="calibrate",
-            )
+            raise _refused(f"{model.path} is a store, rounded already; give the original checkpoint")
+        if any(config.layer_recurrences) or config.experts is not None:
+            raise _refused(f"{config.model_type} has layers that carry a state, or experts; leave it out")
         if model.adapter:
-            raise ConfigError(
-                f"`calibrate` reads the text with the dense cache, and {model.adapter.path} was trained for "
-                "another; give one of them",
-                field="calibrate",
-            )
-        n = min(WINDOW, model.config.max_positions)
+            raise _refused(f"{model.adapter.path} was trained for another cache; give one of them")
+        n = min(WINDOW, config.max_positions)
         elements = sum(linear.n_elements for linear in model.arch.linears().values())
         most = min(MOST_TOKENS, max(LEAST_TOKENS, WORK // elements))
         self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
         if not len(self._windows):
-            raise ConfigError(
-                f"`calibrate`: the text has fewer than {n} tokens, one window; give up to {most} tokens",
-                field="calibrate",
-            )
+            raise _refused(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
         self.note = f"{self._windows.size} tokens {digest}"
         own = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
@@ -83,6 +66,11 @@ class Calibration:
         with blas_threads(decoder.threads):
             x = np.concatenate([decoder.embed(window, 0) for window in self._windows])
             decoder.head(decoder.read_together(np.concatenate([x, x]), n))
+
+
+def _refused(reason: str) -> ConfigError:
+    what = "`calibrate` rounds a checkpoint's dense layers to 4 bits with a text that is read with a plain cache"
+    return ConfigError(f"{what}: {reason}", field="calibrate")
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:

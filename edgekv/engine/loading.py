@@ -105,19 +105,22 @@ def give_heads_bits(
     knobs = spec.knobs
     if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
         return spec
-    windows = [model.config.layer_windows[i] for i in model.config.attending]
     memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
-    noise = _noise(memo.read())
-    if noise is None:
-        tokens = _tokens(model, tokenizer)
+    if remembered := memo.read():
+        noise = HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
+    else:
+        path, n = shipped(TEXT), min(FIT_TOKENS, model.config.max_positions)
+        text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS] if path else ""
+        tokens = tokenizer.encode(text)[:n] if tokenizer else []
         if len(tokens) < LEAST_FIT_TOKENS:
             return spec
-        noise = measure(decoder, tokens, progress)
+        noise = _measured_noise(decoder, tokens, progress)
         memo.keep({name: array.tolist() for name, array in vars(noise).items()})
+    windows = [model.config.layer_windows[i] for i in model.config.attending]
     return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
 
 
-def measure(decoder: Decoder, tokens: list[int], progress: TaskProgress | None = None) -> HeadNoise:
+def _measured_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress | None) -> HeadNoise:
     """What each head's noise does, as the decoder reads the tokens."""
     probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
     for probe in probes:
@@ -127,19 +130,6 @@ def measure(decoder: Decoder, tokens: list[int], progress: TaskProgress | None =
         decoder.prefill(decoder.embed(tokens, 0), probes, layers)
     layers_noise = [probe.noise for probe in probes if isinstance(probe, NoiseProbe)]
     return HeadNoise(*map(np.stack, zip(*layers_noise, strict=True)))
-
-
-def _tokens(model: Model, tokenizer: Tokenizer | None) -> list[int]:
-    """The text's first ones, as many as the fit reads and the model can."""
-    path = shipped(TEXT)
-    if tokenizer is None or path is None:
-        return []
-    text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS]
-    return list(tokenizer.encode(text))[: min(FIT_TOKENS, model.config.max_positions)]
-
-
-def _noise(remembered: dict[str, Any] | None) -> HeadNoise | None:
-    return None if remembered is None else HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
 
 
 WARM_UP = "compiling kernels (once per machine)"

@@ -37,8 +37,7 @@ class Model:
     """An opened checkpoint or weight store; nothing large has been read yet.
 
     path: what was opened. raw_config: its config.json. tokenizer_path: a file or folder, None where there is none.
-    weights: read on request. adapter: its weights are in place of the checkpoint's. lora: its changes are in the
-    weights. loras: by name,
+    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights. loras: by name,
     beside the weights, for conversations that choose one.
     """
 
@@ -68,31 +67,26 @@ class Model:
         the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. loras: such ones by name,
         which leave the weights as they are. Raises CheckpointError or ConfigError.
         """
-        place = find_model(path)
-        given = user_path(tokenizer) if tokenizer else None
-        change = None if adapter is None else Adapter.open(adapter)
-        merged = None if lora is None else Lora.open(lora)
+        place, change = find_model(path), Adapter.open(adapter) if adapter is not None else None
+        merged, given = Lora.open(lora) if lora is not None else None, user_path(tokenizer) if tokenizer else None
         if is_store(place):
             if merged:
                 raise merged.refuse_store(place)
             store = WeightStore(place)
             if change:
                 change.require_store(store.identity, place)
-            beside = place if holds_tokenizer(place) else None
-            model = cls(place, store.config, given or beside, store, change)
+            beside = given or (place if holds_tokenizer(place) else None)
+            model = cls(place, store.config, beside, store, change)
         else:
             source = open_checkpoint(place, config=config, tokenizer=tokenizer)
             arch = architecture(source.config, source.tensors)
-            if merged:
-                source = merged.apply(source, arch)
-            if change:
-                source = change.apply(source)
+            source = merged.apply(source, arch) if merged else source
+            source = change.apply(source) if change else source
             weights = CheckpointWeights(source, arch)
-            folder = given or source.tokenizer_folder
-            model = cls(place, source.config, folder, weights, change, merged)
+            model = cls(place, source.config, given or source.tokenizer_folder, weights, change, merged)
         if change:
             change.require_shape(model.config)
-        named = {name: Lora.open(given) for name, given in loras.items()}
+        named = {name: Lora.open(folder) for name, folder in loras.items()}
         for each in named.values():
             each.deltas(model.arch, place)  # says what does not fit
         return dataclasses.replace(model, loras=named)
@@ -105,9 +99,8 @@ class Model:
     @property
     def identity(self) -> str:
         """A hash of config and weights, by which sessions and stores know them: 16 hex digits."""
-        return (
-            self.weights.source.identity if isinstance(self.weights, CheckpointWeights) else self.weights.identity
-        )
+        weights = self.weights
+        return weights.source.identity if isinstance(weights, CheckpointWeights) else weights.identity
 
     @property
     def adapted_identity(self) -> str:
@@ -221,9 +214,9 @@ class Model:
         lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else ()
         if not lost:
             return None
-        formats = sorted({form.of(name).name for name in self.arch.linears()})
-        hint = "" if formats == ["int8-32"] else "; weights='int8-32' loses least"
-        return f"weights of type {', '.join(lost)} were quantized a second time, to {' and '.join(formats)}{hint}"
+        formats = " and ".join(sorted({form.of(name).name for name in self.arch.linears()}))
+        hint = "" if formats == "int8-32" else "; weights='int8-32' loses least"
+        return f"weights of type {', '.join(lost)} were quantized a second time, to {formats}{hint}"
 
     def weights_bytes(self, form: WeightFormat) -> int:
         """Bytes of a store in this format: what decoding maps."""

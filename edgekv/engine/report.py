@@ -24,6 +24,12 @@ FinishReason = Literal["stop", "length"]
 """OpenAI's: "stop" where the text came to its end, "length" where it was cut off."""
 
 
+DERIVED = (
+    *("text_cache_bytes", "decode_tokens", "prefill_tokens_per_s", "decode_tokens_per_s"),
+    *("latency_median_ms", "latency_p95_ms", "achieved_gb_per_s"),
+)  # of a report's JSON, beside its fields
+
+
 @dataclass
 class RunReport:
     """Counts and times of one run; None is "not measured", never 0.
@@ -76,15 +82,8 @@ class RunReport:
         """A token's seconds; ``same_pass``: it came from the same pass as the one before."""
         latencies = self.decode_latencies_s
         self._pass_start = self._pass_start if same_pass else len(latencies)
-        latencies.append(seconds)
-        tokens = slice(self._pass_start, None)
-        n = len(latencies) - self._pass_start
-        latencies[tokens] = [math.fsum(latencies[tokens]) / n] * n
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The older name of `finish_message`; the JSON has both."""
-        return self.finish_message
+        of_pass = [*latencies[self._pass_start :], seconds]
+        latencies[self._pass_start :] = [math.fsum(of_pass) / len(of_pass)] * len(of_pass)
 
     @property
     def text_cache_bytes(self) -> int | None:
@@ -94,6 +93,11 @@ class RunReport:
         return self.cache_bytes - self.visual_cache_bytes
 
     @property
+    def decode_tokens(self) -> int:
+        """All but the first."""
+        return len(self.decode_latencies_s)
+
+    @property
     def prefill_tokens_per_s(self) -> float | None:
         """Of the prompt; None where it was not measured."""
         return _ratio(self.prefill_tokens, self.prefill_s)
@@ -101,17 +105,17 @@ class RunReport:
     @property
     def decode_tokens_per_s(self) -> float | None:
         """Of all tokens but the first; None where there was none."""
-        return _ratio(len(self.decode_latencies_s), math.fsum(self.decode_latencies_s))
+        return _ratio(self.decode_tokens, math.fsum(self.decode_latencies_s))
 
     @property
     def latency_median_ms(self) -> float | None:
         """Milliseconds of a decode step, the median."""
-        return self._latency_percentile_ms(50)
+        return float(np.median(self.decode_latencies_s)) * 1e3 if self.decode_latencies_s else None
 
     @property
     def latency_p95_ms(self) -> float | None:
         """Milliseconds of a decode step, the 95th percentile."""
-        return self._latency_percentile_ms(95)
+        return float(np.percentile(self.decode_latencies_s, 95)) * 1e3 if self.decode_latencies_s else None
 
     @property
     def achieved_gb_per_s(self) -> float | None:
@@ -121,42 +125,35 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Every field and every derived number, ready for JSON."""
-        ready: dict[str, Any] = _json_ready(
-            asdict(self)
-            | {
-                "stop_reason": self.stop_reason,
-                "text_cache_bytes": self.text_cache_bytes,
-                "decode_tokens": len(self.decode_latencies_s),
-                "prefill_tokens_per_s": self.prefill_tokens_per_s,
-                "decode_tokens_per_s": self.decode_tokens_per_s,
-                "latency_median_ms": self.latency_median_ms,
-                "latency_p95_ms": self.latency_p95_ms,
-                "achieved_gb_per_s": self.achieved_gb_per_s,
-            }
-        )
+        ready: dict[str, Any] = _json_ready(asdict(self) | {name: getattr(self, name) for name in DERIVED})
         return ready
 
     def to_text(self) -> str:
         """The report for people: a line per topic and a line per note, without a final newline."""
         settings = (f"{name} {value}" for name, value in self.settings.items() if value is not None)
         parameters = _number(_ratio(self.model.get("n_parameters"), 1e6), ".1f", " M parameters")
+        state = "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "
+        rows = [("model", f"{self.model.get('name')}, {parameters}"), ("settings", ", ".join(settings))]
+        if self.images:
+            rows.append(("images", f"{self.images.n}, {self.images.tokens} tokens, {self.images.seconds:.3f} s"))
+        if self.compile_s:
+            rows.append(("compiling", f"{self.compile_s:.1f} s for kernels, once per machine"))
         prefill = _number(self.prefill_tokens_per_s, ".1f", " tokens/s")
-        bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
-        rows = [
-            ("model", f"{self.model.get('name')}, {parameters}"),
-            ("settings", ", ".join(settings)),
-            *self._images_rows(),
-            *([("compiling", f"{self.compile_s:.1f} s for kernels, once per machine")] if self.compile_s else ()),
+        rows += [
             ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
             ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
             ("decode", self._decode_text()),
-            *self._drafts_rows(),
-            (
-                "memory",
-                f"cache {_size(self.cache_bytes)}, {self._state_text()}weights {_size(self.weights_bytes)}, "
-                f"peak RSS {_size(self.peak_rss_bytes)}",
-            ),
-            *self._parts_rows(),
+        ]
+        if self.drafts and self.drafts.source != "none":
+            per_pass = _number(_ratio(self.decode_tokens, self.drafts.passes), ".2f", " tokens per pass")
+            accepted = f"{self.drafts.accepted} of {self.drafts.proposed} tokens accepted"
+            rows.append(("drafts", f"{self.drafts.source}: {accepted}, {per_pass}"))
+        memory = f"cache {_size(self.cache_bytes)}, {state}weights {_size(self.weights_bytes)}"
+        rows.append(("memory", f"{memory}, peak RSS {_size(self.peak_rss_bytes)}"))
+        if self.visual_cache_bytes is not None:
+            rows.append(("cache", f"visual {_size(self.visual_cache_bytes)}, text {_size(self.text_cache_bytes)}"))
+        bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
+        rows += [
             ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
             *(self.energy.rows() if self.energy else ()),
             ("stopped", self.finish_message or "not yet"),
@@ -164,43 +161,18 @@ class RunReport:
         ]
         return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
 
-    def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
-        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
-        atomic_write(path, text.encode())
-
-    def _latency_percentile_ms(self, percent: float) -> float | None:
-        if not self.decode_latencies_s:
-            return None
-        return float(np.percentile(self.decode_latencies_s, percent)) * 1e3
-
-    def _images_rows(self) -> list[tuple[str, str]]:
-        seen = self.images
-        return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
-
-    def _drafts_rows(self) -> list[tuple[str, str]]:
-        drafts = self.drafts
-        if drafts is None or drafts.source == "none":
-            return []
-        accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
-        per_pass = _number(_ratio(len(self.decode_latencies_s), drafts.passes), ".2f", " tokens per pass")
-        return [("drafts", f"{drafts.source}: {accepted}, {per_pass}")]
-
-    def _state_text(self) -> str:
-        return "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "
-
-    def _parts_rows(self) -> list[tuple[str, str]]:
-        if self.visual_cache_bytes is None:
-            return []
-        return [("cache", f"visual {_size(self.visual_cache_bytes)}, text {_size(self.text_cache_bytes)}")]
-
     def _decode_text(self) -> str:
         if not self.decode_latencies_s:
             return "no token"
         return (
-            f"{len(self.decode_latencies_s)} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
+            f"{self.decode_tokens} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
             f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
         )
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        atomic_write(path, text.encode())
 
 
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:

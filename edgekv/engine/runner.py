@@ -179,34 +179,28 @@ class Runner:
 
         Raises ContextError, TokenizerError where it can't be read.
         """
-        ids, spans = self._known(prompt, self.n_pending)
+        ids, spans = self.known_prompt(prompt, self.n_pending)
         if not slides:
-            n_held = len(self.state.tokens)
-            require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held)
+            require_room(len(ids), self.ctx, self.decoder.config.max_positions, len(self.state.tokens))
         return ids, spans
 
-    def require_prompt(self, prompt: Prompt) -> None:
-        """Raises ContextError for an empty prompt, TokenizerError for one of tokens that the model lacks."""
-        self._known(prompt, 0)
+    def known_prompt(self, prompt: Prompt, n_pending: int = 0) -> tuple[list[int], Spans]:
+        """A prompt of the model's tokens, as ids and spans; with pending ones it may be empty.
 
-    def _known(self, prompt: Prompt, n_pending: int) -> tuple[list[int], Spans]:
-        """A prompt of the model's tokens, as ids and spans; with pending ones it may be empty."""
-        ids, spans = flatten(prompt, self._placeholder, self.decoder.config.hidden_size)
+        Raises ContextError for an empty prompt, TokenizerError for an id that is none of the model's.
+        """
+        config = self.decoder.config
+        ids, spans = flatten(prompt, self._placeholder, config.hidden_size)
         if not ids and not n_pending:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
-        self.require_known(ids)
-        return ids, spans
-
-    def require_known(self, ids: Sequence[int]) -> None:
-        """Raises TokenizerError where an id is none of the model's."""
-        vocab_size = self.decoder.config.vocab_size
-        bad = [token for token in ids if not 0 <= token < vocab_size]
+        bad = [token for token in ids if not 0 <= token < config.vocab_size]
         if bad:
             raise TokenizerError(
-                f"token id {short_repr(bad[0])} is outside the model's vocabulary of {vocab_size}",
+                f"token id {short_repr(bad[0])} is outside the model's vocabulary of {config.vocab_size}",
                 field="prompt",
                 value=bad[0],
             )
+        return ids, spans
 
     def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
         """What is to be appended of a prompt; of the conversation stays what leaves room for it.

@@ -112,7 +112,7 @@ def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen
     logits = logits.copy()
     if repeats:
         latest = history if params.repetition_window is None else history[-params.repetition_window :]
-        seen = _on_device(np.unique(np.asarray(latest, np.int64)), logits)
+        seen = np.asarray(np.unique(np.asarray(latest, np.int64)), like=logits)
         values, penalty = logits[seen], np.float32(params.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if counts:
@@ -124,12 +124,8 @@ def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen
 
 
 def _add(logits: Any, ids: Sequence[int], values: Any) -> None:
-    places = _on_device(np.asarray(ids, np.int64), logits)
-    logits[places] = logits[places] + _on_device(np.asarray(values, np.float32), logits)
-
-
-def _on_device(array: Any, logits: Any) -> Any:
-    return np.asarray(array, like=logits)
+    places = np.asarray(np.asarray(ids, np.int64), like=logits)
+    logits[places] = logits[places] + np.asarray(np.asarray(values, np.float32), like=logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +165,16 @@ def choose(logits: Any, params: SamplingParams, random: float) -> int:
     largest = np.max(logits)
     chosen = np.argmax(logits) if params.temperature == 0 else _drawn(logits, largest, params, random)
     answer = to_host(np.stack([chosen.astype(np.float64), largest.astype(np.float64)]))
-    if not math.isfinite(answer[1]):
+    _require_finite(answer[1])
+    return int(answer[0])
+
+
+def _require_finite(largest: float) -> None:
+    if not math.isfinite(largest):
         raise EdgeKVError(
-            f"the largest logit is {answer[1]}: the weights are damaged or a computation overflowed; "
+            f"the largest logit is {largest}: the weights are damaged or a computation overflowed; "
             "check the model file"
         )
-    return int(answer[0])
 
 
 def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> Any:
@@ -261,11 +261,7 @@ class Sampler:
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
         best = int(np.argmax(logits))  # NaN counts as the largest
-        if not math.isfinite(logits[best]):
-            raise EdgeKVError(
-                f"the largest logit is {logits[best]}: "
-                "the weights are damaged or a computation overflowed; check the model file"
-            )
+        _require_finite(float(logits[best]))
         if self.params.temperature == 0:
             return best
         ids, weights = self._candidates(logits, float(logits[best]))

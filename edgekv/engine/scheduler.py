@@ -162,13 +162,11 @@ class BatchScheduler(SerialScheduler):
             if self._is_due():
                 self._lets_pass = True
                 self._give_turn()
-                self._changed.wait_for(self._has_paused)
+                self._changed.wait_for(  # one pass has come and gone, or nobody wants one any more
+                    lambda: self._computing is None and not (self._lets_pass and self._waiting)
+                )
                 self._lets_pass = False
                 self._computing = threading.get_ident()
-
-    def _has_paused(self) -> bool:
-        """Whether one pass has come and gone since the prompt let it, or nobody wants one any more."""
-        return self._computing is None and not (self._lets_pass and self._waiting)
 
     def _begins_pass(self, request: _Request) -> bool:
         """Waits for a pass. True: this thread is to compute it. False: another one has."""
@@ -177,7 +175,8 @@ class BatchScheduler(SerialScheduler):
             self._waiting.append(request)
             self._changed.notify_all()
             while not request.is_done:
-                if request in self._waiting and self._may_begin():
+                is_free = self._computing is None and (self._lets_pass or not self._has_prompt)
+                if request in self._waiting and is_free and self._is_due():
                     self._computing, self._lets_pass = request.thread, False
                     self._pass, self._waiting = self._waiting, []
                     self._writing = {each.thread for each in self._pass}  # who was waited for in vain is out
@@ -198,11 +197,6 @@ class BatchScheduler(SerialScheduler):
                 self._pass = []
                 self._give_turn()
             self._changed.wait_for(lambda: request not in self._pass)
-
-    def _may_begin(self) -> bool:
-        """Whether it is the turn of a pass."""
-        is_free = self._computing is None and (self._lets_pass or not self._has_prompt)
-        return is_free and self._is_due()
 
     def _is_due(self) -> bool:
         """Whether a pass should begin."""
@@ -228,27 +222,23 @@ class BatchScheduler(SerialScheduler):
         self._give_turn()
 
     def _compute(self, batch: Sequence[_Request]) -> None:
-        """One pass for all of them, or for those of each decoder; an interrupt goes to this thread alone."""
+        """A pass for those of each decoder; an interrupt goes to this thread alone."""
         groups: dict[int, list[_Request]] = {}
         for request in batch:
             groups.setdefault(id(request.decoder), []).append(request)
         for group in groups.values():
-            _compute_group(group)
-
-
-def _compute_group(group: Sequence[_Request]) -> None:
-    decoder = group[0].decoder
-    try:
-        with blas_threads(1):
-            if len(group) == 1:
-                rows = decoder.step(group[0].token, group[0].caches)[None]
-            else:
-                rows = decoder.step_together([a.token for a in group], [a.caches for a in group])
-        for request, row in zip(group, np.array(rows), strict=True):
-            request.logits = row
-    except Exception as error:
-        for request in group:
-            request.error = error
+            decoder = group[0].decoder
+            try:
+                with blas_threads(1):
+                    if len(group) == 1:
+                        rows = decoder.step(group[0].token, group[0].caches)[None]
+                    else:
+                        rows = decoder.step_together([a.token for a in group], [a.caches for a in group])
+                for request, row in zip(group, np.array(rows), strict=True):
+                    request.logits = row
+            except Exception as error:
+                for request in group:
+                    request.error = error
 
 
 def _to_the_end(work: Callable[[], None]) -> None:

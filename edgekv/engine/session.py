@@ -45,7 +45,8 @@ class Session:
 
     A context manager: at its end, or with `close`, the caches are freed, and the session refuses to go on.
     model: the opened checkpoint; config: its shape; plan: scheme, context and bytes; tokenizer: None where the
-    model has none. What changes the conversation raises SessionError while a text is being generated.
+    model has none; lora: the name of the one beside the weights; can_slide: whether the oldest tokens leave when
+    the context is full. What changes the conversation raises SessionError while a text is being generated.
     """
 
     @classmethod
@@ -108,11 +109,13 @@ class Session:
         """An empty conversation on loaded weights: `load` and `fork` make one."""
         self.model, self.plan, self.config = loaded.model, plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
-        self._loaded, self._options, self._lora, self._compile_s = loaded, options, lora, compile_s
+        self.lora = lora
+        self._loaded, self._options, self._compile_s = loaded, options, compile_s
         drafts = open_drafts(options.draft, self.config, loaded.device, options.slots)
-        decoder, slides = loaded.decoder(lora), options.overflow == "slide"
+        self.can_slide, state = options.overflow == "slide", loaded.new_state(plan)
         self._open_runner: Runner | None = Runner(
-            loaded.new_state(plan), decoder, loaded.scheduler, plan.ctx, self.model.placeholder, slides, drafts
+            *(state, loaded.decoder(lora), loaded.scheduler, plan.ctx),
+            *(self.model.placeholder, self.can_slide, drafts),
         )
         self._report = self._new_report()
         self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
@@ -132,7 +135,6 @@ class Session:
 
     @property
     def _runner(self) -> Runner:
-        """Raises SessionError when the session is closed."""
         if self._open_runner is None:
             raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
         return self._open_runner
@@ -140,11 +142,6 @@ class Session:
     @property
     def _state(self) -> State:
         return self._runner.state
-
-    @property
-    def lora(self) -> str | None:
-        """The name of the LoRA that is applied beside the weights."""
-        return self._lora
 
     @property
     def nbytes(self) -> int:
@@ -182,11 +179,6 @@ class Session:
         return self._runner.n_read
 
     @property
-    def can_slide(self) -> bool:
-        """Whether the oldest tokens leave when the context is full."""
-        return self._runner.slides
-
-    @property
     def vision(self) -> Vision:
         """The model's vision encoder. Raises ImageError where there is none."""
         return self._loaded.vision
@@ -212,7 +204,7 @@ class Session:
 
     def _new_report(self, images: ImagesReport | None = None, **settings: Any) -> RunReport:
         """Of a text that has not begun. settings: its own."""
-        all_settings = self._loaded.settings(self.plan, self._lora) | settings
+        all_settings = self._loaded.settings(self.plan, self.lora) | settings
         return RunReport(all_settings, self.model.summary(), images=images, compile_s=self._compile_s)
 
     @checked()
@@ -233,9 +225,12 @@ class Session:
         self, prompt: str | Prompt, images: Sequence[ImageSource], bos: bool
     ) -> tuple[Prompt, ImagesReport | None]:
         """`prompt`, and what is to be reported of its images. bos: whether it begins a conversation."""
-        if isinstance(prompt, str) and not images:
-            prompt = without_places(prompt, self.require_tokenizer())
-        pieces = self.require_tokenizer().encode(prompt, bos=bos) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            tokenizer = self.require_tokenizer()
+            text = prompt if images else without_places(prompt, tokenizer)
+            pieces: Prompt = tokenizer.encode(text, bos=bos)
+        else:
+            pieces = prompt
         token = self.model.image_token
         if images:
             require_placeholder(prompt, pieces, self.vision.image_token)
@@ -327,13 +322,12 @@ class Session:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
 
         The mean of the tokens' last hidden states, behind the final norm. Vectors of one model can be compared by
-        their inner product. Raises ContextError for a text longer than the
-        context, TokenizerError for ids beyond the vocabulary.
+        their inner product. Raises ContextError for a text longer than the context, TokenizerError for other ids.
         """
         pieces = self._prompt(text, (), bos=True)[0]
         ids = [piece for piece in pieces if isinstance(piece, int)]
         runner, ctx = self._runner, self.plan.ctx
-        runner.require_known(ids)
+        runner.known_prompt(ids, n_pending=1)
         if not 1 <= len(ids) <= ctx:
             raise ContextError(
                 f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}",
@@ -372,7 +366,7 @@ class Session:
         """
         runner = self._idle_runner()
         whole = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
-        runner.require_prompt(whole)
+        runner.known_prompt(whole)
         pieces = runner.state.align(whole)
         if n_first is not None:
             runner.state.n_first = n_first
@@ -384,7 +378,7 @@ class Session:
 
     def reset(self) -> None:
         """Forgets the conversation, with the history that a chat keeps of it; the model stays loaded."""
-        self.use_lora(self._lora)
+        self.use_lora(self.lora)
 
     def close(self) -> None:
         """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
@@ -406,7 +400,7 @@ class Session:
         self._run_on(decoder, name)
 
     def _run_on(self, decoder: Decoder, lora: str | None) -> None:
-        self._runner.decoder, self._lora = decoder, lora
+        self._runner.decoder, self.lora = decoder, lora
         self._report = self._new_report()
 
     @checked(path="session")
@@ -416,7 +410,7 @@ class Session:
         Whatever happens meanwhile, the file is the new one, whole, or what it was before. Raises CheckpointError
         when it can't be written.
         """
-        return save_state(path, self._state, self.model, self._lora, self.plan)
+        return save_state(path, self._state, self.model, self.lora, self.plan)
 
     @checked(path="session")
     def load_state(self, path: Path) -> None:
@@ -441,7 +435,7 @@ class Session:
         ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
         _ = self._runner  # a closed session refuses
-        return self._forked(self.plan.kv if kv is None else kv, ctx or self.plan.ctx, self._options, self._lora)
+        return self._forked(self.plan.kv if kv is None else kv, ctx or self.plan.ctx, self._options, self.lora)
 
     def _forked(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
         loaded = self._loaded

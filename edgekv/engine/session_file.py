@@ -29,6 +29,7 @@ from edgekv.types import Array
 
 OLD_MAGIC = b"edgekv session\r\n"  # of files before 0.10, which had a container of their own
 VERSION = "2"
+DAMAGES = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of content that is no session's
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -45,8 +46,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapp
     """Writes ``content`` (JSON) and C-contiguous arrays whole or not at all; returns the bytes.
 
     A safetensors file: content and `checksum` are its metadata, and each array is cut to what is used of it.
-    Raises CheckpointError when the file can't be
-    written: a full disk, a missing folder; SessionError for content that is no JSON.
+    Raises CheckpointError when the file can't be written, SessionError for content that is no JSON.
     """
     try:
         text = json.dumps(content, allow_nan=False, ensure_ascii=False)
@@ -83,9 +83,8 @@ class SessionFile:
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror or error})") from error
         except CheckpointError as error:
-            raise self._error(
-                f"is damaged, or no session ({short_repr(str(error.__cause__ or error))})"
-            ) from error
+            cause = short_repr(str(error.__cause__ or error))
+            raise self._error(f"is damaged, or no session ({cause})") from error
         self.nbytes, metadata = self._tensors.files[0].nbytes, self._tensors.metadata
         if "edgekv_session" not in metadata:
             raise self._error("is no edgekv session")
@@ -93,18 +92,13 @@ class SessionFile:
             found = short_repr(metadata["edgekv_session"])
             raise self._error(f"has format version {found}, this edgekv reads {VERSION}")
         content = metadata.get("content", "").encode(errors="replace")
-        if metadata.get("crc32") != self._checksum(content):
-            raise self._error("is damaged: its content does not match its checksum")
         try:
+            arrays = ((name, x.dtype, x.shape, x.read()) for name, x in self._tensors.items())
+            if metadata.get("crc32") != checksum(content, arrays):
+                raise self._error("is damaged: its content does not match its checksum")
             self.content: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])  # refuses NaN
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"is damaged: its content is no session's ({short_repr(str(error))})") from None
-
-    def _checksum(self, content: bytes) -> str:
-        try:
-            return checksum(content, ((name, x.dtype, x.shape, x.read()) for name, x in self._tensors.items()))
-        except CheckpointError as error:
-            raise self._error(f"is damaged ({error})") from None
+        except (CheckpointError, ValueError, RecursionError) as error:
+            raise self._error(f"is damaged ({short_repr(str(error))})") from None
 
     def require(self, arrays: Mapping[str, Array]) -> None:
         """Raises SessionError unless the file holds just these arrays, of their types, none larger."""
@@ -246,14 +240,7 @@ class SavedState:
 
     def require_weights(self, weights: str) -> None:
         """Raises SessionError unless the weights have the session's format, on which every next token depends."""
-        if weights != self.weights:
-            raise SessionError(
-                f"{self.file.path}: was held with {self.weights} weights, not {weights}; give "
-                f"weights={self.weights!r}, or start a new session",
-                field="weights",
-                value=weights,
-                accepted=[self.weights],
-            )
+        self._require("weights", self.weights, weights)
 
     def require_plan(self, model: Model, plan: SessionPlan) -> str | None:
         """`require_model`. Raises SessionError unless weights, scheme and context are the session's, too."""
@@ -331,7 +318,7 @@ class SavedState:
             ):
                 raise self._foreign(f"counters {short_repr(counters)}")
             return cache.prepare(counters, layer["fitted"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except DAMAGES as error:
             raise self._foreign(error) from error
 
     def _opened_sampler(self, vocab_size: int) -> Sampler | None:
@@ -342,7 +329,7 @@ class SavedState:
         try:
             sampler = Sampler(SamplingParams(**saved["params"]), vocab_size)
             sampler.load_state(saved["state"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ConfigError) as error:
+        except (*DAMAGES, ConfigError) as error:
             raise self._foreign(error) from error
         return sampler
 

@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,7 +28,6 @@ from edgekv.text.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    import sentencepiece
     import tokenizers
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # in order of preference
@@ -45,22 +44,26 @@ def load_tokenizer(
     model_folder: pathlib.Path | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Opens the tokenizer of a model.
+    """Opens the tokenizer of a model: of a folder with tokenizer.json, tokenizer.model (sentencepiece's), or
+    vocab.json and merges.txt; or of one of these files.
 
-    Special tokens come from tokenizer_config.json and special_tokens_map.json beside the tokenizer, and
-    from the model's generation_config.json and config.json; all four are optional.
-
-    Args:
-        path: a folder with tokenizer.json, tokenizer.model (sentencepiece's),
-            or vocab.json and merges.txt; or one of these files.
-        model_folder: where the model's two files lie, if not beside the tokenizer.
-        config: the content of config.json, if it is not a file there.
-
-    Raises:
-        TokenizerError: no tokenizer, a damaged one, or one that contradicts the files around it.
+    Special tokens come from tokenizer_config.json and special_tokens_map.json beside it, and from the model's
+    generation_config.json and config.json; all four are optional. model_folder: where the model's two lie, if not
+    there. config: the content of config.json, if it is no file. Raises TokenizerError where there is none, and for
+    one that is damaged or contradicts the files around it.
     """
-    file = _find_file(path)
-    data = _read(file)
+    file = path if os.path.isfile(path) else next((path / n for n in FILES if os.path.isfile(path / n)), None)
+    if file is None:
+        raise TokenizerError(
+            f"{path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
+            "beside the weights, or pass tokenizer=PATH",
+            field="tokenizer",
+        )
+    try:
+        data = read_regular(file)
+    except OSError as error:
+        what = f"{file} can't be read: {error.strerror}; make it readable, or copy it again"
+        raise TokenizerError(what) from None
     declared = read_declared(file.parent, model_folder or file.parent, config)
     if file.name == "vocab.json":
         return open_gpt2(file, file.with_name("merges.txt"), declared)
@@ -74,39 +77,12 @@ def load_tokenizer(
     return SentencePieceTokenizer(file, data, declared)
 
 
-def _find_file(path: pathlib.Path) -> pathlib.Path:
-    if os.path.isfile(path):
-        return path
-    for name in FILES:
-        if os.path.isfile(path / name):
-            return path / name
-    raise TokenizerError(
-        f"{path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
-        "beside the weights, or pass tokenizer=PATH",
-        field="tokenizer",
-    )
-
-
-def _read(path: pathlib.Path) -> bytes:
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise TokenizerError(
-            f"{path} can't be read: {error.strerror}; make it readable, or copy it again"
-        ) from None
-
-
 class HuggingFaceTokenizer(Tokenizer):
     """A pipeline of the tokenizers library, whose post-processor decides what `encode(bos=True)` adds.
 
-    Args:
-        path: the file it was read from, for messages.
-        library: the pipeline; truncation and padding are turned off in it.
-        declared: what the files beside it say.
-        own_end: the token that is both BOS and EOS unless something else is declared.
-
-    Raises:
-        TokenizerError: the decoder is neither byte-level nor of sentencepiece's kind.
+    path: the file it was read from, for messages. library: truncation and padding are turned off in it. declared:
+    what the files beside it say. own_end: the token that is BOS and EOS unless something else is declared. Raises
+    TokenizerError for a decoder that is neither byte-level nor of sentencepiece's kind.
     """
 
     def __init__(
@@ -119,8 +95,14 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_truncation()
         library.no_padding()
         self._library = library
-        self._pieces = _pieces(path, library)
-        self.drops_first_space = self._pieces.drops_first_space
+        decoder = {"type": "none"} if library.decoder is None else json.loads(library.decoder.__getstate__())
+        pieces = read_pieces(decoder)
+        if pieces is None:
+            raise TokenizerError(
+                f"{path} has a decoder of type {decoder['type']}; supported are ByteLevel, Metaspace and "
+                "sentencepiece's Replace: use the tokenizer.model or vocab.json of this model instead"
+            )
+        self._pieces, self.drops_first_space = pieces, pieces.drops_first_space
         self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         require_vocabulary(str(path), self.vocab_size)
         self.bos_id, self.eos_ids = declared.resolve(
@@ -181,11 +163,7 @@ def _require_bounded(path: pathlib.Path, data: bytes) -> None:
 
 
 def open_tokenizer_json(path: pathlib.Path, data: bytes, declared: SpecialTokens) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json with the content ``data``.
-
-    Raises:
-        TokenizerError: the file is damaged, or of a kind that can't be streamed.
-    """
+    """Reads a tokenizer.json. Raises TokenizerError for a damaged one, or of a kind that can't be streamed."""
     import tokenizers
 
     with library_errors(f"{path} is not a tokenizer.json", "copy it again"):
@@ -197,8 +175,7 @@ def open_tokenizer_json(path: pathlib.Path, data: bytes, declared: SpecialTokens
 def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: SpecialTokens) -> HuggingFaceTokenizer:
     """Reads GPT-2's vocab.json and merges.txt. No BOS is added unless tokenizer_config.json asks for one.
 
-    Raises:
-        TokenizerError: a file is missing or damaged, or the vocabulary is not GPT-2's.
+    Raises TokenizerError where a file is missing or damaged, or the vocabulary is not GPT-2's.
     """
     import tokenizers
 
@@ -223,17 +200,6 @@ def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: SpecialTokens
         return HuggingFaceTokenizer(vocab, library, declared, own_end=end)
 
 
-def _pieces(path: pathlib.Path, library: tokenizers.Tokenizer) -> ByteLevelPieces | SpacedPieces:
-    decoder = {"type": "none"} if library.decoder is None else json.loads(library.decoder.__getstate__())
-    pieces = read_pieces(decoder)
-    if pieces is None:
-        raise TokenizerError(
-            f"{path} has a decoder of type {decoder['type']}; supported are ByteLevel, Metaspace and "
-            "sentencepiece's Replace: use the tokenizer.model or vocab.json of this model instead"
-        )
-    return pieces
-
-
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's letter for each byte: itself where it prints, else the next of U+0100, U+0101..."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -244,43 +210,36 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 
 
-class ByteLevelPieces:
-    """GPT-2, Llama 3, Qwen: every letter of a piece is a byte."""
-
-    drops_first_space: ClassVar[bool] = False
-
-    def to_bytes(self, piece: str) -> bytes:
-        """The bytes that a piece stands for; of one in other letters its UTF-8."""
-        try:
-            return bytes(BYTE_ALPHABET[letter] for letter in piece)
-        except KeyError:
-            return piece.encode()
-
-
 @dataclasses.dataclass(frozen=True)
-class SpacedPieces:
-    """Sentencepiece's way, as in Llama 2: `space` stands for a blank and `<0x0A>`, if asked for, for a byte."""
+class Pieces:
+    """How a vocabulary writes bytes: every letter is one (GPT-2, Llama 3, Qwen), or, as sentencepiece, text.
 
-    space: str
-    byte_fallback: bool
-    drops_first_space: bool
+    space: what stands for a blank in text; None: letters are bytes. byte_fallback: `<0x0A>` stands for a byte.
+    """
+
+    space: str | None = None
+    byte_fallback: bool = False
+    drops_first_space: bool = False
 
     def to_bytes(self, piece: str) -> bytes:
-        """The bytes that a piece stands for."""
+        """Returns the bytes that a piece stands for; of one in letters that are no bytes its UTF-8."""
+        if self.space is None:
+            is_bytes = BYTE_ALPHABET.keys() >= {*piece}
+            return bytes(BYTE_ALPHABET[letter] for letter in piece) if is_bytes else piece.encode()
         byte = BYTE_PIECE.fullmatch(piece) if self.byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else piece.replace(self.space, " ").encode()
 
 
-def read_pieces(decoder: Mapping[str, Any]) -> ByteLevelPieces | SpacedPieces | None:
-    """The pieces of a decoder, or None if it is of neither kind."""
+def read_pieces(decoder: Mapping[str, Any]) -> Pieces | None:
+    """Returns the pieces of a decoder, or None if it is of neither kind."""
     steps = list(_steps(decoder))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
-        return ByteLevelPieces()
+        return Pieces()
     spaces = [space for step in steps if (space := _space(step)) is not None]
     if not spaces:
         return None
-    return SpacedPieces(spaces[0], "ByteFallback" in types, any(_drops_first_space(step) for step in steps))
+    return Pieces(spaces[0], "ByteFallback" in types, any(_drops_first_space(step) for step in steps))
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -293,12 +252,10 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _space(step: Mapping[str, Any]) -> str | None:
     """What stands for a blank, if this step of a decoder says so."""
-    space: str | None = None
     if step["type"] == "Metaspace":
-        space = step["replacement"]
-    elif step["type"] == "Replace" and step["content"] == " ":
-        space = step["pattern"].get("String")
-    return space
+        return str(step["replacement"])
+    is_blank = step["type"] == "Replace" and step["content"] == " "
+    return step["pattern"].get("String") if is_blank else None
 
 
 def _drops_first_space(step: Mapping[str, Any]) -> bool:
@@ -320,7 +277,12 @@ class SentencePieceTokenizer(Tokenizer):
     special_texts = ()
 
     def __init__(self, path: pathlib.Path, data: bytes, declared: SpecialTokens) -> None:
-        self._library = _load(path, data)
+        import sentencepiece
+
+        try:
+            self._library = sentencepiece.SentencePieceProcessor(model_proto=data or b"none")
+        except (RuntimeError, ValueError):
+            raise TokenizerError(f"{path} is no sentencepiece model; it is damaged: copy it again") from None
         self.vocab_size = self._library.vocab_size()
         bos_id, eos_id = self._library.bos_id(), self._library.eos_id()
         self.bos_id, self.eos_ids = declared.resolve(
@@ -355,15 +317,3 @@ class SentencePieceTokenizer(Tokenizer):
         if self._library.is_byte(token_id):
             return bytes([int(piece[1:-1], 16)])  # <0x0A>
         return piece.replace(SPACE, " ").encode()
-
-
-def _load(path: pathlib.Path, data: bytes) -> sentencepiece.SentencePieceProcessor:
-    import sentencepiece
-
-    try:
-        library = sentencepiece.SentencePieceProcessor(model_proto=data) if data else None
-    except (RuntimeError, ValueError):
-        library = None
-    if library is None:
-        raise TokenizerError(f"{path} is no sentencepiece model; it is damaged: copy it again")
-    return library

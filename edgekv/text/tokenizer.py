@@ -19,13 +19,15 @@ BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has n
 BARRIER = "\x02"  # merges with no letter
 OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
 MAX_VOCABULARY = 1 << 24
-codecs.register_error(EACH_BYTE, lambda error: _replaced(error))
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
     """Sentencepiece's way: U+FFFD for every byte of no character; others have one for a cut character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH_BYTE, _replaced)
 
 
 def _encode_errors() -> contextlib.AbstractContextManager[None]:
@@ -61,11 +63,9 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
 
-        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but
-        sentencepiece's, where control symbols can't be written; `as_text` keeps them from that.
-
-        Raises:
-            TokenizerError: `text` holds a lone surrogate, such as Python makes of undecodable bytes.
+        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but sentencepiece's,
+        where control symbols can't be written; `as_text` keeps them from that. Raises TokenizerError for a lone
+        surrogate, such as Python makes of undecodable bytes.
         """
         try:
             text.encode()
@@ -102,10 +102,8 @@ class Tokenizer(abc.ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token in the middle of a text, perhaps only a part of a UTF-8 character.
 
-        Special tokens have none, nor have the ids past the vocabulary that pad an embedding.
-
-        Raises:
-            TokenizerError: `token_id` is negative.
+        Special tokens have none, nor have ids past the vocabulary, which pad an embedding. Raises TokenizerError
+        for a negative one.
         """
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative; ids run from 0 to {self.vocab_size - 1}")
@@ -130,13 +128,9 @@ class Tokenizer(abc.ABC):
 class StreamDecoder:
     """Turns tokens into text that can be printed at once: never a part of a character.
 
-    Bytes that may still become a character are held back, and turn into U+FFFD only when they can't.
-    The texts returned by `push` and `flush`, joined, are `tokenizer.decode` of the tokens.
-
-    Args:
-        tokenizer: whose tokens are pushed.
-        at_start: the tokens begin a text, so that a first space which `tokenizer` added is dropped.
-            False when they continue one, such as a prompt.
+    Bytes that may still become a character are held back, and turn into U+FFFD only when they can't. The texts
+    returned by `push` and `flush`, joined, are `tokenizer.decode` of the tokens. at_start: the tokens begin a
+    text, so that a first space which the tokenizer added is dropped; else they continue one, such as a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool) -> None:
@@ -196,19 +190,12 @@ class SpecialTokens:
         own_bos: int | None = None,
         own_eos: tuple[int, ...] = (),
     ) -> tuple[int | None, tuple[int, ...]]:
-        """The BOS id and the EOS ids of a tokenizer.
+        """Returns the BOS id and the EOS ids of a tokenizer with ``vocab_size`` tokens.
 
-        The tokenizer's BOS goes before the config's, because it is what the model saw in training;
-        the config's EOS goes before the tokenizer's, because it lists every token that ends an answer.
-
-        Args:
-            find: the id of a token's name, or None.
-            vocab_size: the tokenizer's.
-            own_bos: what the tokenizer file itself says.
-            own_eos: likewise.
-
-        Raises:
-            TokenizerError: a declared token is in neither the tokenizer nor the model.
+        The tokenizer's BOS goes before the config's, because it is what the model saw in training; the config's
+        EOS goes before the tokenizer's, because it lists every token that ends an answer. find: gives the id of a
+        token's name, or None. own_bos, own_eos: of the tokenizer's file. Raises TokenizerError for a declared
+        token that is in neither the tokenizer nor the model.
         """
         limit = max(vocab_size, self.vocab_size)
         if self.bos_token is not None:
@@ -236,8 +223,7 @@ def read_declared(
 ) -> SpecialTokens:
     """Reads the JSON files that are there; `config` stands for config.json where given.
 
-    Raises:
-        TokenizerError: a file is not a JSON object, or a special token in it is of the wrong type.
+    Raises TokenizerError for a file that is no JSON object, and for special tokens of the wrong type.
     """
     settings = _read_object(tokenizer_folder / "tokenizer_config.json")
     add_bos = settings.get("add_bos_token")

@@ -29,8 +29,8 @@ class Checkpoint:
 
     path: as the user gave it; folder: the folder it is, None for a bare file; tensors: its weights, mapped;
     config: the content of config.json; config_path: where that was read, None for a file's `__metadata__`;
-    tokenizer_folder: where tokenizer files lie, None when there are none;
-    identify: gives the `identity`; its argument is told how far the hashing is, where that is to be done.
+    tokenizer_folder: where tokenizer files lie, None when there are none; identify: gives the `identity`, and
+    tells its argument how far the hashing is, where that is to be done.
     """
 
     path: Path
@@ -65,40 +65,24 @@ def open_checkpoint(
     Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
     """
     place = user_path(path)
-    if place.suffix == GGUF:
-        return _open_gguf(place, config, tokenizer)
     folder = place if os.path.isdir(place) else None
-    tensors = _open_folder(folder) if folder else _open_file(place)
-    beside = folder or place.parent
-    values, config_path = _find_config(place, beside, tensors, config)
-    return Checkpoint(
-        path=Path(path),
-        folder=folder,
-        tensors=unpacked(tensors.unstacked() if stacks_experts(values) else tensors, values),
-        config=values,
-        config_path=config_path,
-        tokenizer_folder=_find_tokenizer(beside, tokenizer),
-        identify=_identity(tensors, values),
-    )
+    if place.suffix == GGUF:
+        from edgekv.checkpoint.gguf import imported, open_gguf
 
+        beside, index = imported(place)
+        tensors = seen = open_gguf(place, index)
+        config_path = None if config is None else user_path(config)
+        values = index["config"] if config_path is None else read_config(config_path)
+    else:
+        beside, tensors = folder or place.parent, _open_folder(folder) if folder else _open_file(place)
+        values, config_path = _find_config(place, beside, tensors, config)
+        seen = unpacked(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
-def _open_gguf(
-    place: Path, config: str | os.PathLike[str] | None, tokenizer: str | os.PathLike[str] | None
-) -> Checkpoint:
-    from edgekv.checkpoint.gguf import imported, open_gguf
+    def identify(progress: TaskProgress | None) -> str:
+        hashes = [file.content_hash(progress) for file in tensors.files]
+        return hashlib.sha256(json.dumps([values, hashes], sort_keys=True).encode()).hexdigest()[:16]
 
-    folder, index = imported(place)
-    tensors = open_gguf(place, index)
-    values = read_config(config) if config is not None else index["config"]
-    return Checkpoint(
-        path=place,
-        folder=None,
-        tensors=tensors,
-        config=values,
-        config_path=None if config is None else user_path(config),
-        tokenizer_folder=_find_tokenizer(folder, tokenizer),
-        identify=_identity(tensors, values),
-    )
+    return Checkpoint(Path(path), folder, seen, values, config_path, _find_tokenizer(beside, tokenizer), identify)
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -206,14 +190,6 @@ def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path 
 def holds_tokenizer(folder: Path) -> bool:
     """Whether a tokenizer lies in the folder."""
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
-
-
-def _identity(tensors: Tensors, config: dict[str, Any]) -> Callable[[TaskProgress | None], str]:
-    def identify(progress: TaskProgress | None) -> str:
-        hashes = [file.content_hash(progress) for file in tensors.files]
-        return hashlib.sha256(json.dumps([config, hashes], sort_keys=True).encode()).hexdigest()[:16]
-
-    return identify
 
 
 def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:

@@ -135,10 +135,31 @@ class MappedFile:
         self._hash: str | None = None
 
     def content_hash(self, progress: TaskProgress | None = None) -> str:
-        """Returns `content_hash` of the file as it was when it was opened."""
+        """Returns a SHA-256 over the hashes of all spans of the file, in hex; it is remembered.
+
+        Raises CheckpointError where the file has changed since it was opened, or can't be read.
+        """
         if self._hash is None:
-            self._hash = content_hash(self.path, self.status, progress)
+            known, place, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _facts(self.status)
+            *of, found = (known.read() or {}).get(place, [None])
+            if of != facts:
+                begun_ns, found = time.time_ns(), self._hashed(progress)
+                if abs(begun_ns - self.status.st_ctime_ns) > SETTLED_NS:
+                    others = {key: value for key, value in (known.read() or {}).items() if key != place}
+                    known.keep(dict(list(others.items())[1 - MOST_HASHES :]) | {place: [*facts, found]})
+            self._hash = str(found)
         return self._hash
+
+    def _hashed(self, progress: TaskProgress | None) -> str:
+        try:
+            with open_regular(self.path) as file:
+                found = hash_spans(file.fileno(), self.status.st_size, progress)
+                is_same = _facts(os.fstat(file.fileno())) == _facts(self.status)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error}); try again") from error
+        if not is_same:
+            raise CheckpointError(f"{self.path}: changed while it was in use; try again when it is whole")
+        return found
 
 
 class MappedTensor(Tensor):
@@ -310,32 +331,6 @@ def _map_safetensors(path: Path) -> tuple[MappedFile, dict[str, Tensor]]:
     return file, tensors
 
 
-def content_hash(path: Path, opened: os.stat_result, progress: TaskProgress | None = None) -> str:
-    """Returns a SHA-256 over the hashes of all spans of a file, in hex.
-
-    opened: its status when it was opened. Raises CheckpointError where it has changed since, or can't be read.
-    """
-    known = Memo("hashes.json", 1)
-    place, facts = os.path.realpath(path), _facts(opened)
-    remembered = known.read() or {}
-    if remembered.get(place, [])[:-1] == facts:
-        return str(remembered[place][-1])
-    begun_ns = time.time_ns()
-    try:
-        with open_regular(path) as file:
-            found = hash_spans(file.fileno(), opened.st_size, progress)
-            is_same = _facts(os.fstat(file.fileno())) == facts
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
-    if not is_same:
-        raise CheckpointError(f"{path}: changed while it was in use; try again when it is whole")
-    if abs(begun_ns - opened.st_ctime_ns) > SETTLED_NS:
-        others = {key: value for key, value in (known.read() or {}).items() if key != place}
-        latest = dict(list(others.items())[1 - MOST_HASHES :])
-        known.keep(latest | {place: [*facts, found]})
-    return found
-
-
 def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = None) -> str:
     """Hashes an open file as `content_hash` does, by all cores together. Raises OSError."""
 
@@ -402,14 +397,9 @@ class TensorWriter:
             due = repr(self._waiting[-1]) if self._waiting else "none"
             raise CheckpointError(f"{self.path}: tensor {name!r} was written out of order; the next one is {due}")
         dtype, shape = self._specs[name]
-        rows = array.shape[0] if array.ndim else 1
-        rows_left = (shape[0] if shape else 1) - self._rows_written
-        if (
-            array.dtype != DTYPES[dtype]
-            or array.ndim != len(shape)
-            or array.shape[1:] != shape[1:]
-            or rows > rows_left
-        ):
+        rows, rows_left = (array.shape or (1,))[0], (shape or (1,))[0] - self._rows_written
+        is_part = array.ndim == len(shape) and array.shape[1:] == shape[1:] and rows <= rows_left
+        if array.dtype != DTYPES[dtype] or not is_part:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is {dtype} {shape} with {rows_left} rows to come, "
                 f"but {array.dtype} {array.shape} was written"

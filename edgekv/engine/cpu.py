@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from edgekv.kernels import Kernels, compiling, numba_kernels, numpy_kernels
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.threads import serial_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import Workspace
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.machine import all_cores, blas_threads
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
@@ -145,15 +144,6 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, sees_queries: bool) -> int:
 
 
 TOKENS = 700  # beyond the windows and budgets that the schemes have by default
-SMALL = SimpleNamespace(
-    n_layers=1,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=64,
-    layer_windows=(None,),
-    layer_recurrences=(None,),
-    score_cap=None,
-)
 
 
 @contextlib.contextmanager
@@ -185,7 +175,7 @@ def main(kv: str) -> None:
     from edgekv.kernels.cpu.loops import loops_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
-    cache = spec.layers(SMALL, TOKENS)[0]
+    cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.knobs)
     cache.allocate(numba_kernels(1), Workspace())
     q, k, v = (rng.standard_normal((n, TOKENS - 1, 64), np.float32) for n in (2, 1, 1))
     cache.prefill(q, k, v)

@@ -10,8 +10,9 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.spec import PRESETS, AttentionShape, CacheSpec
+from edgekv.kvcache.spec import PRESETS, CacheSpec
 from edgekv.machine import format_bytes
+from edgekv.models.config import ModelConfig
 
 PUBLISHED = pathlib.Path(__file__).parent / "published.json"  # written by tools/docs/tables.py
 EXACT = "dense"  # what the others are compared with
@@ -37,7 +38,7 @@ def published_results() -> dict[str, Any]:
 
 def resolve(
     kv: str | CacheSpec | None,
-    shape: AttentionShape,
+    shape: ModelConfig,
     ctx: int,
     budget: int | None,
     held: int,
@@ -66,7 +67,7 @@ def resolve(
     return spec, []
 
 
-def choose(shape: AttentionShape, ctx: int, held: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
+def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
     """Return the smallest preset that ``passed`` the gate on this model, and one line that says why it was taken.
 
     Where none passed, the smallest whose loss was at most MOST_LOSS wherever it was measured; f16 where that saves
@@ -93,7 +94,7 @@ def bytes_per_token(spec: CacheSpec, tokens: int = 8192) -> float | None:
     return cache.planned_bytes() / n / tokens
 
 
-def _size(name: str, shape: AttentionShape, ctx: int) -> int | None:
+def _size(name: str, shape: ModelConfig, ctx: int) -> int | None:
     """Bytes of a preset's caches; None for one that can't have the model."""
     try:
         return CacheSpec.parse(name).planned_bytes(shape, ctx)

@@ -9,8 +9,8 @@ import numpy as np
 
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.cache import KVCache, LayerState, Layout, layout_bytes
-from edgekv.kvcache.spec import AttentionShape, CacheSpec
-from edgekv.models.config import Recurrence
+from edgekv.kvcache.spec import CacheSpec
+from edgekv.models.config import ModelConfig, Recurrence
 from edgekv.types import F32, Array
 
 VERSION = 1  # of what the arrays mean
@@ -138,7 +138,7 @@ class RecurrentState(LayerState):
         return all(bool(np.isfinite(to_host(array)).all()) for array in self.arrays.values())
 
 
-def open_layers(spec: CacheSpec, shape: AttentionShape, capacity: int) -> list[LayerState]:
+def open_layers(spec: CacheSpec, shape: ModelConfig, capacity: int) -> list[LayerState]:
     """One state per layer for ``capacity`` tokens, not allocated yet: the scheme's caches where layers attend.
 
     Raises CacheError as `CacheSpec.layers`.
@@ -147,7 +147,7 @@ def open_layers(spec: CacheSpec, shape: AttentionShape, capacity: int) -> list[L
     return [next(caches) if each is None else next(own) for each in shape.layer_recurrences]
 
 
-def recurrent_states(shape: AttentionShape, capacity: int) -> list[RecurrentState]:
+def recurrent_states(shape: ModelConfig, capacity: int) -> list[RecurrentState]:
     """Those of the layers that do not attend, not allocated yet."""
     recurrences = [each for each in shape.layer_recurrences if each is not None]
     state_bytes = sum(layout_bytes({k: (v, "<f4") for k, v in each.state().items()}) for each in recurrences)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.knobs import bad_knob, declared
 from edgekv.kvcache.registry import broken_schemes, find_scheme, removed, schemes
 from edgekv.kvcache.sliding import Rolling
-from edgekv.models.config import Recurrence
+from edgekv.models.config import ModelConfig
 
 PRESETS = {
     "f16": "dense",
@@ -22,41 +22,6 @@ PRESETS = {
     "q1.5": "planes:k_bits=1.5,v_bits=1.5",
 }
 """What users type -> the scheme with its knobs; most bytes and least loss first."""
-
-
-class AttentionShape(Protocol):
-    """What a cache must know of a model; `ModelConfig` has it.
-
-    ``layer_windows``: None sees all tokens. ``score_cap``: the soft bound of attention's scores, None without one.
-    """
-
-    @property
-    def n_layers(self) -> int:
-        """Layers, with those that do not attend."""
-
-    @property
-    def n_heads(self) -> int:
-        """Query heads of a layer."""
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Key-value heads of a layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window in tokens, or None."""
-
-    @property
-    def score_cap(self) -> float | None:
-        """The soft bound of scores, or None."""
-
-    @property
-    def layer_recurrences(self) -> Sequence[Recurrence | None]:
-        """What each layer has in place of attention, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +43,7 @@ class CacheSpec:
             return cls.parse(f"{preset}{',' if ':' in preset else ':'}{rest}" if colon else preset)
         scheme = find_scheme(name, PRESETS)
         fields = {field.name: field for field in dataclasses.fields(scheme.Knobs)}
-        aliases = knob_aliases(scheme)
+        aliases = getattr(scheme.Knobs, "aliases", {})
         values: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             knob, equals, value = item.partition("=")
@@ -160,23 +125,23 @@ class CacheSpec:
         knob = self.scheme.bytes_knob
         return None if knob is None else int(getattr(self.knobs, knob))
 
-    def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
+    def layers(self, config: ModelConfig, capacity: int) -> list[KVCache]:
         """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.
 
-        Raises CacheError (field kv) for a bad shape.
+        Raises CacheError (field kv) for a bad config.
         """
-        attending = [i for i, each in enumerate(shape.layer_recurrences) if each is None]
+        attending = [i for i, each in enumerate(config.layer_recurrences) if each is None]
         return [
             self.layer(
                 Geometry(
-                    n_heads=shape.n_heads,
-                    n_kv_heads=shape.n_kv_heads,
-                    head_dim=shape.head_dim,
+                    n_heads=config.n_heads,
+                    n_kv_heads=config.n_kv_heads,
+                    head_dim=config.head_dim,
                     capacity=capacity,
                     layer=k,
                     n_layers=len(attending),
-                    sliding_window=shape.layer_windows[i],
-                    score_cap=shape.score_cap,
+                    sliding_window=config.layer_windows[i],
+                    score_cap=config.score_cap,
                 ),
             )
             for k, i in enumerate(attending)
@@ -191,47 +156,34 @@ class CacheSpec:
         rolling = Rolling(geometry, self.knobs, codecs)
         return rolling if rolling.planned_bytes() < own.planned_bytes() else own
 
-    def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
+    def planned_bytes(self, config: ModelConfig, capacity: int) -> int:
         """Bytes of all caches' arrays for ``capacity`` tokens."""
-        return sum(cache.planned_bytes() for cache in self.layers(shape, capacity))
+        return sum(cache.planned_bytes() for cache in self.layers(config, capacity))
 
 
 def suited(
-    specs: Sequence[CacheSpec], shape: AttentionShape, capacity: int, named: bool
+    specs: Sequence[CacheSpec], config: ModelConfig, capacity: int, named: bool
 ) -> tuple[list[CacheSpec], list[str]]:
     """The schemes that can have this model, and of each of the others why not.
 
     Raises CacheError for one of these where they are ``named``, and not a list that nobody chose.
     """
-    refused = {spec: error for spec in specs if (error := _refusal(spec, shape, capacity))}
-    if refused and named:
-        raise next(iter(refused.values()))
-    reasons = [*map(str, refused.values()), *([] if named else broken_schemes())]
-    return [spec for spec in specs if spec not in refused], [reason.partition(";")[0] for reason in reasons]
-
-
-def _refusal(spec: CacheSpec, shape: AttentionShape, capacity: int) -> CacheError | None:
-    try:
-        spec.layers(shape, capacity)
-    except CacheError as error:
-        return error
-    return None
-
-
-def knob_aliases(scheme: type[KVCache]) -> dict[str, str]:
-    """What a scheme's knobs were called before: old name -> field."""
-    return dict(getattr(scheme.Knobs, "aliases", {}))
-
-
-def schemes_with(knob: str) -> list[str]:
-    """Names of the schemes that have the knob, under its present name or one that it had before."""
-    return [name for name, scheme in schemes().items() if _has_knob(scheme, knob)]
+    fitting, reasons = [], [] if named else broken_schemes()
+    for spec in specs:
+        try:
+            spec.layers(config, capacity)
+            fitting.append(spec)
+        except CacheError as error:  # noqa: PERF203
+            if named:
+                raise
+            reasons.append(str(error))
+    return fitting, [reason.partition(";")[0] for reason in reasons]
 
 
 def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
     accepted = [f"{field.name}={field.default}" for field in fields.values()]
     knob = item.partition("=")[0]
-    others = schemes_with(knob)
+    others = [scheme for scheme, each in schemes().items() if hasattr(each.Knobs, knob)]
     hint = f"; {knob} applies to: {', '.join(others)}" if others and knob not in fields else ""
     takes = f"{name}:{','.join(accepted)}" if accepted else "no knobs"
     return CacheError(
@@ -240,11 +192,6 @@ def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) ->
         value=item,
         accepted=accepted,
     )
-
-
-def _has_knob(scheme: type[KVCache], knob: str) -> bool:
-    fields = {field.name for field in dataclasses.fields(scheme.Knobs)}
-    return knob_aliases(scheme).get(knob, knob) in fields
 
 
 def _convert(name: str, field: dataclasses.Field[Any], text: str) -> Any:

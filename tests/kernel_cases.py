@@ -17,6 +17,7 @@ from helpers import HAS_PAPERS
 from edgekv.kernels import reference
 from edgekv.kvcache import schemes
 from edgekv.kvcache.codecs import Codec
+from edgekv.weights.quantize import SHRINK, n_blocks
 
 C = TypeVar("C")
 BASES = (Codec, import_module("edgekv.papers.retrieval").Index) if HAS_PAPERS else (Codec,)
@@ -168,3 +169,34 @@ def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
     """The codec on given arrays; any kernels may read it."""
     codec.bind(arrays, reference)
     return codec
+
+
+def quantize_numpy(weight: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The specification of `edgekv.weights.quantize.quantize`."""
+    rows, columns = weight.shape
+    zero, top = 1 << (bits - 1), (1 << bits) - 1
+    blocks = n_blocks(columns, block)
+    w = np.pad(weight, ((0, 0), (0, blocks * block - columns))).reshape(rows, blocks, block)
+    peak = np.take_along_axis(w, np.abs(w).argmax(-1)[..., None], -1)[..., 0]  # signed
+    best_error = np.full(peak.shape, np.inf, np.float32)
+    scale = np.zeros_like(peak)
+    candidates = SHRINK if bits == 4 else SHRINK[:1]
+    full = np.float32(-zero if bits == 4 else zero - 1)
+    for shrink in candidates:
+        d = peak * shrink / full
+        codes = quantized_codes(w, d, zero, top) - np.float32(zero)
+        square = (codes * codes).sum(-1, dtype=np.float32)
+        if bits == 4:  # least-squares scale for these codes
+            d = np.where(square > 0, (codes * w).sum(-1, dtype=np.float32) / np.maximum(square, 1), 0)
+        error = np.square(w - codes * d[..., None]).sum(-1, dtype=np.float32)
+        better = error < best_error
+        best_error, scale = np.where(better, error, best_error), np.where(better, d, scale)
+    scale = scale.astype(np.float32)
+    final = quantized_codes(w, scale, zero, top).astype(np.uint8)
+    return (final[..., 0::2] | final[..., 1::2] * np.uint8(16) if bits == 4 else final), scale
+
+
+def quantized_codes(w: np.ndarray, scale: np.ndarray, zero: int, top: int) -> np.ndarray:
+    inverse = np.where(scale != 0, 1 / np.where(scale != 0, scale, 1), 0).astype(np.float32)
+    codes = np.clip(np.rint(w * inverse[..., None]) + np.float32(zero), 0, top)
+    return np.asarray(codes)

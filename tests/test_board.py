@@ -29,7 +29,6 @@ from edgekv.power.board import (
     Shape,
     Span,
     Step,
-    ThreadsRow,
     add_log,
     open_meter,
 )
@@ -56,7 +55,7 @@ def made_up() -> Board:
         for kv in FASTER.schemes
     ]
     rows: list[Measured] = [
-        *(Bandwidth(1, 9.5, span), Bandwidth(2, 12.25, span), ThreadsRow("tiny", 1, 2.5, 99.5, span)),
+        *(Bandwidth(1, 9.5, span), Bandwidth(2, 12.25, span)),
         *(*decoded, Prompt("tiny", "dense", 64, 2, 640.0, 0.11, 10000, span)),
     ]
     spans = [msgspec.structs.replace(span, started=started + 0.5 * (i + 1)) for i in range(len(rows))]
@@ -272,10 +271,9 @@ def test_small_shapes_come_first_and_each_with_its_most_telling_rows() -> None:
     assert [step.text for step in bandwidth] == [
         f"memory, {n}" for n in ("1 thread", "2 threads", "3 threads", "4 threads")
     ]
-    assert order[:4] == [f"qwen3-0.6b, {n}" for n in ("4 threads", "3 threads", "2 threads", "1 thread")]
-    assert order[4:6] == ["qwen3-0.6b, dense at 0", "qwen3-0.6b, dense, prompt of 512"]
+    assert order[:2] == ["qwen3-0.6b, dense at 0", "qwen3-0.6b, dense, prompt of 512"]
     assert list(dict.fromkeys(key.partition(",")[0] for key in order)) == list(FULL.shapes)
-    assert len(order) == 4 + 6 * (5 * 3 + 1)
+    assert len(order) == 6 * (5 * 3 + 1)
     sizes = [FULL.weights_bytes(shape) for shape in FULL.shapes]
     assert sizes == sorted(sizes)
 

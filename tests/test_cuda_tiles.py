@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import test_cuda_attend
 from cuda_cases import OnDevice
-from kernel_cases import normal
+from kernel_cases import normal, quantize_numpy
 from test_cuda_attend import TOLERANCE, Both, causal
 
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.matvec import packed_matvec
-from edgekv.weights.quantize import dequantize, quantize_numpy
+from edgekv.weights.quantize import dequantize
 
 PLANES = [  # the pair, queries per KV head, head_dim
     *(("signs", (rows, width)) for rows, width in ((1, 128), (2, 64), (3, 128), (4, 128))),

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import pairs
+from kernel_cases import pairs, quantize_numpy
 
 from edgekv.checkpoint.shipped import load_shape
 from edgekv.kernels import threads
@@ -29,7 +29,7 @@ from edgekv.types import F32, U8, Threads
 from edgekv.weights.cpu import CpuOps
 from edgekv.weights.formats import per_linear_format
 from edgekv.weights.ops import ACTIVATIONS, LowRank, NumpyOps, add_changes, clamped_gate
-from edgekv.weights.quantize import dequantize, n_blocks, quantize_numpy
+from edgekv.weights.quantize import dequantize, n_blocks
 from edgekv.weights.random import random_store
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7

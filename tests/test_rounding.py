@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from helpers import raises
+from kernel_cases import quantize_numpy
 
 from edgekv import Session
 from edgekv.checkpoint.shipped import load_shape
@@ -22,7 +23,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.types import F32, F64, U8
 from edgekv.weights import rounding
 from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format
-from edgekv.weights.quantize import dequantize, n_blocks, quantize, quantize_numpy
+from edgekv.weights.quantize import dequantize, n_blocks, quantize
 from edgekv.weights.random import RandomWeights, random_store
 from edgekv.weights.rounding import (
     DAMPING,

@@ -64,9 +64,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class Step(NamedTuple):
-    """One measurement; n: threads of bandwidth and threads, tokens of the cache or of the prompt."""
+    """One measurement; n: threads that read memory, or tokens of the cache or the prompt."""
 
-    what: Literal["bandwidth", "threads", "decode", "prompt"]
+    what: Literal["bandwidth", "decode", "prompt"]
     shape: str
     n: int
     kv: str = ""
@@ -154,20 +154,6 @@ class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
         return Step("bandwidth", "memory", self.threads)
 
 
-class ThreadsRow(msgspec.Struct, frozen=True, tag="threads", tag_field="what"):
-    """A shape with so many threads for everything: a token in an empty f16 cache, and a short prompt."""
-
-    shape: Name
-    threads: AtLeastOne
-    token_ms: Positive
-    prompt_tokens_per_s: Positive
-    span: Span
-
-    @property
-    def step(self) -> Step:
-        return Step("threads", self.shape, self.threads)
-
-
 class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
     """A token of a whole model behind ``depth`` others; milliseconds are medians, or what their names say.
 
@@ -216,7 +202,7 @@ class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
         return Step("prompt", self.shape, self.tokens, self.kv)
 
 
-Measured = Bandwidth | ThreadsRow | Decode | Prompt
+Measured = Bandwidth | Decode | Prompt
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -251,7 +237,6 @@ class Plan(msgspec.Struct, frozen=True):
     schemes: tuple[str, ...]
     depths: tuple[int, ...]
     prompt: int
-    threads_prompt: int
     weights: str
     seconds: float
     idle_s: float
@@ -263,9 +248,8 @@ class Plan(msgspec.Struct, frozen=True):
         return max(*self.depths, self.prompt) + MOST_TOKENS + 1
 
     def steps(self, cores: int) -> list[Step]:
-        """List the measurements: memory, the first shape by threads, then every shape, its most telling first."""
+        """List the measurements: memory, then shape by shape, its most telling first."""
         steps = [Step("bandwidth", "memory", n) for n in bandwidth_threads(cores)]
-        steps += [Step("threads", self.shapes[0], n) for n in candidates(cores)]
         first, shallow = self.schemes[0], self.depths[0]
         for shape in self.shapes:
             steps += [Step("decode", shape, shallow, first), Step("prompt", shape, self.prompt, first)]
@@ -293,12 +277,11 @@ FULL = Plan(
     schemes=("dense", "onebit", "planes", "kivi2", "h1b"),
     depths=(0, 2048, 8192),
     prompt=512,
-    threads_prompt=128,
     weights="int4",
     seconds=3.0,
     idle_s=5.0,
 )
-QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, 32, "int4", 0.05, 0.1)  # shows that everything runs
+QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # shows that everything runs
 
 
 def bandwidth_threads(cores: int) -> list[int]:
@@ -346,7 +329,10 @@ class Board(msgspec.Struct):
             raw = read_object(path)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}; {hint}") from None
-        return read_fields(raw, cls, str(path), hint)
+        rows = raw.get("measured")
+        if isinstance(rows, list):  # files of before have rows by the number of threads, too
+            rows = [row for row in rows if not (isinstance(row, dict) and row.get("what") == "threads")]
+        return read_fields(raw | {"measured": rows}, cls, str(path), hint)
 
 
 # Energy, and the conditions around a measurement
@@ -480,7 +466,7 @@ class Run:
         self.board, self.path, self.source = board, path, source
         self._say, self._progress = say, progress
         self._deadline = time.perf_counter() + seconds
-        self._opened: tuple[str, int | None] | None = None
+        self._opened: str | None = None
         self.decoder: Decoder
 
     def go(self) -> None:
@@ -526,12 +512,11 @@ class Run:
     def _obstacle(self, step: Step) -> str | None:
         """Say why the measurement can't be made now; None: nothing is in its way."""
         plan = self.board.plan
-        tokens, kv = (0, plan.schemes[0]) if step.what == "threads" else (step.n, step.kv)
-        model, ctx = unread_model(step.shape, plan.config(step.shape)), tokens + MOST_TOKENS + 1
-        needed = sum(SessionPlan.make(model, kv=kv, ctx=ctx, weights=plan.weights).parts().values())
+        model, ctx = unread_model(step.shape, plan.config(step.shape)), step.n + MOST_TOKENS + 1
+        needed = sum(SessionPlan.make(model, kv=step.kv, ctx=ctx, weights=plan.weights).parts().values())
         free = available_memory_bytes()
         if self._opened is not None:
-            free += plan.weights_bytes(self._opened[0])  # in use already, or given back before the next is opened
+            free += plan.weights_bytes(self._opened)  # in use already, or given back before the next is opened
         if needed > free:
             return f"needs {format_bytes(needed)} of memory, {format_bytes(free)} is free"
         return NO_TIME if time.perf_counter() > self._deadline else None
@@ -541,51 +526,46 @@ class Run:
         if step.what == "bandwidth":
             read = self._bandwidth(step.n)
             return read, f"{read.gb_per_s:.1f} GB/s"
-        self._open(step.shape, step.n if step.what == "threads" else self.board.plan.threads)
+        self._open(step.shape)
         gc.collect()  # caches of earlier measurements are known to themselves
         reset_peak_rss()
-        if step.what == "threads":
-            row = self._threads(step)
-            return row, f"{1e3 / row.token_ms:.2f} tokens/s, prompts {row.prompt_tokens_per_s:.1f}"
         if step.what == "decode":
             decoded = self._decode(step)
             return decoded, f"{1e3 / decoded.token_ms:.2f} tokens/s"
         prompt = self._prompt(step)
         return prompt, f"{prompt.tokens_per_s:.1f} tokens/s, {prompt.first_token_s:.2f} s to the first"
 
-    def _open(self, shape: str, threads: int | None) -> None:
-        """Open the shape on its threads, made where it is not there; gives back the one that was open."""
-        if self._opened == (shape, threads):
+    def _open(self, shape: str) -> None:
+        """Open the shape, made where it is not there; gives back the one that was open."""
+        if self._opened == shape:
             return
-        self._close(shape)
+        self._close()
         plan, begun = self.board.plan, time.perf_counter()
         was_made = is_store(plan.weights_folder(shape))
         model = shape_model(shape, None, plan.capacity, plan.weights, self._progress)
         making_s = 0.0 if was_made else time.perf_counter() - begun
         form = model.weight_format(plan.weights)
-        decoder = find_device("cpu").decoder(model, form, plan.capacity, threads, self._progress)
-        self.decoder, self._opened = decoder, (shape, threads)
+        self.decoder = find_device("cpu").decoder(model, form, plan.capacity, plan.threads, self._progress)
+        self._opened, chosen = shape, self.decoder.ops.threads
         before = next((s for s in self.board.shapes if s.name == shape), None)
-        if before is None or threads == plan.threads:  # those that its rows are measured with
-            chosen = decoder.ops.threads
-            facts = Shape(
-                name=shape,
-                weights_bytes=model.weights_bytes(form),
-                threads=decoder.threads,
-                decode_threads=chosen.decode if chosen else decoder.threads,
-                prompt_threads=chosen.prompt if chosen else decoder.threads,
-                making_s=making_s + (before.making_s if before else 0.0),
-            )
-            self.board.shapes = [s for s in self.board.shapes if s is not before] + [facts]
+        facts = Shape(
+            name=shape,
+            weights_bytes=model.weights_bytes(form),
+            threads=self.decoder.threads,
+            decode_threads=chosen.decode if chosen else self.decoder.threads,
+            prompt_threads=chosen.prompt if chosen else self.decoder.threads,
+            making_s=making_s + (before.making_s if before else 0.0),
+        )
+        self.board.shapes = [s for s in self.board.shapes if s is not before] + [facts]
 
-    def _close(self, next_shape: str | None = None) -> None:
+    def _close(self) -> None:
         """Give the open shape back; its weights go too, where this board made them and had time for all of it."""
         if self._opened is None:
             return
-        (name, _), self._opened = self._opened, None
+        name, self._opened = self._opened, None
         del self.decoder
         was_made = any(s.name == name and s.making_s > 0 for s in self.board.shapes)
-        if was_made and name != next_shape and time.perf_counter() < self._deadline:
+        if was_made and time.perf_counter() < self._deadline:
             shutil.rmtree(self.board.plan.weights_folder(name), ignore_errors=True)
 
     def _bandwidth(self, n_threads: int) -> Bandwidth:
@@ -595,22 +575,16 @@ class Run:
                 probe.sample()
         return Bandwidth(n_threads, probe.best / 1e9, watch.span())
 
-    def _threads(self, step: Step) -> ThreadsRow:
-        """Time the shape with the number of threads that it was opened on."""
-        plan, watch = self.board.plan, Watch(self.source)
-        timer = self._timer(plan.schemes[0], 0)
-        with watch.timed():
-            self._time_tokens(timer, plan.seconds / 2)
-            best = min(self._time_prompt(plan.schemes[0], plan.threads_prompt)[0] for _ in range(2))
-        token_ms = float(np.median(timer.totals)) * 1e3
-        return ThreadsRow(step.shape, step.n, token_ms, plan.threads_prompt / best, watch.span())
-
     def _decode(self, step: Step) -> Decode:
         """Time a token behind synthetic ones."""
         watch = Watch(self.source)
-        timer = self._timer(step.kv, step.n)
-        with watch.timed():
-            self._time_tokens(timer, self.board.plan.seconds)
+        timer = SchemeTimer(self.decoder, CacheSpec.parse(step.kv), step.n, MOST_TOKENS + 1)
+        with blas_threads(1), watch.timed():
+            deadline = time.perf_counter() + self.board.plan.seconds
+            while len(timer.totals) < LEAST_TOKENS or time.perf_counter() < deadline:
+                timer.decode(1)
+                if len(timer.totals) == MOST_TOKENS:
+                    break
         best, median, p95 = (float(ms) for ms in np.percentile(timer.totals, (0, 50, 95)) * 1e3)
         return Decode(
             shape=step.shape,
@@ -649,18 +623,6 @@ class Run:
             span=watch.span(),
             energy=watch.energy(step.n * len(runs), self.board.idle),
         )
-
-    def _timer(self, kv: str, depth: int) -> SchemeTimer:
-        return SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MOST_TOKENS + 1)
-
-    def _time_tokens(self, timer: SchemeTimer, seconds: float) -> None:
-        """Decode for so many seconds, at least LEAST_TOKENS and at most MOST_TOKENS."""
-        begun = time.perf_counter()
-        with blas_threads(1):
-            while len(timer.totals) < MOST_TOKENS:
-                if len(timer.totals) >= LEAST_TOKENS and time.perf_counter() - begun >= seconds:
-                    break
-                timer.decode(1)
 
     def _time_prompt(self, kv: str, n: int) -> tuple[float, float]:
         """Return the seconds that n tokens took through all layers, and those until the first token was chosen."""

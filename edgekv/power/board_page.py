@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
-from edgekv.power.board import Bandwidth, Board, Decode, Energy, Prompt, ThreadsRow
+from edgekv.power.board import Bandwidth, Board, Decode, Energy, Prompt
 
 SHARED = 0.05  # of the cores' time for other programs: from here on the page says so
 MOSTLY = 0.5
@@ -28,8 +28,6 @@ def page(board: Board) -> str:
     ]
     if read := [(str(m.threads), f"{m.gb_per_s:.1f}") for m in board.measured if isinstance(m, Bandwidth)]:
         parts += ["## Memory, read in order\n", table(("threads", "GB/s"), read)]
-    if rows := [m for m in board.measured if isinstance(m, ThreadsRow)]:
-        parts += _threads(board, rows)
     if decoded := [m for m in board.measured if isinstance(m, Decode)]:
         parts += _decoding(board, decoded)
     if prompts := [m for m in board.measured if isinstance(m, Prompt)]:
@@ -93,27 +91,6 @@ def _facts(board: Board) -> str:
     return table(("", ""), rows)
 
 
-def _threads(board: Board, rows: list[ThreadsRow]) -> list[str]:
-    decoding = min(rows, key=lambda r: r.token_ms)
-    reading = max(rows, key=lambda r: r.prompt_tokens_per_s)
-    lines = [
-        (str(r.threads), f"{1e3 / r.token_ms:.2f}", f"{r.prompt_tokens_per_s:.1f}")
-        for r in sorted(rows, key=lambda r: r.threads)
-    ]
-    chosen = [
-        f"`{s.name}` {s.decode_threads} for a token's weight products, {s.prompt_threads} for a prompt's, "
-        f"{s.threads} for attention"
-        for s in board.shapes
-    ]
-    return [
-        "## Threads\n",
-        f"`{rows[0].shape}` in an empty `dense` cache. Decoding was fastest with {decoding.threads}, prompts with "
-        f"{reading.threads}. The rows below have those {'asked for' if board.plan.threads else 'chosen at load'}: "
-        f"{'; '.join(chosen)}.\n",
-        table(("threads", "tokens/s", f"prompt of {board.plan.threads_prompt}, tokens/s"), lines),
-    ]
-
-
 def _decoding(board: Board, rows: list[Decode]) -> list[str]:
     tables: dict[str, Callable[[Decode], str]] = {
         "Tokens per second:": lambda r: f"{1e3 / r.token_ms:.2f}",
@@ -131,12 +108,18 @@ def _decoding(board: Board, rows: list[Decode]) -> list[str]:
     if any(row.energy for row in rows):
         head = "Millijoules per token, with what the samples leave open; without what it drew at rest:"
         tables[head] = lambda r: energy_text(r.energy)
+    chosen = [
+        f"`{s.name}` {s.decode_threads} for a token's weight products, {s.prompt_threads} for a prompt's, "
+        f"{s.threads} for attention"
+        for s in board.shapes
+    ]
     found, plan = {(r.shape, r.depth, r.kv): r for r in rows}, board.plan
     head_row = ("shape", "depth", *(f"`{CacheSpec.parse(kv).short}`" for kv in plan.schemes))
     parts = [
         "## Decoding\n",
         "Random weights in the model's shape, all layers; synthetic keys and values up to the depth; the median "
-        f"token of {plan.seconds:g} s.\n",
+        f"token of {plan.seconds:g} s. Threads {'asked for' if plan.threads else 'chosen at load'}: "
+        f"{'; '.join(chosen)}.\n",
     ]
     for head, text in tables.items():
         lines = []

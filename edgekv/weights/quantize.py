@@ -29,41 +29,6 @@ def n_blocks(columns: int, block: int) -> int:
     return -(-columns // block)
 
 
-def quantize_numpy(weight: F32, bits: int, block: int) -> tuple[U8, F32]:
-    """weight (r, k) float32 -> codes (r, blocks, block * bits / 8) uint8, scales (r, blocks) float32.
-
-    The specification of `quantize`. The last block is padded with the zero point. int4 puts the even
-    element in the low nibble.
-    """
-    rows, columns = weight.shape
-    zero, top = 1 << (bits - 1), (1 << bits) - 1
-    blocks = n_blocks(columns, block)
-    w = np.pad(weight, ((0, 0), (0, blocks * block - columns))).reshape(rows, blocks, block)
-    peak = np.take_along_axis(w, np.abs(w).argmax(-1)[..., None], -1)[..., 0]  # signed
-    best_error = np.full(peak.shape, np.inf, np.float32)
-    scale = np.zeros_like(peak)
-    candidates = SHRINK if bits == 4 else SHRINK[:1]
-    full = np.float32(-zero if bits == 4 else zero - 1)
-    for shrink in candidates:
-        d = peak * shrink / full
-        codes = _codes(w, d, zero, top) - np.float32(zero)
-        square = (codes * codes).sum(-1, dtype=np.float32)
-        if bits == 4:  # least-squares scale for these codes
-            d = np.where(square > 0, (codes * w).sum(-1, dtype=np.float32) / np.maximum(square, 1), 0)
-        error = np.square(w - codes * d[..., None]).sum(-1, dtype=np.float32)
-        better = error < best_error
-        best_error, scale = np.where(better, error, best_error), np.where(better, d, scale)
-    scale = scale.astype(np.float32)
-    final: U8 = _codes(w, scale, zero, top).astype(np.uint8)
-    return (final[..., 0::2] | final[..., 1::2] * np.uint8(16) if bits == 4 else final), scale
-
-
-def _codes(w: F32, scale: F32, zero: int, top: int) -> F32:
-    inverse = np.where(scale != 0, 1 / np.where(scale != 0, scale, 1), 0).astype(np.float32)
-    codes: F32 = np.clip(np.rint(w * inverse[..., None]) + np.float32(zero), 0, top)
-    return codes
-
-
 @rows_jit
 def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
@@ -108,7 +73,10 @@ def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-un
 
 
 def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None:
-    """Quantize weight (r, k) as `quantize_numpy` does, on all threads, into ``codes`` and ``scales``."""
+    """Quantize weight (r, k) into codes (r, blocks, block * bits / 8) and scales (r, blocks).
+
+    The last block is padded with the zero point. int4 puts the even element in the low nibble.
+    """
     shrink = SHRINK if bits == 4 else SHRINK[:1]
     threads.run_parallel(_quantize, np.ascontiguousarray(weight), bits, block, shrink, codes, scales)
 

@@ -84,7 +84,7 @@ class Rounder:
         self._ends = block_ends(self._blocks, block, columns)
 
     def round(self, weight: F32, output_correction: F32) -> tuple[U8, F32]:
-        """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize_numpy` gives them.
+        """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize` gives them.
 
         output_correction b (r, columns): as if weight + b H^-1 were rounded.
         """

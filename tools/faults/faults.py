@@ -182,7 +182,7 @@ FAULTS = (
     ),
     Fault(
         "a session's arrays are not checked",
-        'if metadata.get("crc32") != self._checksum(content):',
+        'if metadata.get("crc32") != checksum(content, arrays):',
         "if False:",
         "test_session_file.py -k flipped",
     ),

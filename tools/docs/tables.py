@@ -1,4 +1,4 @@
-"""Rewrite the tables of the documents that come from the code and from docs/data, each between its marks:
+"""Rewrite the tables of the documents that come from the code and from docs/lab/data, each between its marks:
 
     <!-- table: NAME --> ... <!-- /table -->
 
@@ -34,7 +34,7 @@ from edgekv.power.board import Bandwidth, Board, Decode, Prompt
 from edgekv.power.board_page import energy_text, others, page, throttling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DATA, BOARDS = ROOT / "docs" / "data", ROOT / "docs" / "lab" / "boards"
+DATA, BOARDS = ROOT / "docs" / "lab" / "data", ROOT / "docs" / "lab" / "boards"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), BOARDS / "README.md"]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MODELS = ("llama-40m", "gpt2-60m")
@@ -100,7 +100,7 @@ def _present(kv: str) -> str:
 
 
 def published() -> dict[str, Any]:
-    """What `edgekv.kvcache.choice.published_results` reads, from docs/data."""
+    """What `edgekv.kvcache.choice.published_results` reads, from docs/lab/data."""
     rows = json.loads((DATA / "bench-llama2-7b.json").read_text())["timings"]
     ms = {kv: row["attention_ms_layer"] for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))}
     return {
@@ -114,12 +114,7 @@ def published() -> dict[str, Any]:
 
 def worst_kl() -> dict[str, float]:
     """The largest KL divergence of each preset on any model: held-out novels, and models with large key biases."""
-    lab = ROOT / "docs" / "lab" / "data"
-    files = [
-        *DATA.glob(f"quality-*-{TEXT}*.json"),
-        *lab.glob(f"quality-demo*{TEXT}*.json"),
-        *lab.glob("key-bias-*"),
-    ]
+    files = [*DATA.glob(f"quality-*-{TEXT}*"), *DATA.glob("key-bias-*")]
     rows = [row for path in sorted(files) for row in json.loads(path.read_text())["results"]]
     found: dict[str, float] = dict.fromkeys(PRESETS, 0.0)
     for row in rows:

@@ -361,7 +361,6 @@ LONG, RUN = "n" * 300, ("run", "--prompt", "x")
         ("run", "--prompt-file", "/dev/zero"),
         ("demo", "--text", "pipe"),
         ("demo", "--device", "nosuch"),
-        ("bench", "--plot", "x.txt"),
         ("eval", "--text", "odd.csv", "--plot", "absent/x.png"),
         ("quantize", "--output", "pipe"),
         ("power", "record", "--csv", "absent/x", "--", "touch", "begun"),

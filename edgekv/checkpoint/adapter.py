@@ -38,7 +38,8 @@ class AdaptableCache(Protocol):
     """A layer's KV cache."""
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
-        """Takes the layer's trained parameters, by name; source: what the adapter is called in notes."""
+        """Takes the layer's trained parameters by name: a setting (heads,) or (), arrays (sketch_bits, head_dim)
+        or (n_kv_heads, head_dim); source: what the adapter is called in notes."""
 
 
 @dataclasses.dataclass(frozen=True)

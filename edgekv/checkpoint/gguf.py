@@ -15,7 +15,6 @@ import mmap
 import os
 import pathlib
 import shutil
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -69,6 +68,7 @@ class GgufTensor(MappedTensor):
             self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
 
     def read(self) -> Array:
+        """Returns all values, (rows, columns), unpacked if they are packed."""
         values = self.rows(0, self._entry["rows"]).astype(DTYPES[self.dtype], copy=False)
         return (values.T if self._entry["transposed"] else values).reshape(self.shape)
 
@@ -84,6 +84,7 @@ class GgufTensor(MappedTensor):
         return dequantize(raw, kind)
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        """Returns codes (hi - lo, blocks, 32) and scales (hi - lo, blocks)."""
         return blocks_of(self._raw_rows(lo, hi), self._type)[:2]
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
@@ -239,8 +240,7 @@ class Header:
     def floats(self, tensor: HeaderTensor) -> list[float]:
         """Values of a small float32 tensor."""
         self._position = tensor.start
-        values: list[float] = np.frombuffer(self._take(4 * tensor.n_elements), "<f4").tolist()
-        return values
+        return self._numbers("<f4", tensor.n_elements)
 
     def _require(self, nbytes: int) -> None:
         if nbytes > len(self._data) - self._position:
@@ -253,12 +253,15 @@ class Header:
         begin, self._position = self._position, self._position + nbytes
         return self._data[begin : self._position]
 
+    def _numbers(self, dtype: str, n: int = 1) -> list[Any]:
+        numbers: list[Any] = np.frombuffer(self._take(n * np.dtype(dtype).itemsize), dtype).tolist()
+        return numbers
+
     def _number(self, dtype: str) -> int:
-        return int(np.frombuffer(self._take(np.dtype(dtype).itemsize), dtype)[0])
+        return int(self._numbers(dtype)[0])
 
     def _text(self) -> str:
-        (length,) = struct.unpack("<Q", self._take(8))
-        return self._take(length).decode()
+        return self._take(self._number("<u8")).decode()
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind == STRING:
@@ -267,8 +270,7 @@ class Header:
             return self._array(depth)
         if kind not in SCALARS:
             raise ValueError(f"a value of the unknown type {kind}")
-        dtype = np.dtype(SCALARS[kind])
-        value = np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        value = self._numbers(SCALARS[kind])[0]
         return bool(value) if kind == BOOL else value
 
     def _array(self, depth: int) -> list[Any]:
@@ -278,18 +280,16 @@ class Header:
             raise ValueError(f"arrays of {self._n_elements} elements, {depth + 1} deep; accepted: {MAX_ELEMENTS}")
         if kind not in SCALARS:
             return [self._value(kind, depth + 1) for _ in range(length)]
-        dtype = np.dtype(SCALARS[kind])
-        values = np.frombuffer(self._take(length * dtype.itemsize), dtype)
-        elements: list[Any] = (values != 0 if kind == BOOL else values).tolist()
-        return elements
+        values = self._numbers(SCALARS[kind], length)
+        return [bool(value) for value in values] if kind == BOOL else values
 
     def _tensor(self) -> HeaderTensor:
         name = self._text()
         n_dimensions = self._number("<u4")
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name[:60]!r} has {n_dimensions} dimensions")
-        columns_first = struct.unpack(f"<{n_dimensions}Q", self._take(8 * n_dimensions))
-        tensor = HeaderTensor(name, columns_first[::-1], self._number("<u4"), self._number("<u8"))
+        rows_first = tuple(reversed(self._numbers("<u8", n_dimensions)))
+        tensor = HeaderTensor(name, rows_first, self._number("<u4"), self._number("<u8"))
         if not 1 <= tensor.n_elements <= 8 * len(self._data):  # no type has less than a bit
             raise ValueError(f"tensor {name[:60]!r} has the shape {tensor.shape}, more than the file holds")
         return tensor
@@ -377,7 +377,9 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
             factors[tensor.name] = header.floats(tensor)
             continue
         kind = gguf.GGMLQuantizationType(tensor.kind)
-        role, shape = tensor.name.split(".")[-2], tensor.shape
+        role, shape, (block, block_bytes) = tensor.name.split(".")[-2], tensor.shape, gguf.GGML_QUANT_SIZES[kind]
+        if shape[-1] % block:
+            raise ValueError(f"{tensor.name} has rows of {shape[-1]}, its type has blocks of {block}")
         transposed = role in family.conv1d and len(shape) == 2
         interleaved = n_heads[role] if role in family.interleaved else 0
         if interleaved and (interleaved < 1 or shape[0] % (2 * interleaved)):
@@ -386,7 +388,7 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
             "kind": kind.name,
             "shape": shape[::-1] if transposed else shape,
             "start": tensor.start,
-            "nbytes": _nbytes(tensor, *gguf.GGML_QUANT_SIZES[kind]),
+            "nbytes": tensor.n_elements // block * block_bytes,
             "rows": shape[0],
             "table": role in ("token_embd", "position_embd"),
             "transposed": transposed,
@@ -396,9 +398,3 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     config = family.config(GgufMetadata(metadata, shapes, factors))
     return {"config": config, "data_start": header.data_start, "tensors": tensors}
-
-
-def _nbytes(tensor: HeaderTensor, block: int, block_bytes: int) -> int:
-    if tensor.shape[-1] % block:
-        raise ValueError(f"{tensor.name} has rows of {tensor.shape[-1]}, its type has blocks of {block}")
-    return tensor.n_elements // block * block_bytes

@@ -97,6 +97,7 @@ class LoraTensor(Tensor):
         self.nearest_format = "f32" if inner.kind is None else "int8-32"
 
     def read(self) -> Array:
+        """Returns all values with the change in them, (rows, columns)."""
         whole = self.rows(0, self._delta.b.shape[0], self._delta.transposed)
         return whole.T if self._delta.transposed else whole
 

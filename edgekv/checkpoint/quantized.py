@@ -85,6 +85,7 @@ class QuantizedTensor(Tensor):
         super().__init__(parts[0].path, f"{module}.weight", "F16", shape, nbytes)
 
     def read(self) -> Array:
+        """Returns all values, (rows, columns) float16."""
         rows, columns = self.shape
         out, step = np.empty(self.shape, np.float16), max(1, PIECE // columns)
         for a in range(0, rows, step):
@@ -143,6 +144,7 @@ class GroupedTensor(QuantizedTensor):
         return scales
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        """Returns codes (hi - lo, blocks, block) and scales (hi - lo, blocks)."""
         if self.exact_format is None:
             return super().blocks(lo, hi)
         columns = self.shape[1]

@@ -65,7 +65,7 @@ class Tensor(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Array:
-        """Returns the values, of its shape and dtype; mapped where possible. CheckpointError for another dtype."""
+        """Returns all values, such as (rows, columns), mapped where possible; CheckpointError for other dtypes."""
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
         """Returns outputs lo..hi of a projection, (hi - lo, inputs), that may be stored transposed."""
@@ -73,7 +73,7 @@ class Tensor(abc.ABC):
         return stored[:, lo:hi].T if transposed else stored[lo:hi]
 
     def raw(self) -> U8:
-        """Returns the bytes of a tensor of any type; of one-byte types in its shape, of others flat."""
+        """Returns the bytes of a tensor of any type: (rows, columns) of one-byte types, (nbytes,) of others."""
         raise self.error("is not stored by itself")
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
@@ -172,6 +172,7 @@ class MappedTensor(Tensor):
         self.file, self.start = file, start
 
     def read(self) -> Array:
+        """Returns a view of the file, such as (rows, columns)."""
         self.require_readable()
         try:
             view: Array = np.ndarray(self.shape, DTYPES[self.dtype], buffer=self.file.data, offset=self.start)
@@ -180,6 +181,7 @@ class MappedTensor(Tensor):
         return view
 
     def raw(self) -> U8:
+        """Returns (rows, columns) of one-byte types, (nbytes,) of others."""
         view: U8 = np.ndarray((self.nbytes,), np.uint8, buffer=self.file.data, offset=self.start)
         return view.reshape(self.shape) if math.prod(self.shape) == self.nbytes else view
 
@@ -206,6 +208,7 @@ class StackedTensor(Tensor):
         self._stacked, self._place = stacked, (expert, ..., slice(first, None, step))
 
     def read(self) -> Array:
+        """Returns the expert's own, (outputs, inputs) or (outputs,)."""
         single: Array = self._stacked.read()[self._place].T
         return single
 
@@ -300,7 +303,7 @@ class Tensors(dict[str, Tensor]):
 
 
 def to_float32(array: Array, out: F32 | None = None) -> F32:
-    """Returns F64, F32, F16 or BF16 weights of any shape as float32, in ``out`` (same shape) where it is given.
+    """Returns F64, F32, F16 or BF16 weights, (rows, columns) or another shape, as float32, in ``out`` if given.
 
     Without ``out``, float32 input is returned as it is. Raises CheckpointError for another type.
     """
@@ -384,11 +387,10 @@ class TensorWriter:
 
     def __enter__(self) -> TensorWriter:
         self._partial = PartialFile(self.path, self.nbytes, self._private)
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._partial.discard)
             self._partial.write(self._header)
-        except BaseException:
-            self._partial.discard()
-            raise
+            on_error.pop_all()
         return self
 
     def write(self, name: str, array: Array) -> None:

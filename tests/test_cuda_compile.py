@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import os
 import pathlib
 import re
@@ -11,148 +12,76 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
+from test_cuda_attend import PAIRS
 
 import edgekv
+from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda import matvec
 from edgekv.kernels.cuda.driver import FOLDER, Program
-from edgekv.kernels.cuda.kernels import attend_program
-from edgekv.kernels.cuda.loops import MOST_SHARES, Reader
+from edgekv.kernels.cuda.kernels import attend_program, range_program
+from edgekv.kernels.cuda.loops import Reader, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.rows import ENCODE
-from edgekv.papers.fier import cuda as fier
+from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4
-from edgekv.papers.kivi import cuda as kivi
 from edgekv.papers.kvcomp import cuda as huffman
 
 PAPERS = pathlib.Path(edgekv.__file__).parent / "papers"
-LEAST = {
-    "prompt_attention": 75,
-    "tiled_linear": 80,
-    "tiled": 80,
-}  # of what is only launched from a generation on
-ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
+LEAST = {"prompt_attention": 75, "tiled_linear": 80, "tiled": 80}  # of what is only launched from a generation on
+ALL = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
+ARCHITECTURES = ALL if os.environ.get("EDGEKV_ALL_ARCHITECTURES") else (53, 87)
 REPORT = re.compile(
     r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
 )
 
-ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4, "TILES": 1}
-HUFFMAN = {"CODE_BLOCK": 64, "PLAIN_BITS": 3 * 64 * 128, "TABLE_BITS": 11}
-KEYS = {
-    "rows": {"KEYS": "RowKeys<u16>"},
-    "h1b/keys": {"KEYS": "SignKeys", "KEY_DIM": 256},
-    "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
-    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1, "KEY_HEADS": 0},
-    "kvcomp/read": {"KEYS": "HuffmanKeys", **HUFFMAN},
-    "fier/keys": {"KEYS": "FierKeys", "GROUP": 32},
-}
-VALUES = {
-    "rows": {"VALUES": "RowValues<float>"},
-    "byte_values": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
-    "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2, "VALUE_HEADS": 0},
-    "kvcomp/read": {"VALUES": "HuffmanValues", **HUFFMAN},
-}
-PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
-    ("rows", {"VALUES": "RowValues<u16>"}, "rows", False, 1),
-    ("h1b/keys", VALUES["byte_values"], "byte_values", False, 4),
-    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "byte_values", False, 1),
-    ("centred", VALUES["interleaved_values"], "interleaved_values", True, 4),
-]
-HEADS = {
-    **KEYS["centred"],
-    **VALUES["interleaved_values"],
-    **{"KEY_BITS": 4, "KEY_HEADS": 1, "VALUE_BITS": 4, "VALUE_HEADS": 1},
-}
-KIVI = {
-    **{"KEYS": "ColumnKeys<2>", "KEY_SCALES": "STEP_PER_CHANNEL", "KEY_BLOCK": 32},
-    **{"VALUES": "ByteValues<2>", "VALUE_SCALES": "FROM_LOW"},
-}
+
+def bound(codec: Any) -> Any:
+    """The codec on arrays of the host."""
+    codec.bind({name: np.zeros(*spec) for name, spec in codec.layout().items()}, numpy_kernels())
+    return codec
 
 
-SIGNS = KEYS["centred"] | VALUES["interleaved_values"]
-TILED = [
-    (1, 128, SIGNS),
-    (1, 128, SIGNS | {"KEY_BITS": 2}),
-    (1, 64, SIGNS),
-    (1, 128, HEADS),
-    (4, 128, SIGNS),
-    (4, 128, HEADS),
-]
-TILED_LINEAR = {
-    "WARPS_OF_BLOCK": matvec.TILING.warps,
-    "AHEAD": matvec.TILING.ahead,
-    "BLOCKS_AT_ONCE": matvec.TILING.blocks,
-}
+def readers(pair: str, head_dim: int = 128) -> tuple[Reader, Reader]:
+    """What reads a pair of codecs."""
+    keys, values = PAIRS[pair](2, 192, head_dim)
+    return read_keys(bound(keys)), read_values(bound(values))
 
 
-def program(files: tuple[str, ...], **macros: object) -> Program:
-    """Of files of ours by name, and of the papers' (folder/file)."""
-    places = [PAPERS / file if "/" in file else file for file in dict.fromkeys(files)]
-    return Program(tuple(places), tuple(macros.items()))
+def tiled_linear(bits: int, block: int) -> Program:
+    """Rows as long as they may be."""
+    tiling = matvec.TILING
+    macros = {"WEIGHT_BITS": bits, "BLOCK": block, "MOST_SPANS": MOST_CHUNKS[-1] // 8}
+    macros |= {"WARPS_OF_BLOCK": tiling.warps, "AHEAD": tiling.ahead, "BLOCKS_AT_ONCE": tiling.blocks}
+    return Program(("tiled_linear",), tuple(macros.items()))
 
 
-def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
-    more = {"MOST_SHARES": MOST_SHARES} | ({"EXACT": 1} if exact else {})
-    return program((*files, *(["rows"] if exact else []), "attend"), **ROWS | macros | more)
-
-
-def tiled(rows: int, width: int, macros: dict[str, Any]) -> Program:
-    """attend.cu on tensor cores, beside exact tokens."""
-    keys, values = (
-        Reader("", "", (), 64, width, tuple((name, macros[name]) for name in names))
-        for names in (("KEY_BITS", "KEY_HEADS"), ("VALUE_BITS", "VALUE_HEADS"))
-    )
-    return attend_program(keys, values, rows, True, is_tiled=True)
-
-
-PROGRAMS = {
-    **{f"scores-{file}": program((file, "ranges"), **ROWS | macros) for file, macros in KEYS.items()},
-    **{f"values-{file}": program((file, "ranges"), **ROWS | macros) for file, macros in VALUES.items()},
-    **{f"attend-{k}": attend((k, file), exact, KEYS[k] | values) for k, values, file, exact, _ in PAIRS},
-    **{
-        f"attend-{k}-one": attend((k, file), exact, KEYS[k] | values | {"ROWS": 1, "TILES": tiles})
-        for k, values, file, exact, tiles in PAIRS
-    },
-    "attend-heads": attend(("centred", "interleaved_values"), True, HEADS),
-    "attend-heads-one": attend(("centred", "interleaved_values"), True, HEADS | {"ROWS": 1, "TILES": 1}),
-    "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
-    "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
-    "scores-fier-one": program(("fier/keys", "ranges"), **ROWS | KEYS["fier/keys"] | {"ROWS": 1, "TILES": 2}),
-    **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
-    **{
-        f"packed_linear-{bits}-{rows}": program(
-            ("packed_linear",), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
-        )
-        for bits, rows in ((4, 2), (4, 4), (8, 2))
-    },
-    **{
-        f"tiled_linear-{bits}-{block}": program(
-            ("tiled_linear",),
-            WEIGHT_BITS=bits,
-            BLOCK=block,
-            MOST_SPANS=MOST_CHUNKS[-1] // 8,
-            **TILED_LINEAR,
-        )
-        for bits, block in ((4, 32), (4, 128), (8, 32))
-    },
-    **{
-        f"attend-tiled-{rows}-{width}-{macros['KEY_BITS']}": tiled(rows, width, macros)
-        for rows, width, macros in TILED
-    },
-    **{
-        f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)
-        for width in (64, 128, 256)
-    },
-    **{name: program((name,)) for name in ("layers", "small")},
-    "rotate": Program(("exact",), (("WIDTH", 128),), exact=True),
-    **{
-        "encode": ENCODE,
-        **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, signs)},
-        "encode-planes": encode_program(2),
-    },
-}
+@functools.cache
+def programs() -> dict[Program, str]:
+    """What decoding launches, for heads of 128 channels, and its names."""
+    found = {
+        **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
+        **{tiled_linear(bits, n): f"tiled_linear, {bits} bits" for bits, n in ((4, 32), (4, 128), (8, 32))},
+        **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
+        **{Program((name,)): name for name in ("layers", "small")},
+        **{Program(("exact",), (("WIDTH", 128),), exact=True): "rotations", ENCODE: "encoders"},
+        **{module.ENCODE: module.__name__ for module in (huffman, int4, signs)},
+        encode_program(2): "encoders of planes",
+        range_program("KEYS", read_keys(bound(SignIndex(2, 192, 128, 32, "mad"))), 1): "scores of FIER's index",
+    }
+    for pair in PAIRS:
+        keys, values = readers(pair)
+        found[range_program("KEYS", keys, 4)] = f"scores of {pair}"
+        found[range_program("VALUES", values, 4)] = f"sums of {pair}"
+        if keys.joins and values.joins:
+            found |= {attend_program(keys, values, n, True): f"attend, {pair}, {n} rows" for n in (1, 4)}
+    tiled = (1, 128, "signs"), (1, 128, "2-bit keys, 3-bit values"), (1, 64, "signs"), (4, 128, "signs")
+    for rows, width, pair in (*tiled, (4, 128, "4- and 2-bit keys of heads")):
+        found[attend_program(*readers(pair, width), rows, True, is_tiled=True)] = f"tiled, {pair}, {rows} rows"
+    return found
 
 
 class Nvrtc:
@@ -205,27 +134,20 @@ def nvrtc() -> Nvrtc:
 
 
 def test_every_source_file_is_compiled_here() -> None:
-    compiled = {name for each in PROGRAMS.values() for name in each.files} | {"common", "ptx"}
-    papers = {path.with_suffix("") for path in PAPERS.rglob("*.cu")}
-    assert compiled == papers | {path.stem for path in FOLDER.glob("*.cu")}
-
-
-def least(each: Program) -> int:
-    """The generation from which on a program is launched."""
-    return max(LEAST.get(file, 0) for file in each.files)
+    compiled = {FOLDER / file for each in programs() for file in each.files} | {FOLDER / "common", FOLDER / "ptx"}
+    sources = [*FOLDER.glob("*.cu"), *PAPERS.rglob("*.cu")]
+    assert compiled == {path.with_suffix("") for path in sources}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_programs_compile_without_spills(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.architectures():
-        pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ARCHITECTURES[architecture]})")
-    programs = {name: each for name, each in PROGRAMS.items() if architecture >= least(each)}
+        pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ALL[architecture]})")
+    chosen = [each for each in programs() if architecture >= max(LEAST.get(str(file), 0) for file in each.files)]
     as_cupy_does = "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(
-            lambda each: nvrtc.compile(each.source(), (*each.options(), *as_cupy_does)), programs.values()
-        )
-    for name, (done, log) in zip(programs, results, strict=True):
+        results = pool.map(lambda each: nvrtc.compile(each.source(), (*each.options(), *as_cupy_does)), chosen)
+    for name, (done, log) in zip(map(programs().__getitem__, chosen), results, strict=True):
         assert done, f"{name}: {log}"
         found = REPORT.findall(log)
         assert found, f"{name}: no report in {log}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 from cuda_cases import OnDevice
 from kernel_cases import Case, codec, generator, normal, of_heads
 
-from edgekv.kernels import reference
+from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.contract.attention import Kernels
+from edgekv.kernels.cuda.counter import Counter, Moves
+from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kvcache.codec_planes import Rotation
+from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
 
@@ -163,20 +167,21 @@ def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:
 @pytest.mark.parametrize(("bits", "block"), [(2, 32), (4, 128)])
 @each_case
 def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> None:
-    rng, n_bytes, capacity = generator(case), case.d * bits // 8, -(-case.capacity // block) * block
-    x = normal(rng, case.g, capacity, case.d)
+    shape = case.g, -(-case.capacity // block) * block, case.d
+    x = normal(generator(case), *shape)
     x[:, :block, 0] = 1.5  # a channel that is the same everywhere
-    groups = case.g, capacity // block
-    ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
-    keys = device.check(
-        "encode_kivi_keys", x, np.zeros((case.g, capacity, n_bytes), np.uint8), *ends, 0, kind="kivi_keys"
-    )[1:4]
-    names = "codes", "step", "low"
-    check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)), group=block)
-    ends = [np.zeros((case.g, 1, capacity), np.uint16) for _ in range(2)]
-    codes = np.zeros((case.g, capacity, n_bytes), np.uint8)
-    values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0, kind="kivi_values")[1:4]
-    check_values(device, case, "kivi_values", dict(zip(names, values, strict=True)), spans=1)
+    keys, values = KiviKeys(*shape, bits, block), KiviValues(*shape, bits, case.d)
+    for store in (keys, values):
+        there = copy.copy(store)
+        for each, kernels, up in ((store, numpy_kernels(), np.copy), (there, device.kernels, device.up)):
+            each.bind({name: up(np.zeros(*spec)) for name, spec in store.layout().items()}, kernels)
+            each.encode(up(x), 0)
+        for name, array in store.arrays.items():
+            np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    check_keys(device, case, "kivi_keys", keys.arrays, group=block)
+    check_values(device, case, "kivi_values", values.arrays, spans=1)
+    with pytest.raises(CannotRecord):
+        there.encode(device.up(x), Counter(64, (("n_packed", 1),), Moves(device.driver, "n_seen")))
 
 
 @pytest.mark.parametrize(("width", "d"), [(128, 128), (64, 50), (16, 12)])

@@ -164,7 +164,7 @@ class CudaOps(WeightOps):
 
     def _takes_packed(self, x: Array | Normed, name: str) -> bool:
         w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
-        return n <= MATVEC_ROWS and w.shift is None and takes_packed(w.bits, w.scales, w.block)
+        return n <= MATVEC_ROWS and w.shift is None and takes_packed(self.driver, w.bits, w.scales, w.block)
 
     def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
         w = self.weights.linears[name]

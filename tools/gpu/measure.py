@@ -236,7 +236,7 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
 
         def step(data: Any = data, scales: Any = scales, bits: int = bits, block: int = block) -> None:
             for each, own in zip(data, scales, strict=True):
-                if not takes_packed(bits, own, block):
+                if not takes_packed(gpu.driver, bits, own, block):
                     matvec(gpu.driver, x, each, bits=bits, block=block, columns=columns, scales=own)
                 else:
                     packed_matvec(gpu.driver, x, each, own, bits=bits, block=block, columns=columns)

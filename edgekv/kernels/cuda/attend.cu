@@ -58,8 +58,7 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
             peak[i] = top;
             total[i] = total[i] * shrink + p0 + p1;
             if (lane == 0 && u == 0) factor[m] = shrink;
-            values.rescale_offset(i, shrink);
-            values.weigh(u, m, i, p0, p1);
+            values.weigh(u, m, tile + u, p0, p1);
         }
         __syncthreads();
 #pragma unroll
@@ -173,7 +172,7 @@ attend(const float* q, const void* codes, const float* scale,
         Span span = {second ? from2 : from1, to, at, lo, hi};
         int part = second ? share - main_parts - parts1 : share - main_parts;
         int parts = second ? shares - main_parts - parts1 : parts1;
-        attend_share<RowKeys<u16, EXACT_FLIGHT, 1>, RowValues<u16, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,
+        attend_share<RowKeys<Numbers<u16>, EXACT_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,
                                                          ends + share * ROWS * 2, out);
 #endif
     }

@@ -17,7 +17,7 @@ import numpy as np
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cuda import planes as tiled_planes
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
-from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Program
+from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Macros, Program
 from edgekv.kernels.cuda.ints import IntKernels
 from edgekv.kernels.cuda.loops import (
     MOST_ROWS,
@@ -126,10 +126,18 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         parts = [self._part(segment, q, cap) for segment in segments if segment.stop > segment.first]
         if not parts:
             out.fill(0)
-        elif n == 1 and shape[1] <= MOST_ROWS and weights is None and all(part.joins for part in parts):
-            self._attend_at_once(parts, visible, result)
-        else:
+        elif n > 1 or shape[1] > MOST_ROWS or weights is not None or not all(part.joins for part in parts):
             self._attend_through_scores(parts, visible, result, weights)
+        elif shape[1] > tiled_planes.MOST_ROWS and any(self._is_tiled(part) for part in parts):
+            for a in range(0, shape[1], tiled_planes.MOST_ROWS):  # the rest of the rows in a launch of its own
+                some = q[:, a : a + tiled_planes.MOST_ROWS].copy()
+                self._attend_at_once([part._replace(q=some) for part in parts], visible, some)
+                result[:, a : a + tiled_planes.MOST_ROWS] = some
+        else:
+            self._attend_at_once(parts, visible, result)
+
+    def _is_tiled(self, part: Part) -> bool:
+        return tiled_planes.takes(self.driver, part.segment.keys, part.segment.values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         self.launch_scores(read_keys(codec), self._prepared(codec, queries), t0, t1, s)
@@ -169,7 +177,7 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
-        is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values, rows)
+        is_tiled = self._is_tiled(main)
         held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
@@ -256,10 +264,8 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         n_kv_heads, rows, _ = s.shape
         at_once = rows_at_once(rows)
         tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
-        sizes = ("KEY_DIM", keys.width), ("HEAD_DIM", keys.width), ("ROWS", at_once), ("TILES", tiles)
-        program = Program((keys.file, "ranges"), (("KEYS", keys.name), *sizes, *keys.macros))
         splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, keys.blocks)
-        launch = Launch(program, "scores", (splits, n_kv_heads, row_blocks), THREADS)
+        launch = Launch(range_program("KEYS", keys, at_once), "scores", (splits, n_kv_heads, row_blocks), THREADS)
         places = self._places(segment, visible)
         store = *self.store_arguments(keys), keys.capacity
         self.driver.launch(launch, *self.query_arguments(queries), rows, *store, t0, t1, s, *strides(s), *places)
@@ -280,11 +286,11 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         n_kv_heads, rows, _ = p.shape
         at_once = rows_at_once(rows)
         tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
-        sizes = ("HEAD_DIM", values.width), ("ROWS", at_once), ("TILES", tiles)
-        program = Program((values.file, "ranges"), (("VALUES", values.name), *sizes, *values.macros))
         splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, values.blocks)
         partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
-        launch = Launch(program, "values", (splits, n_kv_heads, row_blocks), THREADS)
+        launch = Launch(
+            range_program("VALUES", values, at_once), "values", (splits, n_kv_heads, row_blocks), THREADS
+        )
         store = *self.store_arguments(values), values.capacity
         self.driver.launch(launch, p, *strides(p), *store, t0, t1, rows, partial)
         if values.rotation is None:
@@ -316,10 +322,21 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
 def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:
     """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
     pair = tiled_planes.FILES if is_tiled else (keys.file, values.file)
-    files = dict.fromkeys((*pair, *(["rows"] if with_exact else []), "attend"))
     tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
     more = tiled_planes.macros(rows, keys, values) if is_tiled else ()
-    return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
+    return _program((*pair, "attend"), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
+
+
+def range_program(kind: str, reader: Reader, rows: int) -> Program:
+    """ranges.cu for what reads KEYS or VALUES."""
+    sizes = ("HEAD_DIM", reader.width), ("ROWS", rows), ("TILES", tiles_at_once(rows, reader))
+    return _program(
+        (reader.file, "ranges"), ((kind, reader.name), ("KEY_DIM", reader.width), *sizes, *reader.macros)
+    )
+
+
+def _program(files: tuple[Any, ...], macros: Macros) -> Program:
+    return Program(tuple(dict.fromkeys(("rows", *files))), macros)

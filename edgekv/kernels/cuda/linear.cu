@@ -1,5 +1,5 @@
 // Weights (rows, columns) times an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
-// 8 or 4 for the block-quantised layout of edgekv.linear.quantize, BLOCK inputs to a float32 scale.
+// 8 or 4 for the block-quantised layout of edgekv.weights.quantize, BLOCK inputs to a float32 scale.
 
 #define ROWS_AT_ONCE 4  // by a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time

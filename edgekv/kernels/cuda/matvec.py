@@ -11,7 +11,6 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
-PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 
@@ -55,9 +54,14 @@ def matvec(
     return y
 
 
-def takes_packed(bits: int, scales: Array | None, block: int) -> bool:
+def takes_packed(driver: Driver, bits: int, scales: Array | None, block: int) -> bool:
     """Whether `packed_matvec` takes a matrix: packed, its rows not too long for a block's shared memory."""
-    return bits < 16 and scales is not None and _chunks(bits, scales, block) <= MOST_CHUNKS[-1]
+    return (
+        driver.has_whole_tiles
+        and bits < 16
+        and scales is not None
+        and _chunks(bits, scales, block) <= MOST_CHUNKS[-1]
+    )
 
 
 def _chunks(bits: int, scales: Array, block: int) -> int:
@@ -79,16 +83,23 @@ def packed_matvec(
     norm: tuple[Array, float] | None = None,
     gate: int | None = None,
 ) -> Array:
-    """(n, rows) float32 of codes of 8 or 4 bits times x, contiguous, n times ``columns`` numbers.
+    """(n, rows) float32 of codes of 8 or 4 bits times x, contiguous, n times ``columns`` numbers; from sm_80 on.
 
     onto (n, rows), contiguous: what it is added to. norm: x goes through a RMS norm with these weights and eps
     first. gate: (n, rows / 2), the first half of the rows through the activation of this number, times the second.
     """
-    rows, n = codes.shape[0], x.size // columns
-    launch = (_tiled_launch if driver.has_whole_tiles else _packed_launch)(
-        driver, (rows, n), _chunks(bits, scales, block), gate is not None, bits, block
-    )
+    rows, n, chunks = codes.shape[0], x.size // columns, _chunks(bits, scales, block)
     outputs = rows if gate is None else rows // 2
+    tiles = -(-outputs // (16 if gate is None else 8))  # of 16 rows
+    tiling = TILING if tiles >= 4 * driver.multiprocessors else FEW_TILES
+    warps = min(tiling.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
+    most = next(size for size in MOST_CHUNKS if size >= chunks)
+    macros = (
+        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", most // 8)),
+        *(("WARPS_OF_BLOCK", warps), ("AHEAD", tiling.ahead), ("BLOCKS_AT_ONCE", tiling.blocks)),
+    )
+    grid = min(tiles, driver.multiprocessors * tiling.blocks), n
+    launch = Launch(Program(("tiled_linear",), macros), "tiled_matvec", grid, 32 * warps, early=True)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
     given = ((driver.shift, 0) if each is None else (each, 1) for each in (bias, onto, weight))
@@ -96,36 +107,6 @@ def packed_matvec(
     sizes = outputs, columns, scales.shape[1]
     driver.launch(launch, codes, scales, *added, float(eps), -1 if gate is None else gate, x, *sizes, y)
     return y
-
-
-def _most(chunks: int) -> int:
-    return next(size for size in MOST_CHUNKS if size >= chunks)
-
-
-def _packed_launch(
-    driver: Driver, shape: tuple[int, int], chunks: int, gated: bool, bits: int, block: int
-) -> Launch:
-    rows, n = shape
-    at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
-    macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", _most(chunks))
-    grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
-    return Launch(Program(("packed_linear",), macros), "packed_matvec", (grid, n), 32 * PACKED_WARPS)
-
-
-def _tiled_launch(
-    driver: Driver, shape: tuple[int, int], chunks: int, gated: bool, bits: int, block: int
-) -> Launch:
-    """For sm_80 on: tiles of 16 rows."""
-    rows, n = shape
-    tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
-    tiling = TILING if tiles >= 4 * driver.multiprocessors else FEW_TILES
-    warps = min(tiling.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
-    macros = (
-        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 8)),
-        *(("WARPS_OF_BLOCK", warps), ("AHEAD", tiling.ahead), ("BLOCKS_AT_ONCE", tiling.blocks)),
-    )
-    grid = min(tiles, driver.multiprocessors * tiling.blocks)
-    return Launch(Program(("tiled_linear",), macros), "tiled_matvec", (grid, n), 32 * warps, early=True)
 
 
 @functools.cache

@@ -1,117 +1,107 @@
-// Encoders of rotated keys, queries and values. x (G, n, D) is contiguous.
+// Keys and values in planes of bits, as rows (rows.cu), in the layouts of edgekv.kernels.contract.planes: what tiled.cu does not
+// take - heads of other widths, and GPUs before sm_80. Where heads have different bits (KEY_HEADS, VALUE_HEADS), a store has
+// each head's first plane and their number, and KEY_BITS and VALUE_BITS are the most.
 
-#define CENTRE 16
-#define CENTRES (1 + TILE / CENTRE)
+#ifdef KEY_BITS
+// Store: planes, scale, centres, centre_step, heads. A row is the centre of a token and then its levels times their scale: it
+// meets the queries as they are, then rounded.
+struct PlaneRow : Row {
+    static constexpr int SOME = 4;  // channels of a unit
+    static constexpr int WIDTH = 2 * KEY_DIM, VEC = 2 * SOME, UNITS = KEY_DIM / SOME;
+    static constexpr int WORDS = KEY_BITS + 4, HALF = KEY_DIM / 2;  // a byte of a centre has channels j, j + HALF
+    const u8 *planes, *centres;
+    const u16 *scale, *centre_step;
+    int bits;
 
-// Stores the mean of n tokens and subtracts what was stored: codes (d / 2) and step of one centre.
-__device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16* step)
-{
-    float largest = 0;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) {
-        float sum = x[c];
-        for (int t = 1; t < n; ++t) sum += x[(i64)t * d + c];
-        mean[c] = sum * (1.0f / n);
-        largest = fmaxf(largest, fabsf(mean[c]));
+    __device__ PlaneRow(Shared&, const Store& store, int g, int end)
+        : centres((const u8*)store.c + (i64)g * (store.capacity / TILE) * 5 * HALF), scale((const u16*)store.b + (i64)g * store.capacity),
+          centre_step((const u16*)store.d + (i64)g * (store.capacity / TILE) * 5), bits(KEY_HEADS ? ((const int*)store.e)[2 * g + 1] : KEY_BITS)
+    {
+        int first = KEY_HEADS ? ((const int*)store.e)[2 * g] : g * KEY_BITS;
+        planes = (const u8*)store.a + (i64)first * (store.capacity / TILE) * KEY_DIM * 8;
     }
-    u16 half = half_of(block_max(largest) / 8);
-    float width = half_to_float(half), divisor = width == 0 ? 1 : width;
-    if (threadIdx.x == 0) *step = half;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) {
-        float level = fminf(fmaxf(floorf(mean[c] / divisor) + 8, 0), 15);
-        for (int t = 0; t < n; ++t) x[(i64)t * d + c] -= (level - 7.5f) * width;
-        mean[c] = level;
+
+    static __device__ int channel(int unit, int j) { return unit * SOME + j % SOME + j / SOME * KEY_DIM; }
+
+    __device__ void load(int token, int unit, u32* words) const
+    {
+        int t = token % TILE, c = unit * SOME, place = 4 * (t % 4) + (t / 16 % 2) * 2 + t / 32;
+        i64 tile = token / TILE, row = tile * 5 + 1 + t / 16;
+#pragma unroll
+        for (int p = 0; p < KEY_BITS; ++p)
+            words[p] = p < bits ? planes[(((tile * bits + p) * 4 + t % 16 / 4) * (KEY_DIM / 8) + c / 8) * 16 + place] : 0;
+        words[KEY_BITS] = scale[token];
+        words[KEY_BITS + 1] = centre_step[tile * 5] | (u32)centre_step[row] << 16;
+        words[KEY_BITS + 2] = *(const u32*)(centres + tile * 5 * HALF + c % HALF);
+        words[KEY_BITS + 3] = *(const u32*)(centres + row * HALF + c % HALF);
     }
-    __syncthreads();
-    for (int j = threadIdx.x; j < d / 2; j += blockDim.x) codes[j] = (u8)mean[j] | (u8)mean[j + d / 2] << 4;
-    __syncthreads();
-}
 
-// Grid (n / 64, G). Leaves x less what is stored.
-extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, int t0, const int* t0_moves)
-{
-    __shared__ float mean[MOST_CHANNELS];
-    i64 row = ((i64)blockIdx.y * blocks + (t0 + *t0_moves) / TILE + blockIdx.x) * CENTRES;
-    float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE * d;
-    encode_mean(from, TILE, d, mean, codes + row * (d / 2), step + row);
-    for (int i = 0; i < TILE / CENTRE; ++i)
-        encode_mean(from + (i64)i * CENTRE * d, CENTRE, d, mean, codes + (row + 1 + i) * (d / 2), step + row + 1 + i);
-}
-
-// Keys of 64 tokens a block in planes, as in edgekv.kernels.contract.planes. Grid (n, G), a warp each.
-extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* planes, int blocks, u16* scale, int capacity, int t0,
-                                       const int* t0_moves)
-{
-    const float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * d;
-    int t = t0 + *t0_moves + blockIdx.x, lane = threadIdx.x, quarter = t % TILE / 16;
-    u8* to = planes + ((i64)blockIdx.y * blocks + t / TILE) * bits * d * 8 + t % 16 / 4 * 2 * d;
-    int place = 4 * (t % 4) + (quarter & 1) * 2 + (quarter >> 1);
-    double square = 0, along = 0;
-    for (int c = lane; c < d; c += 32) square += (double)from[c] * from[c];
-    square = lane_sum_double(square);
-    float step = (float)(sqrt(square / d) * GAUSS_STEP);
-    for (int c = lane; c < d; c += 32) {
-        float left = from[c], size = step * (float)(1 << bits) / 4;
-        int level = 0;
-        for (int p = 0; p < bits; ++p, size /= 2) {
-            u32 word = __ballot_sync(EVERY_LANE, left >= 0);
-            if (lane < 4) to[(i64)p * d * 8 + (c / 8 + lane) * 16 + place] = (u8)(word >> 8 * lane);
-            level = 2 * level + (left >= 0 ? 1 : -1);
-            left -= left >= 0 ? size : -size;
+    __device__ void decode(const u32* words, int token, int unit, float* x) const
+    {
+        int c = unit * SOME, shift = c < HALF ? 0 : 4;
+        float width = half_to_float((u16)words[KEY_BITS]);
+        float common = half_to_float((u16)words[KEY_BITS + 1]), own = half_to_float((u16)(words[KEY_BITS + 1] >> 16));
+#pragma unroll
+        for (int j = 0; j < SOME; ++j) {
+            int at = j * 8 + shift, level = 0;
+            x[j] = ((float)(words[KEY_BITS + 2] >> at & 15) - 7.5f) * common + ((float)(words[KEY_BITS + 3] >> at & 15) - 7.5f) * own;
+#pragma unroll
+            for (int p = 0; p < KEY_BITS; ++p)
+                if (p < bits) level = 2 * level + (words[p] >> (c % 8 + j) & 1 ? 1 : -1);
+            x[SOME + j] = width * (float)level;
         }
-        along += (double)from[c] * level;
     }
-    along = lane_sum_double(along);
-    if (lane == 0) scale[(i64)blockIdx.y * capacity + t] = half_of(square / (along == 0 ? 1 : along));
-}
+};
+#endif
 
-// Queries (rows, d) in odd halves of a step: whole is twice that number. Grid (rows).
-extern "C" __global__ void round_queries(const float* q, int d, int* whole, float* step)
-{
-    const float* from = q + (i64)blockIdx.x * d;
-    float largest = 0;
-    for (int c = 4 * threadIdx.x; c < d; c += 4 * blockDim.x)
-        largest = fmaxf(largest, fabsf(from[c]) + fabsf(from[c + 1]) + fabsf(from[c + 2]) + fabsf(from[c + 3]));
-    float size = block_max(largest) / LARGEST_FOUR, divisor = size == 0 ? 1 : size;
-    if (threadIdx.x == 0) step[blockIdx.x] = size;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) whole[(i64)blockIdx.x * d + c] = 2 * (int)floorf(from[c] / divisor) + 1;
-}
+#ifdef VALUE_BITS
+// Store: codes, scale, heads. Codes of 3 bits are in two pieces, the upper 2 bits and the lowest. Scales go into the weights,
+// which have 8 bits.
+struct InterleavedRow : Row {
+    static constexpr int WIDTH = HEAD_DIM, VEC = common_divisor(WIDTH, 4), UNITS = WIDTH / VEC, WORDS = (VALUE_BITS >= 3 ? 2 : 1) * VEC;
+    const u8* codes;
+    const u16* scale;
+    int bits, upper, last;
 
-// Codes of `bits` bits of one row, by a warp: the best step for a Gaussian of its mean square. Returns the scale.
-__device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
-{
-    double square = 0, along = 0;
-    for (int c = threadIdx.x % 32; c < d; c += 32) square += (double)from[c] * from[c];
-    square = lane_sum_double(square);
-    float step = (float)(sqrt(square / d) * GAUSS_STEP), divisor = step == 0 ? 1 : step, half = (float)(1 << (bits - 1));
-    for (int c = threadIdx.x % 32; c < d; c += 32) {
-        float level = fminf(fmaxf(floorf(from[c] / divisor) + half, 0), 2 * half - 1);
-        levels[c] = (u8)level;
-        along += (double)from[c] * ((double)level - (half - 0.5));
+    __device__ InterleavedRow(Shared&, const Store& store, int g, int end)
+        : scale((const u16*)store.b + (i64)g * store.capacity), bits(VALUE_HEADS ? ((const int*)store.c)[2 * g + 1] : VALUE_BITS),
+          upper(bits == 3 ? 2 : bits), last(end)
+    {
+        int first = VALUE_HEADS ? ((const int*)store.c)[2 * g] : g * VALUE_BITS;
+        codes = (const u8*)store.a + (i64)first * (store.capacity / TILE) * 8 * WIDTH;
     }
-    along = lane_sum_double(along);
-    return half_of(square / (along == 0 ? 1 : along));
-}
 
-// Blocks of 64 tokens as in edgekv.kernels.contract.planes. Grid (n / 64, G); levels is scratch (G, n, d).
-extern "C" __global__ void encode_interleaved(const float* x, int d, int bits, u8* levels, u8* codes,
-                                              int blocks, u16* scale, int capacity, int t0, const int* t0_moves)
-{
-    i64 first = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE, b0 = (t0 + *t0_moves) / TILE;
-    for (int t = threadIdx.x / 32; t < TILE; t += blockDim.x / 32) {
-        u16 half = gauss_levels(x + (first + t) * d, d, bits, levels + (first + t) * d);
-        if (threadIdx.x % 32 == 0) scale[(i64)blockIdx.y * capacity + (b0 + blockIdx.x) * TILE + t] = half;
+    static __device__ int channel(int unit, int j) { return unit * VEC + j; }
+
+    __device__ void weigh(int tile, float& p0, float& p1) const
+    {
+        int t = tile * TILE + threadIdx.x % 32;
+        p0 *= t < last ? half_to_float(scale[t]) : 0, p1 *= t + 32 < last ? half_to_float(scale[t + 32]) : 0;
+        float top = lane_max(fmaxf(p0, p1)), inverse = 255 / fmaxf(top, 1e-30f);
+        p0 = top / 255 * rintf(p0 * inverse), p1 = top / 255 * rintf(p1 * inverse);
     }
-    __syncthreads();
-    u8* to = codes + ((i64)blockIdx.y * blocks + b0 + blockIdx.x) * 2 * bits * d * 4;
-    for (int i = threadIdx.x; i < 2 * bits * d * 4; i += blockDim.x) {
-        int row = i / (4 * d), c = i / 4 % d, lane = i % 4;
-        bool split = bits == 3;  // the upper 2 bits in rows 0..3, the lowest in rows 4 and 5
-        int part = !split ? bits : row < 4 ? 2 : 1, below = split && row < 4 ? 1 : 0, q = split && row >= 4 ? row - 4 : row;
-        u32 byte = 0;
-        for (int k = 0; k < 8 / part; ++k) {
-            u32 level = levels[(first + 8 * part * k + 4 * q + lane) * d + c];
-            byte |= (level >> below & ((1u << part) - 1)) << part * k;
+
+    __device__ void load(int token, int unit, u32* words) const
+    {
+        int t = token % TILE;
+        const u8* from = codes + ((i64)(token / TILE) * 2 * bits * WIDTH + unit * VEC) * 4 + t % 4;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            words[j] = from[t % (8 * upper) / 4 * WIDTH * 4 + 4 * j];
+            if (VALUE_BITS >= 3) words[WORDS - VEC + j] = bits == 3 ? from[(4 + t % 8 / 4) * WIDTH * 4 + 4 * j] : 0;
         }
-        to[i] = (u8)byte;
     }
-}
+
+    __device__ void decode(const u32* words, int token, int unit, float* x) const
+    {
+        int t = token % TILE;
+        float middle = 0.5f * ((1 << bits) - 1);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            u32 code = words[j] >> t / (8 * upper) * upper & ((1u << upper) - 1);
+            if (VALUE_BITS >= 3 && bits == 3) code = 2 * code | (words[WORDS - VEC + j] >> t / 8 & 1);
+            x[j] = (float)code - middle;
+        }
+    }
+};
+#endif

@@ -39,12 +39,6 @@ class PlaneKernels(Backend):
         store = planes, planes.shape[1], scale, scale.shape[1]
         self.driver.launch(launch, x, d, bits, *store, *place(self.driver, t0))
 
-    def round_queries(self, q: Array, whole: Array, step: Array) -> None:
-        """q (rows, D) as `edgekv.kernels.reference.planes.round_queries`; whole int32: twice those numbers."""
-        d = q.shape[-1]
-        launch = Launch(encode_program(), "round_queries", (step.size,), min(THREADS, d))
-        self.driver.launch(launch, q, d, whole, step)
-
     def encode_interleaved(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
         bits = codes.shape[2] // 2
@@ -56,40 +50,40 @@ class PlaneKernels(Backend):
 
 @functools.cache
 def encode_program(bits: int = 1) -> Program:
-    """planes.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
+    """encode_planes.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
     macros = (
         ("MOST_CHANNELS", MOST_CHANNELS),
         ("GAUSS_STEP", str(GAUSS_STEP[bits])),
         ("LARGEST_FOUR", LARGEST_FOUR),
     )
-    return Program(("exact", "planes"), macros, exact=True)
+    return Program(("exact", "encode_planes"), macros, exact=True)
 
 
 def _read_keys(codec: Any) -> Reader:
     a, bits = codec.arrays, int(codec.bits.max())
     arrays = a["planes"], a["scale"], a["centres"], a["centre_step"], codec.heads
     macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits))
-    return Reader("CentredKeys", "centred", arrays, a["scale"].shape[1], codec.width, macros, tiles=4 // bits)
+    return Reader("RowKeys<PlaneRow>", "planes", arrays, a["scale"].shape[1], codec.width, macros)
 
 
-def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
-    """Rotated, and in whole numbers."""
+def _rounded(tools: Tools, codec: Any, q: Array) -> Queries:
+    """q (G, M, D) rotated, as it is and in whole numbers: (G, M, 2 * width)."""
     x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
-    empty = tools.driver.empty
-    whole, step = empty(x.shape, np.int32), empty(q.shape[:2], np.float32)
-    tools.round_queries(x, whole, step)
-    return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None])
+    out = tools.driver.empty((*q.shape[:2], 2 * codec.width), np.float32)
+    launch = Launch(encode_program(), "round_queries", (x.shape[0] * x.shape[1],), min(THREADS, codec.width))
+    tools.driver.launch(launch, x, codec.width, tools.constant(codec.key_scale), x.shape[1], out)
+    return Queries(out)
 
 
 def _read_values(codec: Any) -> Reader:
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
-    bits, name = int(codec.bits.max()), "interleaved_values"
+    bits = int(codec.bits.max())
     macros = ("VALUE_BITS", bits), ("VALUE_HEADS", int(codec.bits.min() < bits))
     store = (codes, scale, codec.heads), scale.shape[1], codes.shape[3], macros
-    return Reader("InterleavedValues", name, *store, tiles=4, rotation=codec.rotation)
+    return Reader("RowValues<InterleavedRow>", "planes", *store, rotation=codec.rotation)
 
 
-LOOPS = {"centred_planes": Loops(_read_keys, queries=_whole), "interleaved": Loops(values=_read_values)}
+LOOPS = {"centred_planes": Loops(_read_keys, queries=_rounded), "interleaved": Loops(values=_read_values)}
 
 
 FILES = ("tiled",)
@@ -110,11 +104,11 @@ def exact_tiles(tiles: int) -> int:
     return max(1, min(EXACT_TILES, tiles // 8))
 
 
-def takes(driver: Driver, keys: Any, values: Any, rows: int) -> bool:
-    """Whether the kernel reads this pair of codecs on this device, for so many query rows."""
+def takes(driver: Driver, keys: Any, values: Any) -> bool:
+    """Whether the kernel reads this pair of codecs on this device, for up to MOST_ROWS query rows."""
     if (keys.kind, values.kind) != ("centred_planes", "interleaved") or not driver.has_whole_tiles:
         return False
-    return keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS and rows <= MOST_ROWS
+    return keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS
 
 
 def macros(rows: int, keys: Reader, values: Reader) -> Macros:

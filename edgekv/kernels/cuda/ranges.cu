@@ -79,7 +79,7 @@ values(const float* p, int group_stride, int row_stride, const void* a, const vo
                 int t = (tile + u) * TILE + threadIdx.x % 32 + 32 * i;
                 weight[i] = t >= t0 && t < end && m0 + m < rows ? row[t] : 0;
             }
-            values.weigh(u, m, turn, weight[0], weight[1]);
+            values.weigh(u, m, tile + u, weight[0], weight[1]);
         }
         __syncthreads();
 #pragma unroll

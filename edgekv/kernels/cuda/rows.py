@@ -34,7 +34,7 @@ def _loops(element: str, array: str, kernel: str) -> Loops:
     def read(name: str) -> Callable[[Any], Reader]:
         def make(codec: Any) -> Reader:
             rows = codec.arrays[array]
-            return Reader(f"{name}<{element}>", "rows", (rows,), rows.shape[1], rows.shape[2])
+            return Reader(f"{name}<Numbers<{element}>>", "rows", (rows,), rows.shape[1], rows.shape[2])
 
         return make
 

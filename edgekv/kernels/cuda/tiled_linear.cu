@@ -1,4 +1,5 @@
-// packed_linear.cu on tensor cores, from sm_80 on. Weights are multiplied as the whole numbers that they are stored as, the
+// Packed weights (rows, columns) times an activation on tensor cores, from sm_80 on. WEIGHT_BITS: 8 or 4, in the layout of
+// edgekv.weights.quantize, BLOCK inputs to a float32 scale. Weights are multiplied as the whole numbers that they are stored as, the
 // activation as whole numbers of 16 bits: each 16 bytes of weights, a chunk, have a unit of their own for their inputs. A tile
 // is 16 rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 128 bytes of each row, so that whole lines
 // are asked for: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d
@@ -123,7 +124,9 @@ __device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weig
     }
 }
 
-// y and all arguments as packed_matvec's. Grid (any, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. With a norm x[n, k] is times
+// norm[k], over the root of the mean square of x[n] plus eps. `gate` 0 or more: row r's activation of that number times
+// row `rows` + r. Grid (any, n).
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
 tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
              const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)

@@ -40,9 +40,9 @@ def symmetric(codec: Any, t0: int, t1: int) -> F32:
 def pack_codes(levels: U8, n_bytes: int) -> U8:
     """Codes (..., D) of 8, 4 or 2 bits, the parts of a head over each other in (..., n_bytes)."""
     parts = levels.reshape(*levels.shape[:-1], -1, n_bytes)
-    n_bits = 8 // parts.shape[-2]
-    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
-    packed: U8 = np.bitwise_or.reduce(parts << shifts, axis=-2)
+    packed: U8 = parts[..., 0, :].copy()
+    for i in range(1, parts.shape[-2]):
+        packed |= parts[..., i, :] << np.uint8(8 // parts.shape[-2] * i)
     return packed
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U16, U32
 
@@ -26,8 +27,10 @@ def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0
     levels[:, b0:b1, 0] = centre.astype(np.float16).view(np.uint16)
     levels[:, b0:b1, 1] = step.astype(np.float16).view(np.uint16)
     upper = x >= _widen(levels[:, b0:b1, None, 0])
-    words = upper.reshape(n_kv_heads, -1, WORD_TOKENS, head_dim).transpose(0, 1, 3, 2)
-    packed = np.packbits(np.ascontiguousarray(words), axis=-1, bitorder="little").view("<u4")[..., 0]
+    words = upper.reshape(n_kv_heads, -1, WORD_TOKENS, head_dim).astype(np.uint32)
+    packed = words[:, :, 0].copy()
+    for i in range(1, WORD_TOKENS):
+        packed |= words[:, :, i] << np.uint32(i)
     per_group = group // WORD_TOKENS
     signs[:, b0 * per_group : b1 * per_group] = packed
 
@@ -63,7 +66,7 @@ def _middle_and_half_range(x: F32) -> tuple[F32, F32]:
 
 
 def _widen(bits: U16) -> F32:
-    return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
+    return contiguous(bits).view(np.float16).astype(np.float32)
 
 
 LOOPS = {"sign_index": Loops(sign_index)}

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools, per_head
@@ -18,20 +17,19 @@ ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / he
 
 
 def pack_signs(tools: Tools, x: Array, codes: Array, t0: int) -> None:
-    """As `edgekv.papers.h1b.reference.pack_signs`."""
+    """As `edgekv.papers.h1b.reference.pack_signs`: x (G, n, bits), codes (G, blocks, words, tokens of a block)."""
     n_kv_heads, n, bits = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
-    tools.driver.launch(launch, x, stride, bits, codes, codes.shape[1], *place(tools.driver, t0))
+    store = codes, codes.shape[1], codes.shape[3]
+    tools.driver.launch(launch, x, stride, bits, *store, *place(tools.driver, t0))
 
 
 def pack_sign_rows(tools: Tools, x: Array) -> Array:
-    """As `edgekv.kernels.reference.bits.pack_sign_rows`."""
-    *rows, bits = x.shape
-    words = tools.driver.empty((*rows, bits // 64), np.uint64)
-    launch = Launch(ENCODE, "pack_sign_rows", (x.size // bits,), min(THREADS, bits))
-    tools.driver.launch(launch, contiguous(x), bits, words)
-    return words
+    """As `edgekv.kernels.reference.bits.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
+    words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
+    pack_signs(tools, x, words, 0)
+    return words[..., 0]
 
 
 def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:

@@ -1,22 +1,11 @@
-// Signs of rows of numbers as bits, a warp for 32 of them.
-
-// Token t0 + i of codes (G, blocks, bits / 64, 64): `pack_signs`. Grid (n, G).
-extern "C" __global__ void pack_signs(const float* x, int stride, int bits, u32* codes, int blocks, int t0, const int* shift)
+// Signs of rows of numbers as bits, a warp for 32 of them: token t0 + i of codes (G, blocks, bits / 64, tile). Grid (n, G).
+extern "C" __global__ void pack_signs(const float* x, int stride, int bits, u32* codes, int blocks, int tile, int t0, const int* shift)
 {
     int t = t0 + *shift + blockIdx.x;
     const float* row = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * bits;
     for (int c = threadIdx.x; c < bits; c += blockDim.x) {
         u32 word = __ballot_sync(EVERY_LANE, row[c] >= 0);
-        i64 at = (((i64)blockIdx.y * blocks + t / TILE) * (bits / 64) + c / 64) * TILE + t % TILE;
+        i64 at = (((i64)blockIdx.y * blocks + t / tile) * (bits / 64) + c / 64) * tile + t % tile;
         if (c % 32 == 0) codes[2 * at + c / 32 % 2] = word;
-    }
-}
-
-// Rows (n, bits) as (n, bits / 64) words: `pack_sign_rows`. Grid (n).
-extern "C" __global__ void pack_sign_rows(const float* x, int bits, u32* words)
-{
-    for (int c = threadIdx.x; c < bits; c += blockDim.x) {
-        u32 word = __ballot_sync(EVERY_LANE, x[(i64)blockIdx.x * bits + c] >= 0);
-        if (c % 32 == 0) words[((i64)blockIdx.x * bits + c) / 32] = word;
     }
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.driver import Array, Launch, Program
-from edgekv.kernels.cuda.ints import byte_values
+from edgekv.kernels.cuda.ints import read_integers
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 
 FOLDER = pathlib.Path(__file__).parent
@@ -28,7 +28,7 @@ def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
 
 def _read(codec: Any) -> Reader:
     a = codec.arrays
-    return byte_values(a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO", tiles=4)
+    return read_integers("RowValues", a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO")
 
 
 LOOPS = {"int4": Loops(values=_read, encode=_encode, placed=True)}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.reference.ints import pack_codes, unpack_codes
 from edgekv.kernels.reference.loops import Loops
@@ -79,7 +80,7 @@ def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
 
 
 def _widen(bits: U16) -> F32:
-    return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
+    return contiguous(bits).view(np.float16).astype(np.float32)
 
 
 def _encode(store: Callable[[F32, U8, U16, U16, int], None]) -> Callable[[Any, F32, int], None]:

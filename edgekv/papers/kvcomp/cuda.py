@@ -44,4 +44,7 @@ def _read(name: str) -> Callable[[Any], Reader]:
     return read
 
 
-LOOPS = {"huffman_keys": Loops(_read("HuffmanKeys")), "huffman_values": Loops(values=_read("HuffmanValues"))}
+LOOPS = {
+    "huffman_keys": Loops(_read("RowKeys<HuffmanRow<false>>")),
+    "huffman_values": Loops(values=_read("RowValues<HuffmanRow<true>>")),
+}

@@ -12,7 +12,7 @@ from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
 
 def _read(index: Any) -> Reader:
     bounds = index.arrays["bounds"]
-    return Reader("RowKeys<u16>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
+    return Reader("RowKeys<Numbers<u16>>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
 
 
 def _parts(tools: Tools, index: Any, q: Array) -> Queries:

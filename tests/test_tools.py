@@ -1,4 +1,4 @@
-"""Tools: seeded faults have their place, Arm's loops are vectors, the roofline by hand, scenes are described."""
+"""Tools: seeded faults have their place, Arm's loops are vectors, scenes are described."""
 
 import itertools
 import pathlib
@@ -8,15 +8,9 @@ import sys
 import asm
 import numpy as np
 import pytest
-import roofline
 from kernel_cases import pairs
 
 from edgekv import Session
-from edgekv.checkpoint.shipped import load_shape
-from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import Geometry
-from edgekv.models import architecture
-from edgekv.power.conditions import board_profiles
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -100,7 +94,7 @@ def test_loops_are_those_of_the_control_flow() -> None:
     ]  # not what odd sizes take
     assert list(asm.chains(*flat)) == []
     kernel = asm.Kernel("any.outer", asm.FLOAT, 128, (4,))
-    each = {"name": "any.outer", "first": 0, "literal": False, "assembly": ASSEMBLY}
+    each = {"name": "any.outer", "literal": False, "assembly": ASSEMBLY}
     found = asm.measure("any", kernel, {"loops": [], "functions": [each]})
     assert (found.loop, found.work, found.vector, found.calls) == (7, 8, 2, 0)
     assert found.instructions_per_token == pytest.approx(7 * 128 / 8 + 7 / 4, abs=0.05)
@@ -126,31 +120,3 @@ def test_inner_loops_on_an_arm_are_vectors_without_calls(module: str) -> None:
         assert loop.vector >= loop.loop / 4  # besides addresses, loads and branches
         if mnemonic == "udot.4s":  # weights are taken from lanes
             assert not {"dup.4s", "scvtf.4s"} & set(loop.mnemonics)
-
-
-@pytest.mark.parametrize(
-    ("cycles_per_s", "attention_ms", "bound"),
-    [(40e9, 100, "memory"), (10e9, 200, "cycles")],  # 50 ms of cycles, and 100 ms for the bytes
-)
-def test_the_slower_of_memory_and_cycles_counts(cycles_per_s: float, attention_ms: float, bound: str) -> None:
-    need = roofline.Need(weights_bytes=3_000_000_000, cache_bytes=1_000_000_000, cycles=2e9)
-    p = roofline.predict(need, roofline.Machine(10e9, 10e9, cycles_per_s, 5.0))
-    assert (p.weights_ms, p.attention_ms, p.bound) == (pytest.approx(300), pytest.approx(attention_ms), bound)
-    assert p.token_ms == pytest.approx(300 + attention_ms)
-    assert p.joules == pytest.approx(5 * (0.3 + attention_ms / 1e3))
-    key = "jetson-nano"  # without a published bandwidth: the Pi's share
-    p = roofline.predict(need, roofline.machine_of(key, board_profiles()[key]))
-    assert p.weights_ms == pytest.approx(3e9 / (25.6e9 * 10.5 / 17.1) * 1e3)
-
-
-def test_a_token_needs_every_weight_but_one_row_of_the_table_and_all_keys_and_values() -> None:
-    arch = architecture(load_shape("llama2-7b"))
-    elements = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
-    norms = (2 * 32 + 1) * 4096
-    assert roofline.weights_bytes(arch, "f32") == 4 * (elements + norms)
-    assert roofline.weights_bytes(arch, "int4") == elements // 2 + elements // 128 * 4 + 4 * norms
-    cache = roofline.filled_cache(CacheSpec.parse("dense"), Geometry(4, 2, 64, 100))
-    assert cache.bytes_read() == 100 * 2 * 2 * 64 * 2
-    costs = {"scores f16": 80, "values f16": 60, "softmax": 7}
-    counts = [{"kernel": kernel, "cycles_per_token": cycles} for kernel, cycles in costs.items()]
-    assert roofline.cycles(cache, counts) == 4 * 100 * (80 / 2 + 60 / 2 + 7)  # counted for 128 channels

@@ -149,6 +149,8 @@ class Terminal:
                     if name not in COMMANDS:
                         known = ", ".join(f"/{command}" for command in COMMANDS)
                         raise EdgeKVError(f"/{name} is unknown; there are: {known}, /exit")
+                    if name in ("load", "image") and not rest.strip():
+                        raise EdgeKVError(f"/{name} needs a file: /{name} FILE")
                     COMMANDS[name](self, rest.strip())
                 else:
                     images, self._images = self._images, []
@@ -207,8 +209,6 @@ class Terminal:
 
     def load(self, rest: str) -> None:
         """FILE: take up a saved conversation"""
-        if not rest:
-            raise EdgeKVError("/load needs a file: /load FILE")
         self.chat.session.load_state(rest)
         say(f"{rest}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
 
@@ -236,8 +236,6 @@ class Terminal:
 
     def image(self, rest: str) -> None:
         """FILE: show it with the next message"""
-        if not rest:
-            raise EdgeKVError("/image needs a file: /image FILE")
         path = str(pathlib.Path(rest.strip("'\"")).expanduser())
         require_vision(self.chat.session.model)
         picture(path)

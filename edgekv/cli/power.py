@@ -23,7 +23,7 @@ from edgekv.cli.plots import plot, require_matplotlib
 from edgekv.cli.terminal import print_rows, redraw
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
-from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
+from edgekv.machine import machine_info
 from edgekv.power import EnergyMeter, PowerSampler, SurveyedMeter, find_meter, survey
 from edgekv.power.conditions import Conditions, find_profile, power_file, throttle
 from edgekv.power.energy import NoMeter, PowerSource, Trace
@@ -102,17 +102,16 @@ def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
 
     Raises PowerError for a file that would be empty.
     """
-    name, files = getattr(arguments, "meter", "auto"), {n: getattr(arguments, n, None) for n in ("csv", "plot")}
-    if files["plot"]:
+    name, files = getattr(arguments, "meter", "auto"), [getattr(arguments, n, None) for n in ("csv", "plot")]
+    if files[1]:
         require_matplotlib()
     try:
         meter, notes = find_meter(name)
     except PowerError as error:
         if name != "auto":
             raise
-        for option, path in files.items():
-            if path:
-                raise PowerError(f"--{option} {path}: there would be nothing in it: {error}") from None
+        for path in filter(None, files):
+            raise PowerError(f"{path}: there would be nothing in it: {error}") from None
         return Unmetered(str(error))
     return PowerSampler(meter, notes=notes)
 
@@ -209,24 +208,17 @@ def _record(arguments: argparse.Namespace) -> int:
         except OSError as error:
             why = f"can't be run ({error.strerror}); give a program that exists"
             raise PowerError(f"{command[0]}: {why}") from None
-        with meter.phase(PHASE):
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            try:
-                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-            finally:
-                signal.signal(signal.SIGINT, before)
-    _, wait_status, usage = os.wait4(child.pid, 0)
-    child.returncode = code = os.waitstatus_to_exitcode(wait_status)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with meter.phase(PHASE):
+                code = child.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
     if arguments.csv and isinstance(sampler, PowerSampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
     _plot(sampler, arguments)
     report = meter.report()
-    # A child's mark begins at its parent's, so that a smaller program's own is not known.
-    mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
-    peak = format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
-    rows = [("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()]
-    rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {peak}"))
-    print_rows(rows, sys.stderr)
+    print_rows([("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()], sys.stderr)
     return code if code >= 0 else 128 - code  # as shells report a signal
 
 

@@ -110,7 +110,7 @@ class Prose:
         return ids[n:]
 
     def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, I64]:
-        """``n_tokens`` from anywhere or from the start of a sentence, and where in them sentences begin."""
+        """Return ids (n_tokens,) from anywhere or the start of a sentence, and where in them sentences begin."""
         n_starts = len(self.tokens) - n_tokens + 1
         if n_starts < 1:
             raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")

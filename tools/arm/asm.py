@@ -97,7 +97,6 @@ class Kernel:
     work: tuple[str, ...]
     needed: int
     outer: tuple[float, ...] = ()
-    parts: int = 0  # codes in a byte, where a function is compiled for several numbers of them
     loop: str = ""
     straight: bool = False  # a function without a loop: all of it is counted
 
@@ -115,10 +114,6 @@ KERNELS = {
     "scores f16, 4 rows": Kernel("score_rows_4", FLOAT, 128, (16,), loop=F16_SCORE),
     "values f16": Kernel("add_rows_1", FLOAT, 128, loop=F16_ADD),
     "values f16, 4 rows": Kernel("add_rows_4", FLOAT, 128, loop=F16_ADD),
-    "scores 8-bit": Kernel("codes.dot_row", FLOAT, 128, (16,), parts=1),
-    "scores 8-bit, 4 rows": Kernel("codes.dot_four_rows", FLOAT, 128, parts=1),
-    "values 8-bit": Kernel("codes.add_row", FLOAT, 128, parts=1),
-    "values 8-bit, 4 rows": Kernel("codes.add_four_rows", FLOAT, 128, parts=1),
     "h1b scores": Kernel(f"{SIGNS}._score_block", COUNT, 256, (32,)),
     **{
         f"{bits}-bit scan" + ("" if rows == 1 else f", {rows} rows"): Kernel(
@@ -208,22 +203,17 @@ def compile_rope() -> None:
 
 
 def compiled_functions() -> list[dict[str, Any]]:
-    """first: of how many parts the first argument is, where it is a tuple."""
+    """Name and assembly of every compiled version of every function."""
     found = []
     infos = pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}.")
     for file in (*(info.name for info in infos), SIGNS):
         for name, function in vars(importlib.import_module(file)).items():
             if getattr(function, "__module__", None) == file and hasattr(function, "inspect_asm"):
-                for signature in function.signatures:
-                    first = len(signature[0]) if signature and hasattr(signature[0], "__len__") else 0
-                    found.append(
-                        {
-                            "name": f"{file.removeprefix(f'{PACKAGE}.')}.{name}",
-                            "first": first,
-                            "literal": "Literal" in str(signature),
-                            "assembly": function.inspect_asm(signature),
-                        }
-                    )
+                known = f"{file.removeprefix(f'{PACKAGE}.')}.{name}"
+                found += [
+                    {"name": known, "literal": "Literal" in str(each), "assembly": function.inspect_asm(each)}
+                    for each in function.signatures
+                ]
     return found
 
 
@@ -462,8 +452,6 @@ def assemblies(kernel: Kernel, compiled: Compiled) -> list[str]:
     if kernel.loop:
         return [item["assembly"] for item in compiled["loops"] if item["name"] == kernel.loop]
     found = [item for item in compiled["functions"] if item["name"] == kernel.function]
-    if kernel.parts:
-        found = [item for item in found if item["first"] == kernel.parts]
     return [item["assembly"] for item in found if not item["literal"]] or [item["assembly"] for item in found]
 
 

@@ -112,7 +112,8 @@ class Llama(Architecture):
     behind it (norm_down), as the checkpoint calls them; there is none where a name is missing."""
     qk_norms, last_norm = ("q_norm", "k_norm"), "norm"
     qkv_parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # of self_attn; one where they are fused
-    up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of mlp
+    out_part, mlp, down_part = "o_proj", "mlp", "down_proj"
+    up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of ``mlp``, as is down_part
 
     @classmethod
     def model_config(cls, file: Any, raw: Raw) -> ModelConfig:
@@ -131,14 +132,13 @@ class Llama(Architecture):
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         c = self.config
-        attn, mlp = f"{self.prefix}layers.{i}.self_attn.", f"{self.prefix}layers.{i}.mlp."
-        qkv = (c.q_size, c.kv_size, c.kv_size)
-        both = (c.intermediate_size,) * 2
+        attn, mlp = f"{self.prefix}layers.{i}.self_attn.", f"{self.prefix}layers.{i}.{self.mlp}."
+        qkv, both = (c.q_size, c.kv_size, c.kv_size), (c.intermediate_size,) * 2
         return {
             f"{i}.qkv": self._linear(attn, self.qkv_parts, qkv, c.hidden_size, c.qkv_bias),
-            f"{i}.out": self._linear(attn, ("o_proj",), (c.hidden_size,), c.q_size, c.out_bias),
+            f"{i}.out": self._linear(attn, (self.out_part,), (c.hidden_size,), c.q_size, c.out_bias),
             f"{i}.up": self._linear(mlp, self.up_parts, both, c.hidden_size, c.mlp_bias),
-            f"{i}.down": self._linear(mlp, ("down_proj",), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
+            f"{i}.down": self._linear(mlp, (self.down_part,), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
         }
 
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:

@@ -1,34 +1,113 @@
-"""Qwen3.5: gated DeltaNet in three layers of four, gated attention in the others; 1 + w in place of w in norms.
-
-Of models that see (model_type qwen3_5) the decoder is read, for text alone: there the three position ids of a
-token are one, and its rotation is the plain one.
-"""
+"""Llama whose layers are mostly recurrent: LFM2 (short convolutions) and Qwen3.5 (gated DeltaNet)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from edgekv.checks import read_fields, short_repr
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Linear, Ops
 from edgekv.models.config import (
+    Epsilon,
     GatedDelta,
     Heads,
     Layers,
     ModelConfig,
     Raw,
+    ShortConv,
     Taps,
+    Width,
     alternating,
     recurrent_layers,
 )
 from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config, llama_rope
 from edgekv.models.llava import Multimodal
-from edgekv.models.rope import RopeSchema
+from edgekv.models.rope import Factor, RopeSchema
 
 DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class Lfm2ConfigSchema(LlamaConfigSchema):
+    """block_ff_dim and tie_embedding are older names."""
+
+    tie_embedding: bool | None = None
+    norm_eps: Epsilon = 1e-5
+    conv_bias: bool = False
+    conv_taps: Taps = field(default=3, name="conv_L_cache")
+    block_ff_dim: Width | None = None
+    block_multiple_of: Width = 256
+    block_ffn_dim_multiplier: Factor = 1.0
+    block_auto_adjust_ff_dim: bool = True
+    full_attn_idxs: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
+
+
+def _intermediate_size(file: Lfm2ConfigSchema) -> int:
+    size = file.block_ff_dim or file.intermediate_size
+    if not file.block_auto_adjust_ff_dim:
+        return size
+    size = int(file.block_ffn_dim_multiplier * int(2 * size / 3))
+    return -(-max(size, 1) // file.block_multiple_of) * file.block_multiple_of
+
+
+class Lfm2(Llama):
+    """LFM2 and LFM2.5: short convolutions in most layers, q/k norms in the others."""
+
+    schema = Lfm2ConfigSchema
+    defaults: ClassVar[Raw] = {
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    norms: ClassVar[Mapping[str, str]] = {"norm_in": "operator_norm", "norm_mlp": "ffn_norm"}
+    qk_norms = ("q_layernorm", "k_layernorm")
+    last_norm = "embedding_norm"
+    out_part, mlp, up_parts, down_part = "out_proj", "feed_forward", ("w1", "w3"), "w2"
+
+    @classmethod
+    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw) -> ModelConfig:
+        layers = file.num_hidden_layers
+        attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
+        types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
+        conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
+        return llama_config(
+            "lfm2",
+            file,
+            intermediate_size=_intermediate_size(file),
+            norm_eps=file.norm_eps,
+            activation="silu",
+            tied_embeddings=file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding,
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            recurrences=recurrent_layers(types, "conv", conv, layers),
+        )
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        linears, hidden = super().layer_linears(i), self.config.hidden_size
+        conv = self.config.layer_recurrences[i]
+        if not isinstance(conv, ShortConv):
+            return linears
+        del linears[f"{i}.qkv"]
+        base = f"{self.prefix}layers.{i}.conv."
+        first = {f"{i}.in": self._linear(base, ("in_proj",), (conv.projected,), hidden, conv.bias)}
+        return {
+            **first,
+            **linears,
+            f"{i}.out": self._linear(base, ("out_proj",), (hidden,), conv.mixed, conv.bias),
+        }
+
+    def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        conv, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.conv.conv."
+        if not isinstance(conv, ShortConv):
+            return {}
+        weight = {f"{i}.weight": (f"{base}weight", (conv.channels, 1, conv.taps))}
+        return {**weight, **({f"{i}.bias": (f"{base}bias", (conv.channels,))} if conv.bias else {})}
 
 
 class Qwen35ConfigSchema(LlamaConfigSchema):
@@ -43,7 +122,7 @@ class Qwen35ConfigSchema(LlamaConfigSchema):
 
 
 class Qwen35(Llama):
-    """Llama with gates; which layers are recurrent is data of its config."""
+    """Gated DeltaNet in three layers of four, gated attention in the others; 1 + w in place of w in norms."""
 
     schema = Qwen35ConfigSchema
     defaults: ClassVar[Raw] = {
@@ -131,7 +210,7 @@ class Qwen35(Llama):
 
 
 class Qwen35WithVision(Multimodal, Qwen35):
-    """Read for its text alone."""
+    """Read for its text alone: there a token's three position ids are one, and its rotation the plain one."""
 
     text_types: ClassVar[Mapping[str, Raw]] = {"qwen3_5_text": {}}
     prefixes: tuple[str, ...] = ("model.language_model.",)

@@ -18,6 +18,7 @@ from edgekv.kernels.cuda.counter import Counter, Moves
 from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kvcache.codec_planes import Rotation
+from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
@@ -255,11 +256,15 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
 def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     rng, groups, rows, d = np.random.default_rng(group), 640 // group, 3, 80
     keys = halves(rng, 2, 640, d)
-    index = np.zeros((2, 640 // 32, d), np.uint32), np.zeros((2, groups, 2, d), np.uint16)
-    index = device.check("encode_fier", keys, group, minmax, *index, 1, groups, kind="sign_index")[3:5]
     s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
-    arrays = dict(zip(("signs", "levels"), index, strict=True))
-    device.check_scores(codec("sign_index", (2, 640, d), arrays, block=group), q, group, 640, s)
+    here, there = (SignIndex(2, 640, d, group, "minmax" if minmax else "mad") for _ in range(2))
+    here.bind({name: np.zeros(*each) for name, each in here.layout().items()}, reference)
+    there.bind({name: device.driver.zeros(*each) for name, each in here.layout().items()}, device.kernels)
+    here.encode(keys, 1, groups)
+    there.encode(device.up(keys), 1, groups)
+    for name, array in here.arrays.items():
+        np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    device.check_scores(here, q, group, 640, s)
     pages = PageIndex(2, 640, d, 16)
     pages.bind({"bounds": np.zeros((2, 40, 2 * d), np.uint16)}, reference)
     pages.encode(keys, 1, 40)

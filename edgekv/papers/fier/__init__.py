@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.kernels.registry import package_function
+import numpy as np
+
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codecs import in_package
 from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
 from edgekv.papers.retrieval import Index, Retrieval
-from edgekv.types import Array
+from edgekv.types import F32, Array
 
 WORD = 32  # tokens per word of the index
 
@@ -38,7 +39,7 @@ class SignIndex(Index):
     """A bit per key element, and two levels per channel and group of tokens (FIER eq. 5, algorithm 1)."""
 
     kind = "sign_index"
-    backends = in_package("edgekv.papers.fier")
+    backends = in_package("edgekv.papers.fier", "cpu", "cuda")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, group: int, levels: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, block=group, unit=1)
@@ -56,9 +57,52 @@ class SignIndex(Index):
         return self.n_kv_heads * self.head_dim * (self.block // 8 + 4)
 
     def encode(self, keys: Array, b0: int, b1: int) -> None:
-        a = self.arrays
-        encode = package_function(self.kernels, __name__, "encode_fier")
-        encode(keys, self.block, self.minmax, a["signs"], a["levels"], b0, b1)
+        """levels (G, groups, 2, D), float16 bits: a centre and a step. signs (G, words, D), uint32.
+
+        Centre and step are the mean and the mean absolute deviation from it, each added up in the order of the
+        tokens, or with minmax the middle and half the range. Bit i of word w of channel d says whether token
+        32 * w + i is at or above the (rounded) centre: it is taken as centre + step, else as centre - step.
+        """
+        n_kv_heads, _, head_dim = keys.shape
+        x = keys[:, b0 * self.block : b1 * self.block].view(np.float16).astype(np.float32)
+        x = x.reshape(n_kv_heads, b1 - b0, self.block, head_dim)
+        if self.minmax:
+            low, high, half = x.min(axis=2), x.max(axis=2), np.float32(0.5)
+            centre, step = (low + high) * half, (high - low) * half
+        else:
+            centre = _sum_in_order(x) / np.float32(self.block)
+            step = _sum_in_order(np.abs(x - centre[:, :, None])) / np.float32(self.block)
+        levels = self.arrays["levels"][:, b0:b1]  # a view
+        levels[:, :, 0] = centre.astype(np.float16).view(np.uint16)
+        levels[:, :, 1] = step.astype(np.float16).view(np.uint16)
+        upper = (x >= _widened(levels[:, :, None, 0])).reshape(n_kv_heads, -1, WORD, head_dim)
+        words = np.zeros_like(upper, np.uint32, shape=(n_kv_heads, upper.shape[1], head_dim))
+        for i in range(WORD):
+            words |= upper[:, :, i].astype(np.uint32) << np.uint32(i)
+        first = b0 * self.block // WORD
+        self.arrays["signs"][:, first : first + words.shape[1]] = words
+
+    def decode(self, t0: int, t1: int) -> F32:
+        """The keys (n_kv_heads, t1 - t0, head_dim) of whole groups, as the index has them."""
+        b0, b1 = t0 // self.block, t1 // self.block
+        signs, levels = self.arrays["signs"][:, t0 // WORD : t1 // WORD], self.arrays["levels"][:, b0:b1]
+        upper = signs[:, :, None] >> np.arange(WORD, dtype=np.uint32)[:, None] & 1  # (G, words, 32, D)
+        upper = upper.reshape(self.n_kv_heads, b1 - b0, self.block, self.head_dim)
+        centre, step = _widened(levels[:, :, None, 0]), _widened(levels[:, :, None, 1])
+        keys: F32 = np.where(upper, centre + step, centre - step).reshape(self.n_kv_heads, -1, self.head_dim)
+        return keys
+
+
+def _sum_in_order(x: F32) -> F32:
+    """Of x (G, groups, tokens, D) over the tokens, one after the other."""
+    total = x[:, :, 0].copy()
+    for t in range(1, x.shape[2]):
+        total += x[:, :, t]
+    return total
+
+
+def _widened(half: Array) -> F32:
+    return half.view(np.float16).astype(np.float32)
 
 
 class Fier(Retrieval):

@@ -6,96 +6,17 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
-from edgekv.kernels.cpu.launch import run, token_splits
+from edgekv.kernels.cpu.compile import Scalar, fast_jit
 from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.masks import add_where
-from edgekv.kernels.cpu.scalar import as_float, float_to_half, get, maximum, minimum, put
-from edgekv.types import F32, U8, U16, U32
+from edgekv.kernels.cpu.scalar import as_float, get, put
+from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
 WORD_TOKENS, WORD_BYTES = 32, 4
 HALVES_AHEAD = 2048  # of the levels: two groups of head_dim 128 and three to come
 LINE_HALVES = 32  # to a cache line
 ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
-ONE_BIT, NO_BITS = np.uint32(1), np.uint32(0)
-
-
-def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
-    n_kv_heads, _, head_dim = keys.shape
-    work = 2 * n_kv_heads * (b1 - b0) * group * head_dim
-    splits = token_splits(n_kv_heads, work)
-    scratch = np.empty((n_kv_heads * splits, 2 * head_dim), np.float32)
-    args = splits, keys, group, minmax, signs, levels, b0, b1, scratch
-    run(_encode_items, n_kv_heads * splits, work, args)
-
-
-@jit
-def _encode_items(first: int, last: int, args: Args) -> None:
-    splits, keys, group, minmax, signs, levels, b0, b1, scratch = args
-    capacity, head_dim = keys.shape[1:]
-    n_groups, n_words = levels.shape[1], signs.shape[1]
-    keys, signs, levels = keys.reshape(-1), signs.reshape(-1), levels.reshape(-1)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        centre, step = scratch[item, :head_dim], scratch[item, head_dim:]
-        for b in range(b0 + (b1 - b0) * split // splits, b0 + (b1 - b0) * (split + 1) // splits):
-            key, level = (g * capacity + b * group) * head_dim, (g * n_groups + b) * 2 * head_dim
-            if minmax:
-                _middle_and_half_range(keys, key, group, centre, step)
-            else:
-                _mean_and_deviation(keys, key, group, centre, step)
-            for d in range(head_dim):
-                put(levels, level + d, float_to_half(centre[d]))
-                put(levels, level + head_dim + d, float_to_half(step[d]))
-                centre[d] = as_float(get(levels, level + d))
-            for w in range(group // WORD_TOKENS):
-                word = (g * n_words + b * (group // WORD_TOKENS) + w) * head_dim
-                _pack_words(keys, key + w * WORD_TOKENS * head_dim, centre, signs, word)
-
-
-@jit
-def _mean_and_deviation(keys: U16, key: int, group: int, mean: F32, deviation: F32) -> None:
-    head_dim, n = len(mean), np.float32(group)
-    mean[:] = ZERO
-    for t in range(group):
-        for d in range(head_dim):
-            mean[d] += as_float(get(keys, key + t * head_dim + d))
-    for d in range(head_dim):
-        mean[d] /= n
-        deviation[d] = ZERO
-    for t in range(group):
-        for d in range(head_dim):
-            deviation[d] += abs(as_float(get(keys, key + t * head_dim + d)) - mean[d])
-    for d in range(head_dim):
-        deviation[d] /= n
-
-
-@jit
-def _middle_and_half_range(keys: U16, key: int, group: int, middle: F32, half_range: F32) -> None:
-    head_dim = len(middle)
-    for d in range(head_dim):
-        middle[d] = half_range[d] = as_float(get(keys, key + d))
-    for t in range(1, group):
-        for d in range(head_dim):
-            x = as_float(get(keys, key + t * head_dim + d))
-            middle[d], half_range[d] = minimum(middle[d], x), maximum(half_range[d], x)
-    for d in range(head_dim):
-        low, high = middle[d], half_range[d]
-        middle[d], half_range[d] = (low + high) * HALF, (high - low) * HALF
-
-
-@jit
-def _pack_words(keys: U16, key: int, centre: F32, signs: U32, word: int) -> None:
-    """Bit t of signs[word + d] says whether channel d of token t, of 32, reaches its centre."""
-    head_dim = len(centre)
-    for d in range(head_dim):
-        put(signs, word + d, NO_BITS)
-    for t in range(WORD_TOKENS):
-        bit = np.uint32(ONE_BIT << np.uint32(t))
-        for d in range(head_dim):
-            reached = as_float(get(keys, key + t * head_dim + d)) >= centre[d]
-            put(signs, word + d, np.uint32(get(signs, word + d) | (bit if reached else NO_BITS)))
 
 
 @score_loop

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.papers.fier import reference
-
-
-def encode_fier(tools: Tools, *arguments: Any) -> None:
-    """As `edgekv.papers.fier.reference.encode_fier`, keys (G, cap, D) of the device."""
-    reference.encode_fier(*arguments)
+from edgekv.kernels.cuda.loops import Loops, Reader
 
 
 def _read(index: Any) -> Reader:

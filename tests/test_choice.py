@@ -98,8 +98,8 @@ def test_lists() -> None:
 
 
 def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
-    with raises(CacheError, field="kv", match="tau applies to: h1b, sign_keys"):
-        CacheSpec.parse("dense:tau=1")
+    with raises(CacheError, field="kv", match="by_need applies to: planes, onebit"):
+        CacheSpec.parse("dense:by_need=true")
 
 
 @pytest.mark.parametrize(

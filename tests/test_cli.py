@@ -168,7 +168,7 @@ BAD = {
     "no-model": (["--model", "/no/such"], "/no/such"),
     "bad-kv": (["--kv", "h2b"], "accepted: f16, q8"),
     "bad-knob": (["--kv", "h1b:sketch_bits=7"], "accepted: 64, 128, 192"),
-    "tau-for-dense": (["--kv", "dense:tau=1"], "applies to: h1b"),
+    "bits-for-dense": (["--kv", "dense:v_bits=1"], "applies to: planes"),
     "bad-weights": (["--weights", "int2"], "accepted: auto"),
     "ctx-too-long": (["--ctx", "65"], "64 positions"),
     "temperature": (["--temperature", "-1"], "temperature"),

@@ -9,7 +9,7 @@ import shutil
 import golden_cases
 import numpy as np
 import pytest
-from helpers import UNBOUND
+from helpers import HAS_PAPERS, UNBOUND
 from safetensors.numpy import save_file
 
 from edgekv import Session
@@ -147,7 +147,7 @@ def test_the_smallest_cache_that_passed_is_recommended() -> None:
 
 
 def test_what_needs_a_gate() -> None:
-    exact = {"dense", "dense:dtype=f32", "visual1", "visual=planes"}
+    exact = {"dense", "dense:dtype=f32", *({"visual1", "visual=planes"} if HAS_PAPERS else ())}
     assert {
         name for name in [*UNBOUND, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact

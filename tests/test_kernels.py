@@ -95,7 +95,7 @@ def all_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_backends_provide_the_whole_specification(backend: object) -> None:
-    assert sorted({*backend.__all__} - {"backend", "gated_delta", "short_conv"}) == NAMES
+    assert {*NAMES} <= {*backend.__all__}
     for name in NAMES:
         _, *specified = inspect.signature(getattr(contract.Kernels, name)).parameters
         assert list(inspect.signature(getattr(backend, name)).parameters) == specified, name

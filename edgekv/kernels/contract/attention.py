@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.kernels.contract.ints import IntKernels
 from edgekv.kernels.contract.planes import PlaneKernels
 from edgekv.kernels.contract.segment import Segment, Stored, Visible
 from edgekv.types import F32, I64, U16, Array
@@ -37,7 +36,7 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-class Kernels(IntKernels, PlaneKernels, Protocol):
+class Kernels(PlaneKernels, Protocol):
     """A backend is a module with these functions, or an object."""
 
     backend: str

@@ -95,7 +95,7 @@ class SignIndex(Index):
 
 def _sum_in_order(x: F32) -> F32:
     """Of x (G, groups, tokens, D) over the tokens, one after the other."""
-    total = x[:, :, 0].copy()
+    total: F32 = x[:, :, 0].copy()
     for t in range(1, x.shape[2]):
         total += x[:, :, t]
     return total

@@ -60,22 +60,25 @@ class RequestEncoder:
         self._lock = threading.Lock()
 
     def encode(self, request: ChatRequest | CompletionRequest) -> list[EncodedPrompt]:
-        """The prompts' tokens. Raises RequestError where one does not fit, or is empty."""
+        """Return the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
-        return [
-            EncodedPrompt(self.ids(prompt, "prompt"), self._text(prompt) if request.echo else "")
-            for prompt in request.prompts
-        ]
+        encoded = []
+        for prompt in request.prompts:
+            text = prompt if isinstance(prompt, str) else ""
+            if request.echo and not text:
+                text = self.tokenizer.decode([i for i in prompt if i < self.tokenizer.vocab_size])
+            encoded.append(EncodedPrompt(self.ids(prompt, "prompt"), text if request.echo else ""))
+        return encoded
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
-        """Of a text, or ids as they are. Raises RequestError, which blames the field."""
+        """Return a text's ids, or ids as they are. Raises RequestError, which blames the field."""
         if isinstance(text, str):
-            return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
+            text = self.tokenizer.encode(without_places(text, self.tokenizer))
         return self._checked(list(text), field)
 
     def remember(self, text: str, ids: list[int]) -> None:
-        """Keeps an answer's own tokens: the next request brings back its text alone."""
+        """Keep an answer's own tokens: the next request brings back its text alone."""
         with self._lock:
             self._answers[text] = array("i", ids)
             self._answers.move_to_end(text)
@@ -89,17 +92,16 @@ class RequestEncoder:
         else:
             messages = spelled_out(messages, tools, self.form)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
-        known = {i: ids for i in answers if (ids := self._known(messages[i])) is not None}
-        ids = self._checked(self._turns.ids(messages, known.get, names), request.names["prompt"])
-        images = tuple(decoded(url, "image_url") for url in request.images)
-        thinks = self._ends_in_thought(ids) and not (tools and tools.forced)
-        return EncodedPrompt(ids, thinks=thinks, images=images)
-
-    def _known(self, message: dict[str, Any]) -> Sequence[int] | None:
-        if "tool_calls" in message or "reasoning_content" in message:
-            return None
         with self._lock:
-            return self._answers.get(message["content"])
+            known = {
+                i: self._answers.get(messages[i]["content"])
+                for i in answers
+                if not {"tool_calls", "reasoning_content"} & messages[i].keys()
+            }
+        ids = self._checked(self._turns.ids(messages, known.get, names), request.names["prompt"])
+        end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:])
+        thinks = end.rstrip().endswith(THINK) and not (tools and tools.forced)
+        return EncodedPrompt(ids, thinks=thinks, images=tuple(decoded(url, "image_url") for url in request.images))
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
         if not ids:
@@ -112,25 +114,15 @@ class RequestEncoder:
             raise RequestError(400, message, param=field)
         return ids
 
-    def _text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return self.tokenizer.decode([token for token in prompt if token < self.tokenizer.vocab_size])
-
-    def _ends_in_thought(self, ids: Sequence[int]) -> bool:
-        """Whether the template has begun the reasoning."""
-        texts = [self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:]]
-        return "".join(texts).rstrip().endswith(THINK)
-
     def _special(self, mark: str) -> tuple[int, str] | None:
-        """The id of a mark that is a special token."""
+        """Return the id of a mark that is a special token."""
         ids = self.tokenizer.encode(mark, bos=False)
         special = [i for i in ids if not self.tokenizer.token_bytes(i)]
         return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
 
 
 def decoded(url: str, name: str) -> bytes:
-    """The bytes of a data URL. Raises RequestError: anything else is not fetched."""
+    """Return the bytes of a data URL. Raises RequestError: anything else is not fetched."""
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
@@ -150,7 +142,7 @@ class Images:
         self._lock = threading.Lock()
 
     def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
-        """The prompt with the images at its image tokens. ImageError: no image, or a model that sees none."""
+        """Return the prompt with images at its image tokens. ImageError: no image, or a model that sees none."""
         token = self._session.model.image_token
         if not files:
             if token is not None:
@@ -207,7 +199,7 @@ To call a function answer with its name and its arguments as JSON, and nothing a
 
 
 def find_format(template: str) -> ToolFormat:
-    """That of the model whose chat template's source is given."""
+    """Return the format of the model whose chat template's source is given."""
     if "[TOOL_CALLS]" in template:
         return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
     if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
@@ -216,7 +208,7 @@ def find_format(template: str) -> ToolFormat:
 
 
 def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
-    """The tools as templates know them."""
+    """Return the tools as templates take them."""
     return [
         {
             "type": "function",
@@ -231,7 +223,7 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
-    """The messages with tools, calls and their results in words, for a template that knows none of these.
+    """Return the messages with tools, calls and results in words, for a template that knows none of these.
 
     The tools stand in the first question: some templates take no system message.
     """
@@ -265,62 +257,43 @@ def _written(name: str, arguments: Any, form: ToolFormat) -> str:
 def tools_grammar(
     tools: Tools, form: ToolFormat, marks: Mapping[int, str], schema: Mapping[str, Any] | None = None
 ) -> str:
-    """Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
+    """Return Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
 
     marks: of special tokens, by id. schema: of the text where there is no call. Raises ConfigError for a schema as
     `require_bounded`.
     """
     tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
-    token = tokens.get(form.begin)
-    begin = token or (_quoted(form.begin) if form.begin else "")
-    rules = [f"body: {_joined(_quoted(form.opening), _calls(tools, form), _quoted(form.closing))}"]
-    args = tokens.get(form.args) or _quoted(form.args)
-    rules += [_function_rule(i, function, form, args) for i, function in enumerate(tools.callable)]
+
+    def quoted(text: str) -> str:
+        return tokens.get(text) or (json.dumps(text) if text else "")
+
+    begin, rules = quoted(form.begin), []
+    for i, function in enumerate(tools.callable):
+        arguments: dict[str, Any] = {"type": "object", **(function.parameters or {})}
+        if "properties" in arguments and not OPEN & arguments.keys():
+            arguments["additionalProperties"] = False  # those that it names and no others, unless it says so
+        head, tail = f"{quoted(function.name)} {quoted(form.args)}", ""
+        if not form.args:
+            head, tail = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": '), '"}"'
+        rules.append(f"fn_{i}: {head} %json {_compact(arguments)} {tail}")
+    call = f"({' | '.join(f'fn_{i}' for i in range(len(tools.callable)))})"
+    if tools.several and form.separator is not None:
+        call = f"{call} ({quoted(form.separator)} {call})*"
+    rules.append(f"body: {quoted(form.opening)} {call} {quoted(form.closing)}")
     if tools.forced or schema is not None:
         more = " call*" if tools.several and form.begin and form.separator is None else ""
-        rules += [f"call: {_joined(begin, 'body')}"]
+        rules += [f"call: {begin} body", f"start: call{more}{'' if tools.forced else ' | answer'}"]
         if not tools.forced:
-            rules += [f"start: call{more} | answer", f"answer: %json {_compact(schema or {})}"]
-        else:
-            rules += [f"start: call{more}"]
+            rules.append(f"answer: %json {_compact(schema or {})}")
     elif not form.begin:
         rules += ["start: PLAIN | body", r"PLAIN: /([^{](.|\n)*)?/"]
     else:
         rules += ["start: call* tail" if tools.several else "start: call | tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
-        rules += [f"head: TEXT {token}" if token else f"head[lazy]: TEXT {begin}", "call: head body"]
+        lazy = "" if form.begin in tokens else "[lazy]"
+        rules += [f"head{lazy}: TEXT {begin}", "call: head body"]
     return "\n".join(["%llguidance {}", *rules])
-
-
-def _calls(tools: Tools, form: ToolFormat) -> str:
-    one = f"({' | '.join(f'fn_{i}' for i in range(len(tools.callable)))})"
-    if tools.several and form.separator is not None:
-        return f"{one} ({_quoted(form.separator)} {one})*"
-    return one
-
-
-def _function_rule(i: int, function: Function, form: ToolFormat, args: str) -> str:
-    if form.args:
-        return f"fn_{i}: {_quoted(function.name)} {args} %json {_compact(_arguments(function))}"
-    head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
-    return f'fn_{i}: {_quoted(head)} %json {_compact(_arguments(function))} "}}"'
-
-
-def _arguments(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: those that it names and no others, unless it says so."""
-    schema = {"type": "object", **(function.parameters or {})}
-    if "properties" in schema and not OPEN & schema.keys():
-        schema["additionalProperties"] = False
-    return schema
 
 
 def _compact(schema: Mapping[str, Any]) -> str:
     require_bounded(schema)
     return json.dumps({**schema, "x-guidance": COMPACT})
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
-
-
-def _joined(*parts: str) -> str:
-    return " ".join(part for part in parts if part)

@@ -396,10 +396,12 @@ class ResponsesFormat(AnswerFormat):
 
 
 class EmbeddingFormat:
-    """POST /v1/embeddings of ``n`` texts."""
+    """POST /v1/embeddings: a vector of each prompt."""
 
-    def __init__(self, model: str, request: EmbeddingRequest, n: int) -> None:
-        self._model, self._request, self._n = model, request, n
+    def __init__(
+        self, model: str, request: EmbeddingRequest, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
+    ) -> None:
+        self._model, self._request, self._n = model, request, len(prompts)
         self._vectors: list[EmbeddingVector] = []
 
     @property

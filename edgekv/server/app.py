@@ -8,9 +8,9 @@ import contextlib
 import functools
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import Counter, generate_latest
 from starlette.applications import Starlette
@@ -35,7 +35,6 @@ from edgekv.server.answers import (
 )
 from edgekv.server.engine import Channel, Engine, jobs_of
 from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits, read_body
-from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import (
     FAILED,
     ChatRequest,
@@ -43,7 +42,6 @@ from edgekv.server.requests import (
     EmbeddingRequest,
     RequestError,
     bad_field,
-    listed,
     parse_json,
     read,
     read_response,
@@ -55,7 +53,6 @@ STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the pro
 OPEN_PATHS = ("/", "/health")  # need no key
 PAGE_SCRIPTS = ("data.js", "view.js", "main.js")
 _UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
-T = TypeVar("T")
 
 
 def build_app(
@@ -240,53 +237,43 @@ class _Server:
     async def responses(self, request: Request) -> Response:
         return await self._answer(request, read_response, ResponsesFormat)
 
+    async def embeddings(self, request: Request) -> Response:
+        def check(body: Any) -> EmbeddingRequest:
+            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
+            if given.dimensions not in (None, size):
+                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
+            return given
+
+        return await self._answer(request, check, EmbeddingFormat)
+
     async def _answer(
-        self,
-        request: Request,
-        check: Callable[[Any], ChatRequest | CompletionRequest],
-        form: type[AnswerFormat],
+        self, request: Request, check: Callable[[Any], Any], form: type[AnswerFormat] | type[EmbeddingFormat]
     ) -> Response:
         """Return an answer, whole or as a stream."""
         engine = self._engine
 
         def encode(body: Any) -> Any:
             given = check(body)
-            given.fill(engine.sampling)
+            if form is not EmbeddingFormat:
+                given.fill(engine.sampling)
             return given, engine.prompts.encode(given), *self._named(given.model)
 
         with contextlib.ExitStack() as held:
             body = held.enter_context(contextlib.closing(BodyShare(self._bodies)))
-            given, prompts, lora, headers = await self._encoded(request, body, encode)
-            lengths = [len(each.ids) for each in prompts]
-            nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
+            data = await read_body(request, self._limits, body)
+            async with self._encoders:  # of bodies in threads, where they are more than their bytes
+                body.parse(data)
+                given, prompts, lora, headers = await run_in_threadpool(lambda: encode(parse_json(data)))
+            lengths, nbytes = [len(each.ids) for each in prompts], 0
+            if form is not EmbeddingFormat:
+                nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
             body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
             channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
             engine.submit(jobs_of(channel, given, prompts, lora))
-            if given.stream:
+            if isinstance(answers, AnswerFormat) and given.stream:
                 return EventStream(channel, answers, headers, held.pop_all().close)
-            return _whole(await whole_answer(request.receive, channel, answers), headers)
-
-    async def embeddings(self, request: Request) -> Response:
-        def encode(body: Any) -> Any:
-            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
-            if given.dimensions not in (None, size):
-                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
-            ids = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
-            return given, [EncodedPrompt(each) for each in ids], *self._named(given.model)
-
-        with contextlib.closing(BodyShare(self._bodies)) as body:
-            given, prompts, lora, headers = await self._encoded(request, body, encode)
-            body.hold(sum(len(each.ids) for each in prompts), 0)
-            channel, answers = Channel(), EmbeddingFormat(lora or self._name, given, len(prompts))
-            self._engine.submit(jobs_of(channel, given, prompts, lora))
-            return _whole(await whole_answer(request.receive, channel, answers), headers)
-
-    async def _encoded(self, request: Request, body: BodyShare, encode: Callable[[Any], T]) -> T:
-        """What ``encode`` makes of the body, in a thread; ENCODING bodies at a time are more than their bytes."""
-        data = await read_body(request, self._limits, body)
-        async with self._encoders:
-            body.parse(data)
-            return await run_in_threadpool(lambda: encode(parse_json(data)))
+            whole = await whole_answer(request.receive, channel, answers)
+            return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
     def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
         """The LoRA that a request's model names, and headers of the answer.
@@ -305,10 +292,6 @@ class _Server:
             text.encode("ascii", "replace").decode().translate(_UNQUOTABLE) for text in (model[:60], self._name)
         )
         return None, {"Warning": f'299 edgekv "there is no model {asked}: {own} answers"'}
-
-
-def _whole(answer: dict[str, Any] | None, headers: Mapping[str, str]) -> Response:
-    return Response(status_code=499) if answer is None else JSONResponse(answer, headers=headers)
 
 
 async def _as_json(request: Request, error: Exception) -> Response:

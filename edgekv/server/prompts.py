@@ -16,7 +16,7 @@ from typing import Any
 from edgekv.engine.grammar import require_bounded
 from edgekv.engine.matcher import COMPACT
 from edgekv.engine.session import Session
-from edgekv.server.requests import ChatRequest, CompletionRequest, Function, RequestError, Tools
+from edgekv.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Function, RequestError, Tools
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import picture_of
@@ -59,23 +59,24 @@ class RequestEncoder:
         self._answers: OrderedDict[str, array[int]] = OrderedDict()  # text -> its tokens as generated
         self._lock = threading.Lock()
 
-    def encode(self, request: ChatRequest | CompletionRequest) -> list[EncodedPrompt]:
+    def encode(self, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[EncodedPrompt]:
         """Return the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
-        encoded = []
-        for prompt in request.prompts:
-            text = prompt if isinstance(prompt, str) else ""
-            if request.echo and not text:
-                text = self.tokenizer.decode([i for i in prompt if i < self.tokenizer.vocab_size])
-            encoded.append(EncodedPrompt(self.ids(prompt, "prompt"), text if request.echo else ""))
-        return encoded
+        field, echoes = request.names.get("prompt", "prompt"), getattr(request, "echo", False)
+        pairs = [(self.ids(prompt, field), self._text(prompt) if echoes else "") for prompt in request.prompts]
+        return [EncodedPrompt(*pair) for pair in pairs]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
         """Return a text's ids, or ids as they are. Raises RequestError, which blames the field."""
         if isinstance(text, str):
-            text = self.tokenizer.encode(without_places(text, self.tokenizer))
+            return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
         return self._checked(list(text), field)
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.decode([token for token in prompt if token < self.tokenizer.vocab_size])
 
     def remember(self, text: str, ids: list[int]) -> None:
         """Keep an answer's own tokens: the next request brings back its text alone."""

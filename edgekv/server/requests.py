@@ -440,6 +440,11 @@ class EmbeddingRequest(StrictStruct):
     dimensions: Positive | None = None
     user: Any = None
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One text or several."""
+        return listed(self.input, "input")
+
 
 # The responses API in its simple form: each request brings its whole conversation, as nothing is stored.
 

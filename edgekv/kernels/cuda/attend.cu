@@ -21,10 +21,6 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
 #pragma unroll
     for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-        if (K::PREPARES) {
-            keys.prepare(tile);
-            __syncthreads();
-        }
 #pragma unroll
         for (int u = 0; u < TILES; ++u)
             if (tile + u < last) keys.scores(u, tile + u);

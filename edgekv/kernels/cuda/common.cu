@@ -140,14 +140,10 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
 
 // A block works on TILES tiles of 64 tokens at a time. Tile u of them goes through these steps of a codec:
 //   load     starts the reads; nothing waits for them before the step that needs them
-//   prepare  once for all u, where PREPARES: keys put into shared memory what their scores need; then a barrier
 //   scores   keys leave the tile's scores in shared memory; after a barrier `score` is one of them
 //   weigh    a warp gives a row's weights to the values, two tokens per lane; after a barrier `add` sums
 // so that the reads of one round run under the arithmetic of the round before. A warp weighs item turn * WARPS + its
-// number of the ITEMS pairs of a row and a tile: always of tile MY_TILE, since TILES divides WARPS. What it needs for that
-// it keeps of this tile alone.
-#define MY_TILE ((int)threadIdx.x / 32 % TILES)
-#define ROUND (TILES * TILE)
+// number of the ITEMS pairs of a row and a tile.
 #define ITEMS (ROWS * TILES)
 #define TURNS_OF_ITEMS divide_up(ITEMS, WARPS)
 

@@ -264,7 +264,7 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         n_kv_heads, rows, _ = s.shape
         at_once = rows_at_once(rows)
         tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, keys.blocks)
+        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
         launch = Launch(range_program("KEYS", keys, at_once), "scores", (splits, n_kv_heads, row_blocks), THREADS)
         places = self._places(segment, visible)
         store = *self.store_arguments(keys), keys.capacity
@@ -286,7 +286,7 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
         n_kv_heads, rows, _ = p.shape
         at_once = rows_at_once(rows)
         tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, values.blocks)
+        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
         partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
         launch = Launch(
             range_program("VALUES", values, at_once), "values", (splits, n_kv_heads, row_blocks), THREADS

@@ -34,7 +34,6 @@ class Reader:
     macros: Macros = ()
     joins: bool = True  # whether attention of one launch takes it: at most five arrays of keys, four of values
     tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
-    blocks: int = 8  # of its kernels that a multiprocessor holds
     rotation: Any = None  # of the values: sums are rotated back
 
 

@@ -22,10 +22,6 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
 #pragma unroll
     for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-        if (KEYS::PREPARES) {
-            keys.prepare(tile);
-            __syncthreads();
-        }
 #pragma unroll
         for (int u = 0; u < TILES; ++u) keys.scores(u, tile + u);
         __syncthreads();

@@ -148,7 +148,6 @@ template <class C, int FLIGHT, int HELD> struct Rows : C {
 
 template <class C, int FLIGHT = 32, int HELD = TILES> struct RowKeys : Rows<C, FLIGHT, HELD> {
     typedef Rows<C, FLIGHT, HELD> R;
-    static constexpr bool PREPARES = false;
     struct Shared : C::Shared {
         float s[TILES][ROWS][TILE];
     };
@@ -167,8 +166,6 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowKeys : Rows<C, F
                     q[m][k * C::VEC + j] = there ? queries.x[at] : 0;
                 }
     }
-
-    __device__ void prepare(int tile) {}
 
     __device__ void scores(int u, int tile)
     {

@@ -1,4 +1,4 @@
-// A share of attention over keys in planes (as CentredKeys reads them) and interleaved values, on tensor cores from sm_80 on;
+// A share of attention over keys in planes (as in planes.cu) and interleaved values, on tensor cores from sm_80 on;
 // KEY_DIM = HEAD_DIM, 64 or 128. A warp goes by itself, two tiles of 64 tokens at a time. Signs are multiplied as bits, with
 // the bits of the queries' whole numbers; centres and values as bytes, with queries of 16 bits and weights of 8.
 //

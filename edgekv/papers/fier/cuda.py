@@ -12,7 +12,7 @@ def _read(index: Any) -> Reader:
     signs, levels, group = index.arrays["signs"], index.arrays["levels"], index.block
     store = (signs, levels), levels.shape[1] * group, signs.shape[2], (("GROUP", group),)
     file = pathlib.Path(__file__).with_name("keys")
-    return Reader("FierKeys", file, *store, joins=False, tiles=2, blocks=16)
+    return Reader("RowKeys<FierRow>", file, *store, joins=False, tiles=2)
 
 
 LOOPS = {"sign_index": Loops(_read)}

@@ -3,7 +3,6 @@
 struct SignKeys {
     static constexpr int WORDS = KEY_DIM / 64;
     static constexpr int MINE = divide_up(WORDS, 2);  // two threads share a token
-    static constexpr bool PREPARES = false;
     struct Shared {
         float s[TILES][ROWS][TILE];
     };
@@ -36,8 +35,6 @@ struct SignKeys {
             raw[u][i] = there ? signs[((i64)tile * WORDS + word) * TILE + token] : 0;
         }
     }
-
-    __device__ void prepare(int tile) {}
 
     __device__ void scores(int u, int tile)
     {

@@ -131,29 +131,6 @@ def test_what_stops_a_writer_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
-LIMITED_WRITER = """
-import resource, sys
-from edgekv.errors import CheckpointError
-from edgekv.files import atomic_write
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    atomic_write(sys.argv[1], bytes(4 << 20))
-except CheckpointError as error:
-    print(error)
-"""
-
-
-def test_kernel_that_refuses_to_grow_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    command = [sys.executable, "-c", LIMITED_WRITER, str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "File too large" in said
-    assert said.startswith(str(path))
-    assert said.count("\n") == 1
-    assert os.listdir(tmp_path) == []
-
-
 def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     (tmp_path / "a.safetensors.partial-1-dead").write_bytes(b"x")
@@ -213,16 +190,6 @@ def test_processes_that_write_one_file_at_once(tmp_path: Path) -> None:
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["a"]
     assert path.read_bytes() == b"whole"
-
-
-def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(file: object, flags: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    (tmp_path / "a.json.partial-1").write_bytes(b"x")
-    atomic_write(tmp_path / "a.json", b"{}")
-    assert sorted(os.listdir(tmp_path)) == ["a.json", "a.json.partial-1"]
 
 
 def test_modes_and_devices(tmp_path: pathlib.Path) -> None:

@@ -10,11 +10,10 @@ import golden_cases
 import numpy as np
 import pytest
 from cache_cases import draw, make
-from helpers import SCHEMES, SESSION_KV, raises
+from helpers import SCHEMES, SESSION_KV
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.drafts import MOST, NGramDrafts
-from edgekv.errors import ConfigError
 
 HEADS = (4, 2, 64)
 CAPACITY = 600
@@ -232,12 +231,3 @@ def test_a_repetition_goes_on() -> None:
     assert drafts.propose(repeated, 4) == [1, 2, 3, 1]
     drafts.begin([])
     assert len(drafts.propose(repeated, 4)) < 4  # what was learned belongs to the text
-
-
-def test_an_unknown_source(model: pathlib.Path) -> None:
-    for draft in ("magic", str(model)):  # models drafted once: what remains is named
-        with raises(ConfigError, field="draft", match="accepted: none, ngram, auto"):
-            Session.load(model, draft=draft)
-    with raises(ConfigError, field="draft"):
-        Session.load(model, draft=4)
-    assert isinstance(Session.load(model, draft="auto").fork()._runner.drafts, NGramDrafts)

@@ -48,13 +48,6 @@ def test_the_text_is_of_the_schema(session: Session, seed: int) -> None:
     assert stop == "end of schema"
 
 
-def test_byte_pairs(shared: pathlib.Path) -> None:
-    """GPT-2's tokenizer over the demo's weights: only the texts of the tokens matter."""
-    session = Session.load(shared / "models" / "stories260K", ctx=300)
-    value, _ = generate(session, {"enum": ["yes", "no"]}, 1)
-    assert json.loads(value) in ("yes", "no")
-
-
 def test_schemas_that_can_not_be_followed(session: Session) -> None:
     tokenizer = session.require_tokenizer()
     for schema in ({"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "object", "properties": 3}):

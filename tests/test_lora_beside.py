@@ -198,33 +198,6 @@ def run(*options: Any) -> int:
     )
 
 
-def test_the_command_line(
-    demo_lora: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--lora", f"mine={demo_lora}:0.5", "--session", tmp_path / "s", "--verbose") == 0
-    out = capsys.readouterr()
-    assert "beside the weights" in out.err
-    assert run("--lora", f"{demo_lora}:0.5") == 0  # merged
-    assert capsys.readouterr().out == out.out
-    assert run("--session", tmp_path / "s", "--lora", f"renamed={demo_lora}:0.5") == 0
-    for options, parts in (
-        (["--session", tmp_path / "s"], ["beside the weights", "no LoRA", "--lora"]),
-        (["--lora", f"a={demo_lora}", "--lora", f"b={demo_lora}"], ["one", "edgekv serve"]),
-        (["--lora", f"a={demo_lora}", "--lora", f"a={demo_lora}"], ["'a' is taken"]),
-        (["--lora", demo_lora, "--lora", demo_lora], ["merged", "NAME=FOLDER"]),
-        (["--lora", f"a={tmp_path}"], ["adapter_config.json"]),
-    ):
-        capsys.readouterr()
-        assert run(*options) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert all(part in said for part in parts), said
-    capsys.readouterr()
-    assert run("--session", tmp_path / "plain") == 0
-    assert run("--session", tmp_path / "plain", "--lora", f"a={demo_lora}") == 2
-    assert "was held without a LoRA" in capsys.readouterr().err
-
-
 def asked(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The answer, and its Warning."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})

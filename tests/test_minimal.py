@@ -55,7 +55,7 @@ def test_the_demo_models_text_is_the_engines(minimal: ModuleType) -> None:
         ids = session.encode(PROMPT)
     assert tokenizer.encode(PROMPT) == ids
     assert b"".join(map(tokenizer.decode, ids)).decode() == " " + PROMPT
-    assert written(minimal, DEMO, ids, 200, exact=True) == greedy(DEMO, ids, 200)
+    assert written(minimal, DEMO, ids, 80, exact=True) == greedy(DEMO, ids, 80)
 
 
 def test_a_gpt2s_text_is_the_engines(minimal: ModuleType, shared: pathlib.Path, tmp_path: pathlib.Path) -> None:

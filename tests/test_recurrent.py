@@ -197,19 +197,6 @@ def test_a_conversation_sent_again_computes_few_tokens_again(loaded: Session) ->
     assert session.report().prefill_tokens == 21  # with the last answer's final token
 
 
-@pytest.mark.parametrize("kv", ["onebit", "steps:budget=1000000", "streaming"])
-def test_schemes_are_for_the_layers_that_attend(loaded: Session, kv: str) -> None:
-    """Caches that go back farther than asked take the states along."""
-    session = loaded.fork(kv=kv)
-    text(session, numbers(900, 1))
-    n_caches = sum(not isinstance(layer, RecurrentState) for layer in session.caches)
-    assert n_caches == len(session.config.attending) < session.config.n_layers
-    session.rewind(400)
-    assert session._state.n_cached <= 400
-    assert {layer.n_seen for layer in session.caches} == {session._state.n_cached}
-    text(session, numbers(20, 4))
-
-
 def test_a_restored_conversation_goes_on_and_back(loaded: Session, tmp_path: pathlib.Path) -> None:
     session = loaded.fork()
     text(session, numbers(600, 1))

@@ -15,7 +15,6 @@ from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.engine import state
 from edgekv.engine.options import Options
 from edgekv.errors import (
-    CacheError,
     CheckpointError,
     ConfigError,
     ContextError,
@@ -23,8 +22,6 @@ from edgekv.errors import (
     SessionError,
     TokenizerError,
 )
-from edgekv.kvcache.spec import PRESETS
-from edgekv.weights.formats import WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +179,6 @@ def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
     assert (caught.value.value, caught.value.accepted) == (65, ("1 to 64",))
 
 
-def test_empty_prompt_and_foreign_token(model: pathlib.Path) -> None:
-    session = Session.load(model)
-    with raises(ContextError, field="prompt", match="empty"):
-        session.generate([], temperature=0.0)
-    with raises(TokenizerError, field="prompt", match="96 is outside"):
-        session.generate([96], temperature=0.0)
-
-
 def test_no_tokenizer(model: pathlib.Path) -> None:
     with raises(TokenizerError, field="tokenizer"):
         Session.load(model).generate("text", temperature=0.0)
@@ -294,21 +283,6 @@ def test_a_prompt_is_text_or_ids(shared: pathlib.Path) -> None:
     session.logits(" a")
     assert session.tokens == [*begin, *session.require_tokenizer().encode(" a", bos=False)]
     np.testing.assert_array_equal(session.embed("Once upon"), session.embed(begin))
-
-
-def test_bad_names(model: pathlib.Path) -> None:
-    with raises(ConfigError, field="weights") as weights:
-        Session.load(model, weights="int3")
-    assert weights.value.accepted == ("auto", *WEIGHTS)
-    with raises(ConfigError, field="device") as device:
-        Session.load(model, device="tpu")
-    assert device.value.accepted == ("auto", "cpu", "numpy", "cuda")
-    with raises(ConfigError, field="overflow") as overflow:
-        Session.load(model, overflow="wrap")
-    assert overflow.value.accepted == ("stop", "slide")
-    with raises(CacheError, field="kv") as kv:
-        Session.load(model, kv="nope")
-    assert {*PRESETS, "dense", "planes"} <= set(kv.value.accepted)
 
 
 def test_options_can_be_given_together_or_one_by_one(model: pathlib.Path) -> None:

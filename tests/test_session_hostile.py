@@ -171,20 +171,6 @@ def test_counters_that_lie(
             Session.restore(rewritten(tmp_path / "file", tmp_path / "lie", change), long_model, device="numpy")
 
 
-@pytest.mark.parametrize(("array", "value"), [("offsets", 1), ("bits", 64)])
-def test_bit_strings_that_lie_elsewhere(
-    array: str, value: int, long_model: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    """Within the pool still, but what is packed next would lie behind its end."""
-    session = Session.load(long_model, kv="kvcomp:residual_length=0", weights="f32", device="numpy")
-    session.prefill([i % 90 for i in range(250)])
-    arrays = session.caches[0].state().arrays
-    arrays[f"key.{array}"][:, : 3 if array == "offsets" else 1] += np.array(value, arrays[f"key.{array}"].dtype)
-    session.save(tmp_path / "file")
-    with pytest.raises(SessionError, match="what layer 0 holds"):
-        Session.restore(tmp_path / "file", long_model, device="numpy")
-
-
 def test_counters_by_their_former_names(long_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Files of before had n_bulk and n_packed for n_packed and n_stored."""
     session = Session.load(long_model, kv="kivi2:residual_length=32", weights="f32", device="numpy")

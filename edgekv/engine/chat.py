@@ -94,7 +94,8 @@ class Chat:
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
             message["images"] = list(map(str, images))
-        return self._answer([*self.messages, message], max_new_tokens, sampling, stop, progress)
+        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
+        return self._answer([*self.messages, message], stop, **how)
 
     @checked()
     def retry(
@@ -108,7 +109,8 @@ class Chat:
         """Another answer in place of the last one, which stays until the first token of the other comes."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        return self._answer(self.messages[:-1], max_new_tokens, sampling, stop, progress)
+        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
+        return self._answer(self.messages[:-1], stop, **how)
 
     def clear(self) -> None:
         """Forgets all but the system message."""
@@ -116,26 +118,14 @@ class Chat:
         self.session.reset()
         self.messages[:] = system
 
-    def _answer(
-        self,
-        history: Sequence[dict[str, Any]],
-        max_new_tokens: int,
-        sampling: SamplingParams | None,
-        stop: Stops,
-        progress: LayerProgress | None,
-    ) -> Generator[Step, None, None]:
+    def _answer(self, history: Sequence[dict[str, Any]], stop: Stops, **how: Any) -> Generator[Step, None, None]:
         self.session.require_idle()
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._see(messages)
         prompt, n_first = self._fitting(messages)
         new = self.session.align(prompt, n_first)
-        steps = self.session.generate(
-            new,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=(*self.template.stops, *((stop,) if isinstance(stop, str) else stop)),
-            progress=progress,
-        )
+        stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
+        steps = self.session.generate(new, stop=stops, **how)
         self.session.report().images = images
         return self._collected(messages, steps)
 

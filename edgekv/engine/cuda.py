@@ -169,7 +169,7 @@ class CudaBackend(Backend):
         return Replay(decoder, self)
 
     def buffers(self) -> list[Array]:
-        """All scratch that a step uses."""
+        """All scratch that a step uses, arrays of (n_bytes,)."""
         return [*self.workspace.buffers(), *self.device_kernels.buffers()]
 
 

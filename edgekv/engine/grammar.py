@@ -44,15 +44,14 @@ class Grammar(Constraint):
     stranger's grammar can take all memory or time, or overflow a stack.
     """
 
-    def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._start({"lark": grammar}, tokenizer, vocab_size)
+    KIND = "lark"
 
-    def _start(self, grammar: Mapping[str, str], tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
         children = _children_of(tokenizer, vocab_size)
         self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, children.take()
         weakref.finalize(self, children.give, self._child).atexit = False
         self._stopped, self._mask = False, b""
-        self._follow(grammar)
+        self._follow({self.KIND: grammar})
 
     def allowed(self, logits: F32) -> F32:
         masked: F32 = np.full(logits.shape, -np.inf, np.float32)
@@ -94,9 +93,11 @@ class Grammar(Constraint):
 class JsonSchema(Grammar):
     """`Constraint` of one text to JSON. Raises ConfigError for a schema that llguidance can't follow."""
 
+    KIND = "schema"
+
     def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
         require_bounded(schema)
-        self._start({"schema": json.dumps(schema)}, tokenizer, vocab_size)
+        super().__init__(json.dumps(schema), tokenizer, vocab_size)
 
 
 def require_bounded(schema: Any) -> None:

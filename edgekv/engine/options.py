@@ -106,12 +106,8 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in given.items():
             if name not in names:
-                raise ConfigError(
-                    f"{name}={value!r:.60} is no option; accepted: {', '.join(names)}",
-                    field=name,
-                    value=value,
-                    accepted=names,
-                )
+                text = f"{name}={value!r:.60} is no option; accepted: {', '.join(names)}"
+                raise ConfigError(text, field=name, value=value, accepted=names)
         return cls(**given)
 
 

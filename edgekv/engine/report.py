@@ -25,8 +25,13 @@ FinishReason = Literal["stop", "length"]
 
 
 DERIVED = (
-    *("text_cache_bytes", "decode_tokens", "prefill_tokens_per_s", "decode_tokens_per_s"),
-    *("latency_median_ms", "latency_p95_ms", "achieved_gb_per_s"),
+    "text_cache_bytes",
+    "decode_tokens",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "latency_median_ms",
+    "latency_p95_ms",
+    "achieved_gb_per_s",
 )  # of a report's JSON, beside its fields
 
 

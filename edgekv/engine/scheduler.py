@@ -106,7 +106,7 @@ class BatchScheduler(SerialScheduler):
         self._pass: list[_Request] = []  # what is being computed
 
     def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
-        """`SerialScheduler.step`. Raises what the pass raised: then no conversation of it has its token.
+        """Logits (vocab,) of `SerialScheduler.step`. Raises what the pass raised: then none of it has its token.
 
         SessionError where the thread that computed the pass was interrupted; the others may ask again.
         """
@@ -123,7 +123,7 @@ class BatchScheduler(SerialScheduler):
         return request.logits
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """`SerialScheduler.steps`, by itself: drafts don't wait for others."""
+        """Logits (n, vocab) of `SerialScheduler.steps`, by itself: drafts don't wait for others."""
         self._require_outside()
         try:
             self._take_turn()

@@ -114,8 +114,7 @@ class Session:
         drafts = open_drafts(options.draft, self.config, loaded.device, options.slots)
         self.can_slide, state = options.overflow == "slide", loaded.new_state(plan)
         self._open_runner: Runner | None = Runner(
-            *(state, loaded.decoder(lora), loaded.scheduler, plan.ctx),
-            *(self.model.placeholder, self.can_slide, drafts),
+            state, loaded.decoder(lora), loaded.scheduler, plan.ctx, self.model.placeholder, self.can_slide, drafts
         )
         self._report = self._new_report()
         self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
@@ -296,7 +295,12 @@ class Session:
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         report.prefill_tokens = len(ids)  # until they are read
         steps = generate_steps(
-            *(runner, ids, spans, report, sampler, max_new_tokens),
+            runner,
+            ids,
+            spans,
+            report,
+            sampler,
+            max_new_tokens,
             tokenizer=self.tokenizer,
             stop=stop,
             constraint=constraint,

@@ -34,7 +34,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Array]]) -> str:
-    """CRC-32 of a session's content and of each array's name, safetensors type, shape and elements."""
+    """CRC-32 of a session's content and of each array: name, safetensors type, shape (n, ...), elements."""
     crc = zlib.crc32(content)
     for name, dtype, shape, array in arrays:
         crc = zlib.crc32(f"{name} {dtype} {list(shape)}".encode(), crc)
@@ -43,7 +43,7 @@ def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Arr
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
-    """Writes ``content`` (JSON) and C-contiguous arrays whole or not at all; returns the bytes.
+    """Writes ``content`` (JSON) and C-contiguous arrays (n, ...) whole or not at all; returns the bytes.
 
     A safetensors file: content and `checksum` are its metadata, and each array is cut to what is used of it.
     Raises CheckpointError when the file can't be written, SessionError for content that is no JSON.
@@ -101,7 +101,7 @@ class SessionFile:
             raise self._error(f"is damaged ({short_repr(str(error))})") from None
 
     def require(self, arrays: Mapping[str, Array]) -> None:
-        """Raises SessionError unless the file holds just these arrays, of their types, none larger."""
+        """Raises SessionError unless the file holds just these arrays (n, ...), of their types, none larger."""
         for name in sorted(self._tensors.keys() | arrays.keys()):
             array = arrays.get(name)
             if name in self._tensors and array is not None:

@@ -278,6 +278,6 @@ def used_part(array: Array) -> tuple[slice, ...]:
 
 
 def copy_used(source: Array, target: Array) -> None:
-    """Copies into an array of zeros without touching what is zero in both: that takes no memory."""
+    """Copies an array (n, ...) into one of zeros without touching what is zero in both, which takes no memory."""
     part = used_part(source) if isinstance(source, np.ndarray) else ...  # a device's
     target[part] = source[part]

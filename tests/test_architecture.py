@@ -23,7 +23,6 @@ LAYERS = (
     ("edgekv.weights", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.text", "edgekv.power"),
-    ("edgekv.numba_cache",),
     ("edgekv.checks", "edgekv.files", "edgekv.machine", "edgekv.child"),
     ("edgekv.errors", "edgekv.types"),
 )

@@ -13,7 +13,8 @@ import numba
 import pytest
 
 import edgekv
-from edgekv import EdgeKVError, Session, numba_cache
+from edgekv import EdgeKVError, Session
+from edgekv.kernels import kernel_cache
 
 RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
 
@@ -93,8 +94,8 @@ def test_kernels_are_kept_in_a_folder_of_this_user_alone(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def kept() -> pathlib.Path | None:
-        numba_cache._root.cache_clear()
-        found = numba_cache.folder.__wrapped__(__file__)
+        kernel_cache._root.cache_clear()
+        found = kernel_cache.folder.__wrapped__(__file__)
         return found and found.parent
 
     assert kept() == given
@@ -106,14 +107,14 @@ def test_kernels_are_kept_in_a_folder_of_this_user_alone(
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # all of them are somebody else's
     assert kept() is None
     monkeypatch.undo()
-    numba_cache._root.cache_clear()
+    kernel_cache._root.cache_clear()
 
 
 NOWHERE = """
 from unittest import mock
-from edgekv import numba_cache
+from edgekv.kernels import kernel_cache
 with mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
-    assert numba_cache.folder(numba_cache.__file__) is None
+    assert kernel_cache.folder(kernel_cache.__file__) is None
 from numba.core import caching
 caching.CacheImpl._locator_classes = []  # what Numba finds by itself: "no locator available"
 import numpy as np

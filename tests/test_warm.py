@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import golden_cases
 import pytest
 
-from edgekv import Session, child, numba_cache
+from edgekv import Session, child
 from edgekv.cli import main
 from edgekv.engine import cpu as ahead
 from edgekv.engine.loading import WARM_UP
-from edgekv.kernels import compiling
+from edgekv.kernels import kernel_cache
 from edgekv.kernels.cpu import compile as kept
 from edgekv.kernels.cpu import loops
 from edgekv.kernels.cpu.compile import entry_jit
@@ -26,8 +26,8 @@ from edgekv.kvcache import CacheSpec
 AFTER_LOADING = """
 import numba.core.dispatcher as dispatcher
 from edgekv import Session
-from edgekv.kernels import compiling
-compiling.are_kept = lambda what: False
+from edgekv.kernels import kernel_cache
+kernel_cache.is_warm = lambda what: False
 session = Session.load("demo", kv="onebit", ctx=1024, draft="ngram")
 met = []
 compile = dispatcher.Dispatcher.compile
@@ -46,7 +46,7 @@ def test_a_text_needs_no_kernel_that_loading_has_not_met() -> None:
 
 
 def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "are_kept", lambda what: False)
+    monkeypatch.setattr(kernel_cache, "is_warm", lambda what: False)
     seen = []
     model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, progress=lambda *told: seen.append(told))
@@ -70,19 +70,19 @@ def test_warm(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_was_compiled_is_remembered_until_the_sources_change(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba_cache, "folder", lambda source: tmp_path)
-    assert not compiling.are_kept("a scheme")
-    compiling.note_kept("a scheme")
-    assert compiling.are_kept("a scheme")
-    assert not compiling.are_kept("another")
+    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
+    assert not kernel_cache.is_warm("a scheme")
+    kernel_cache.mark_warm("a scheme")
+    assert kernel_cache.is_warm("a scheme")
+    assert not kernel_cache.is_warm("another")
     with monkeypatch.context() as newer:
-        newer.setattr(kept, "sources", lambda: "others")
-        assert not compiling.are_kept("a scheme")
-    numba_cache.forget_old(str(tmp_path), "other sources")
-    assert not compiling.are_kept("a scheme")
-    monkeypatch.setattr(numba_cache, "folder", lambda source: None)
-    compiling.note_kept("a scheme")
-    assert not compiling.are_kept("a scheme")
+        newer.setattr(kernel_cache, "sources", lambda: "others")
+        assert not kernel_cache.is_warm("a scheme")
+    kernel_cache.forget_old(str(tmp_path), "other sources")
+    assert not kernel_cache.is_warm("a scheme")
+    monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
+    kernel_cache.mark_warm("a scheme")
+    assert not kernel_cache.is_warm("a scheme")
 
 
 def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> None:
@@ -95,8 +95,8 @@ def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> N
 
 def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[str] = []
-    monkeypatch.setattr(compiling, "are_kept", lambda what: False)
-    monkeypatch.setattr(compiling, "note_kept", noted.append)
+    monkeypatch.setattr(kernel_cache, "is_warm", lambda what: False)
+    monkeypatch.setattr(kernel_cache, "mark_warm", noted.append)
     monkeypatch.setattr(ahead, "all_cores", lambda: 2)
     begun: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
@@ -128,7 +128,7 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
         return loop.address
 
     monkeypatch.setattr(loops, "CFunc", Slow)
-    monkeypatch.setattr(numba_cache, "folder", lambda source: None)
+    monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
     loop = loops.Loop(_nothing, 1)
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(call, range(4)))) == 1
@@ -143,7 +143,7 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still run when the folder has become that of other sources."""
-    monkeypatch.setattr(numba_cache, "folder", lambda source: tmp_path)
+    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
     older, newer = entry_jit(one_more), kept.KeptKernel(one_more)
     for kernel, sources in ((older._cache, "old"), (newer, "new"), (older._cache, "old")):
         monkeypatch.setattr(kept, "sources", lambda sources=sources: sources)

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from edgekv import child, numba_cache
+from edgekv import child
 from edgekv.engine.decoder import CHUNK, Backend, ScoreOptions, visible_range
 from edgekv.engine.model import Model
-from edgekv.kernels import Kernels, compiling, numba_kernels, numpy_kernels
+from edgekv.kernels import Kernels, kernel_cache, numba_kernels, numpy_kernels
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.threads import serial_kernels
 from edgekv.kvcache import CacheSpec
@@ -151,7 +151,7 @@ def precompiling(spec: CacheSpec) -> Iterator[None]:
     """Runs the process within the block, unless it has run before, or could not help."""
     kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.knobs) or ()}
     what = f"ahead {sorted(kinds or ())}"
-    if not (kinds and numba_cache.folder(__file__) and all_cores() > 1) or compiling.are_kept(what):
+    if not (kinds and kernel_cache.folder(__file__) and all_cores() > 1) or kernel_cache.is_warm(what):
         yield
         return
     nothing = subprocess.DEVNULL
@@ -164,7 +164,7 @@ def precompiling(spec: CacheSpec) -> Iterator[None]:
         return
     try:
         yield
-        compiling.note_kept(what)
+        kernel_cache.mark_warm(what)
     finally:
         process.terminate()  # what it has not done by now is not needed any more
         process.wait()

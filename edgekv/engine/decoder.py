@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
-from edgekv.kernels import Kernels, compiling
+from edgekv.kernels import Kernels, kernel_cache
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.cpu.matmul import FEW_ROWS  # rows of a product that are computed as each is alone, to the bit
 from edgekv.kvcache import CacheSpec
@@ -119,7 +119,7 @@ class Backend(abc.ABC):
     """Where and with what a decoder computes; arrays of activations and caches lie in its memory.
 
     chunk: tokens of a prompt whose activations are alive at a time. threads: cores. keeps_kernels: whether
-    compiled kernels are remembered by `edgekv.kernels.compiling`. free_bytes(): memory that is left.
+    compiled kernels are remembered by `edgekv.kernels.kernel_cache`. free_bytes(): memory that is left.
     """
 
     weights: Weights
@@ -442,7 +442,7 @@ class Decoder:
         cache, c, backend = caches[-1], self.config, self.backend
         linear = f"{type(self.ops).__name__} {getattr(self.weights, 'form', '')}"
         what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {linear}"
-        if backend.keeps_kernels and compiling.are_kept(what):
+        if backend.keeps_kernels and kernel_cache.is_warm(what):
             return []
         n, last, rng = cache.geometry.capacity, c.attending[-1], np.random.default_rng(0)
         cache.allocate(self.kernels, backend.new_workspace())
@@ -482,5 +482,5 @@ class Decoder:
                 functools.partial(recur, *each)
                 for each in {type(s.recurrence): (i, s) for i, s in states}.values()
             ),
-            *([lambda: compiling.note_kept(what)] if backend.keeps_kernels else ()),
+            *([lambda: kernel_cache.mark_warm(what)] if backend.keeps_kernels else ()),
         ]

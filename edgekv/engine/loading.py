@@ -22,7 +22,7 @@ from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialSchedule
 from edgekv.engine.state import State
 from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
 from edgekv.files import Memo
-from edgekv.kernels.compiling import CompileClock
+from edgekv.kernels.kernel_cache import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.cache import LayerState

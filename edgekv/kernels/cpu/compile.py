@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
-from numba.core import codegen, config, dispatcher
+from numba.core import dispatcher
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.runtime._nrt_python import c_helpers
 from numba.extending import intrinsic as _intrinsic
 
-from edgekv import numba_cache
+from edgekv.kernels import kernel_cache
+from edgekv.kernels.kernel_cache import CPU_FEATURES as CPU_FEATURES
+from edgekv.kernels.kernel_cache import digest, sources
 
 
 @functools.cache
@@ -29,32 +29,17 @@ def _name_helpers() -> None:
 
 
 @functools.cache
-def sources() -> str:
-    """A digest of all of ours that is compiled into kernels."""
-    package = pathlib.Path(__file__).parents[2]
-    folders = package / "kernels" / "contract", package / "kernels" / "cpu", package / "papers"
-    return _digest(sorted(source for folder in folders for source in folder.rglob("*.py")))
-
-
-def _digest(files: list[pathlib.Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
 def _stamp(source: str) -> str:
     """A digest of what a function may call of its own package's, or of its file alone."""
     file = pathlib.Path(source)
     if (file.parent / "__init__.py").exists():
         return _package_stamp(file.parent)
-    return _digest([file])
+    return digest([file])
 
 
 @functools.cache
 def _package_stamp(folder: pathlib.Path) -> str:
-    return _digest(sorted(folder.rglob("*.py")))
+    return digest(sorted(folder.rglob("*.py")))
 
 
 class _Place:
@@ -71,7 +56,7 @@ class _Place:
         """It is there."""
 
     def get_cache_path(self) -> str:
-        return str(numba_cache.folder(self._source))
+        return str(kernel_cache.folder(self._source))
 
     def get_source_stamp(self) -> str:
         return _stamp(self._source)
@@ -119,12 +104,12 @@ class KeptKernel:
     @classmethod
     def of(cls, function: Callable[..., Any]) -> KeptKernel | None:
         """None: there is no place for it."""
-        return cls(function) if numba_cache.folder(function.__code__.co_filename) else None
+        return cls(function) if kernel_cache.folder(function.__code__.co_filename) else None
 
     @functools.cached_property
     def _files(self) -> Any:
         files = _Files(self._function)
-        numba_cache.forget_old(files.cache_path, sources())
+        kernel_cache.forget_old(files.cache_path, sources())
         return files
 
     @property
@@ -191,11 +176,6 @@ def _link(library: Any) -> None:
 F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
 Args = tuple[Any, ...]
-
-if os.path.isfile(config._config_fname):  # in the working folder, where strangers' files may be
-    config._config_fname = os.devnull
-    config.reload_config()
-CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features()
 
 # Sums may be reordered and fused, which vectorising needs; infinities and NaNs keep their meaning.
 FAST = {"reassoc", "contract", "arcp", "nsz"}

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from edgekv.kernels.cpu.append import append, encode
 from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.plane_encoders import encode_centres, encode_interleaved, encode_keys
-from edgekv.kernels.cpu.ranges import scores, sums
+from edgekv.kernels.cpu.ranges import append, encode, scores, sums
 from edgekv.kernels.cpu.rope import hadamard, hadamard_back, split_rope
 from edgekv.kernels.cpu.rows import encode_f16, project
 from edgekv.kernels.cpu.softmax import softmax

@@ -18,8 +18,7 @@ from edgekv.kernels.cpu.loops import (
     score_loop,
     signed_chars,
 )
-from edgekv.kernels.cpu.row_products import add_rows, score_rows
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, score_rest
+from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, put, round_to_even, round_up_to_half
 from edgekv.kernels.cpu.tile import HEADER, TILE, decode_loop, decode_tokens, tiled
 

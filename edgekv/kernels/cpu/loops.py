@@ -156,7 +156,7 @@ def loops_of(codec: Any) -> Loops:
 class Bound:
     """A codec bound to its arrays, as this backend remembers it: its loops, and the numbers that they get.
 
-    pair: on the values' side, how they are read beside their keys (`edgekv.kernels.cpu.plan`).
+    pair: on the values' side, how they are read beside their keys (`edgekv.kernels.cpu.attend`).
     """
 
     __slots__ = ("loops", "numbers", "pair")

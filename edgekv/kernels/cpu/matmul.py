@@ -48,8 +48,7 @@ from edgekv.kernels.cpu.gemm import (
     unpack,
 )
 from edgekv.kernels.cpu.loops import Loop, address_of, aligned_size, floats, numbers, scratch_memory
-from edgekv.kernels.cpu.row_products import score_rows
-from edgekv.kernels.cpu.rows import WIDTH, score_rest
+from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.machine import blas_threads

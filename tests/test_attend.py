@@ -143,7 +143,7 @@ def filled(codec: Codec, x: F32) -> Any:
     if hasattr(codec, "set_ends"):
         ends = np.linspace(1, 2, codec.arrays["low"].size, dtype=np.float32).reshape(codec.arrays["low"].shape)
         codec.set_ends(-ends, ends)
-    if hasattr(codec, "balance"):
+    if codec.kind == "token_keys":
         codec.balance = np.linspace(0.5, 2, codec.n_kv_heads * codec.head_dim, dtype=np.float32).reshape(
             codec.n_kv_heads, codec.head_dim
         )

@@ -182,23 +182,18 @@ def longest(model: Model, kv: str, memory: int) -> int:
 
 def memory_table() -> str:
     """A row for each of the largest models that fit each memory."""
-    head = (
-        "memory",
-        "model",
-        "weights",
-        "`--ctx`",
-        "cache",
-        "in all",
-        *(f"longest with {name}" for name in SCHEMES),
-    )
+    names = [f"longest with {name}" for name in SCHEMES]
+    head = ("memory", "model", "weights", "`--ctx`", "cache", "in all", *names)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     models = [unread_model(shape, read_shape(shape)) for shape in SHAPES]
+    least = [total(plan(model, CHOSEN, SERVED)) for model in models]
     for size in MEMORIES:
         memory = size * GIB - size * GIB // SYSTEM_SHARE
-        fitting = [model for model in models if longest(model, CHOSEN, memory) >= SERVED]
+        fitting = [model for model, needed in zip(models, least, strict=True) if needed <= memory]
         for model in fitting[-LARGEST:]:
-            served = plan(model, CHOSEN, min(longest(model, CHOSEN, memory), 2 * SERVED))
-            lengths = " | ".join(f"{longest(model, kv, memory):,}" for kv in SCHEMES.values())
+            found = {kv: longest(model, kv, memory) for kv in SCHEMES.values()}
+            served = plan(model, CHOSEN, min(found[CHOSEN], 2 * SERVED))
+            lengths = " | ".join(f"{n:,}" for n in found.values())
             facts = f"{format_bytes(served.weights_bytes)} | {served.ctx:,} | "
             facts += f"{format_bytes(served.cache_bytes)} | {format_bytes(total(served))}"
             lines.append(f"| {size} GB | `{model.name}` | {facts} | {lengths} |")

@@ -29,7 +29,7 @@ must() { # WHAT TEXT PATTERN
 
 text=$(edgekv run --ctx 1024 --prompt 'It was a dark night when the old man' --seed 1 2>report)
 must 'text' "$text" '[a-z]{3,}'
-must 'report of a few lines' "$(cat report)" '^memory +cache .* would take'
+must 'report of a few lines' "$(cat report)" '^memory +cache '
 (($(wc -l <report) <= 6)) || { cat report >&2 && exit 1; }
 
 answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv kivi2 --session talk.kv --max-new-tokens 12 --seed 1 2>said)

@@ -70,7 +70,7 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     """Banner, a paste of several lines as one message, quotes, settings, use per turn, Ctrl-D."""
     kept = tmp_path / "talk.kv"
     child = start("--session", str(kept))
-    assert "demo, 11.8 M parameters, kv dense (2.0 MiB), context 512 tokens; /help lists" in child.before
+    assert "demo, 11.8 M parameters, kv f16 (2.0 MiB), context 512 tokens; /help lists" in child.before
     assert "old novels and can't answer; a model that can" in child.before.replace("\r\n", "")
     child.send(PASTE.format("first line\rsecond line"))
     child.expect("second line")

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from edgekv.kvcache.cache import KVCache as KVCache
     from edgekv.kvcache.cache import Layout as Layout
     from edgekv.kvcache.codecs import Codec as Codec
-    from edgekv.kvcache.full import KeepAll as KeepAll
+    from edgekv.kvcache.full import FullCache as FullCache
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import register as register
     from edgekv.kvcache.spec import CacheSpec as CacheSpec
-    from edgekv.kvcache.windowed import Windowed as Windowed
+    from edgekv.kvcache.windowed import SinkWindowCache as SinkWindowCache
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
     from edgekv.vision.prompt import Embeddings as Embeddings
@@ -47,7 +47,7 @@ _HOMES = {
     "Embeddings": "vision.prompt",
     "Geometry": "kvcache.cache",
     "KVCache": "kvcache.cache",
-    "KeepAll": "kvcache.full",
+    "FullCache": "kvcache.full",
     "Layout": "kvcache.cache",
     "LoadOptions": "engine.options",
     "RunReport": "engine.report",
@@ -56,7 +56,7 @@ _HOMES = {
     "Segment": "kernels.contract.segment",
     "Session": "engine.session",
     "Step": "engine.generation",
-    "Windowed": "kvcache.windowed",
+    "SinkWindowCache": "kvcache.windowed",
     "__version__": "machine",
     "register": "kvcache.registry",
     "register_family": "models",

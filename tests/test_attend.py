@@ -20,9 +20,9 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.full import KeepAll
-from edgekv.kvcache.tiered import Steps
-from edgekv.kvcache.windowed import Windowed
+from edgekv.kvcache.full import FullCache
+from edgekv.kvcache.tiered import TieredCache
+from edgekv.kvcache.windowed import SinkWindowCache
 
 F32 = npt.NDArray[np.float32]
 PLANES = {"key_scale": 0.9, "seed": 0}
@@ -68,7 +68,7 @@ def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
         spec = CacheSpec.parse(text)
         geometry = Geometry(n_heads=p.g * p.r, n_kv_heads=p.g, head_dim=p.d, capacity=p.length)
         cache = spec.scheme(geometry, spec.knobs)
-        if isinstance(cache, Windowed):
+        if isinstance(cache, SinkWindowCache):
             room = p.length + cache.sizes.sink + cache.sizes.residual_length
             cache = spec.scheme(dataclasses.replace(geometry, capacity=room), spec.knobs)
         return cache.key_codec, cache.value_codec
@@ -93,7 +93,9 @@ class Rounded(Codec):
 
 
 OF_CACHES = [
-    name for name, scheme in SCHEMES.items() if issubclass(scheme, (KeepAll, Windowed)) and scheme is not Steps
+    name
+    for name, scheme in SCHEMES.items()
+    if issubclass(scheme, (FullCache, SinkWindowCache)) and scheme is not TieredCache
 ]
 VARIANTS = (
     *("dense:dtype=f32", "dense:dtype=q8"),

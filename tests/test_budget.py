@@ -24,8 +24,8 @@ from edgekv.kvcache.tiered import (
     TIERS,
     Shape,
     Split,
-    Steps,
-    StepsKnobs,
+    TieredCache,
+    TieredKnobs,
     choose_split,
     copy_tokens,
     decode,
@@ -41,9 +41,9 @@ LEAST = 2 * (least_bytes(Shape(2, 64, 4), 2816) + 4 * 2 * 64 * (4 + 192))  # of 
 BUDGETS = {"tight": LEAST, "roomy": int(1.5 * LEAST), "dense": 3 * CTX * 2 * 64 * 4}
 
 
-def steps(budget: int, backend: str = "numba", **geometry: int) -> Steps:
+def steps(budget: int, backend: str = "numba", **geometry: int) -> TieredCache:
     layer = Geometry(**{**GEOMETRY.__dict__, **geometry})
-    cache = Steps(layer, StepsKnobs(budget))
+    cache = TieredCache(layer, TieredKnobs(budget))
     cache.allocate({"numba": numba_kernels, "numpy": numpy_kernels}[backend](None), Workspace())
     return cache
 
@@ -56,7 +56,7 @@ def plain(name: str) -> KVCache:
 
 
 def grown(cache: KVCache, n: int, piece: int, seed: int = 0) -> np.ndarray:
-    """Attention of all n tokens, ``piece`` at a time."""
+    """Attention of all n tokens, ``max_append_tokens`` at a time."""
     q, k, v = draw(HEADS, n, seed)
     out = []
     for a in range(0, n, piece):
@@ -65,7 +65,7 @@ def grown(cache: KVCache, n: int, piece: int, seed: int = 0) -> np.ndarray:
     return np.concatenate(out, axis=1)
 
 
-def tiers_of(cache: Steps) -> list[int]:
+def tiers_of(cache: TieredCache) -> list[int]:
     """The tier of every packed token, oldest first."""
     names = [tier.name for tier in TIERS]
     return [
@@ -73,7 +73,7 @@ def tiers_of(cache: Steps) -> list[int]:
     ]
 
 
-def taken(cache: Steps) -> int:
+def taken(cache: TieredCache) -> int:
     """Bytes of the cache, and of the buffer that it steps with."""
     return cache.nbytes + sum(
         buffer.nbytes for name, buffer in cache.workspace._buffers.items() if "tiers" in name
@@ -286,7 +286,7 @@ def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathl
     session.save(tmp_path / "session")
     for options in ({}, {"kv": "steps"}, {"kv": "auto"}, {"kv_budget": BUDGET}):
         restored = Session.restore(tmp_path / "session", model, **options)
-        assert restored.plan.kv == CacheSpec(Steps, StepsKnobs(BUDGET))
+        assert restored.plan.kv == CacheSpec(TieredCache, TieredKnobs(BUDGET))
     with raises(SessionError, field="kv_budget"):
         Session.restore(tmp_path / "session", model, kv_budget=2 * BUDGET)
     with raises(SessionError, field="kv"):
@@ -294,7 +294,7 @@ def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathl
 
 
 def test_names(model: pathlib.Path) -> None:
-    spec = CacheSpec(Steps, StepsKnobs(12345, residual_length=64))
+    spec = CacheSpec(TieredCache, TieredKnobs(12345, residual_length=64))
     assert CacheSpec.parse(str(spec)) == spec
     with raises(CacheError, field="kv_budget"):
         Session.load(model, kv="steps")

@@ -13,7 +13,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.kvcache.recurrent import RecurrentState
 from edgekv.kvcache.sliding import ring_tokens
-from edgekv.kvcache.windowed import Windowed
+from edgekv.kvcache.windowed import SinkWindowCache
 from edgekv.models.config import ShortConv
 from edgekv.server.engine import f16_bytes, held_bytes
 
@@ -76,7 +76,7 @@ def test_a_short_context_is_close_to_exact(name: str) -> None:
     cache = make(name, heads)
     got = cache.attend(q, k, v)
     assert got.shape == q.shape
-    assert cache.exact_when_short == (name not in LOSSY)
+    assert cache.is_lossless_when_short == (name not in LOSSY)
     expected, mean = attention(q, k, v), attention(0 * q, k, v)
     assert relative(got, expected) < min(LOSSY.get(name, EXACT)[0], relative(mean, expected))
 
@@ -156,18 +156,18 @@ def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     chunk = rng.standard_normal((1, 50_000, head_dim)).astype(np.float32)
     places = {key: array.ctypes.data for key, array in cache.arrays.items()}
     for _ in range(20):
-        cache.extend(chunk, chunk)
+        cache.append_prompt(chunk, chunk)
     assert cache.n_seen == 1_000_000
     kept = {key: cache.arrays[key].ctypes.data for key in places if key in cache.arrays}
     assert all(places[key] == place for key, place in kept.items())
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if issubclass(SCHEMES[name], Windowed)])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if issubclass(SCHEMES[name], SinkWindowCache)])
 def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None:
     """Token by token over several blocks: the oldest block leaves the exact part, and that one alone."""
     heads = SHAPES["gqa"]
     cache = make(name, heads)
-    assert isinstance(cache, Windowed)
+    assert isinstance(cache, SinkWindowCache)
     q, k, v = draw(heads, TOKENS)
     packed = set()
     for i in range(TOKENS):

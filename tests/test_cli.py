@@ -135,7 +135,7 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     assert dense[3] == "1.0x"
     main(["caches", "--json"])
     facts = json.loads(capsys.readouterr().out)
-    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
+    assert {"name", "paper", "knobs", "tradeoff", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
         facts[0]
     )
 

@@ -19,7 +19,7 @@ from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codec_ints import Int8, Symmetric4
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
-from edgekv.kvcache.tiered import Shape, Steps, StepsKnobs, exact_bytes, least_bytes
+from edgekv.kvcache.tiered import Shape, TieredCache, TieredKnobs, exact_bytes, least_bytes
 from edgekv.papers.h1b.codec import Int4, SignSketch
 from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
@@ -262,11 +262,11 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
     """A budget that makes tokens step down through the tiers, with two of them at a time."""
     monkeypatch.setattr(tiered, "LEAST_GROWTH", 64)
     geometry = Geometry(6, 2, 64, 560, sliding_window=window)
-    knobs = StepsKnobs(sink=3, residual_length=16)
+    knobs = TieredKnobs(sink=3, residual_length=16)
     packed = (560 - 3 - 16) // 64 * 64
     least = exact_bytes(geometry, knobs) + least_bytes(Shape(2, 64, 3), packed)
-    knobs = StepsKnobs(int(2 * factor * least), sink=3, residual_length=16)
-    here, there = Steps(geometry, knobs), Steps(geometry, knobs)
+    knobs = TieredKnobs(int(2 * factor * least), sink=3, residual_length=16)
+    here, there = TieredCache(geometry, knobs), TieredCache(geometry, knobs)
     here.allocate(numpy_kernels(), Workspace())
     there.allocate(device.kernels, Workspace(device.driver))
     rng, seen = np.random.default_rng(1), set()
@@ -274,15 +274,15 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
     for unread, n in ((0, 1), (68, 2), *(((0, 1), (61, 2)) * 7), (0, 1)):
         k, v = normal(rng, 2, unread + n, 64) + offset, normal(rng, 2, unread + n, 64)
         if unread:
-            here.extend(k[:, :unread], v[:, :unread])
-            there.extend(device.up(k[:, :unread].copy()), device.up(v[:, :unread].copy()))
+            here.append_prompt(k[:, :unread], v[:, :unread])
+            there.append_prompt(device.up(k[:, :unread].copy()), device.up(v[:, :unread].copy()))
         q, k, v = normal(rng, 6, n, 64) / 4, k[:, unread:].copy(), v[:, unread:].copy()
         expected = here.attend(q, k, v)
         actual = to_host(there.attend(*map(device.up, (q, k, v))))
         assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)
         seen.add(tuple(store.tier.name for store, _, _ in there.tiers.parts(0, there.n_packed)))
     assert there.state().counters == here.state().counters
-    assert there.fitted() == here.fitted()
+    assert there.extra_state() == here.extra_state()
     assert seen >= MIXTURES[factor]
     there.truncate(0)
     q, k, v = (device.up(normal(rng, heads, 3, 64)) for heads in (6, 2, 2))

@@ -96,18 +96,18 @@ def test_attention_of_one_token_is_one_launch(text: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_steady_step_changes_counters_alone(name: str) -> None:
-    """`advance` changes them as appending does, until `tidy` is due."""
+    """`advance` changes them as appending does, until `flush` is due."""
     cache = make(SMALL.get(name, name), "gqa", numpy_kernels(), Workspace())
     cache.attend(*draw("gqa", 70, 0))
     for seed in range(CAPACITY - 70):
-        if not cache.is_steady():
+        if not cache.is_static():
             continue
         before = cache.state().counters
         cache.advance(1)
-        expected, is_due = cache.state().counters, cache.tidy_is_due()
+        expected, is_due = cache.state().counters, cache.needs_flush()
         cache.advance(-1)
         assert cache.state().counters == before
         cache.attend(*draw("gqa", 1, seed))
         assert (cache.state().counters != expected) == is_due
-        assert not cache.tidy_is_due()
-    assert not cache.is_steady()
+        assert not cache.needs_flush()
+    assert not cache.is_static()

@@ -66,7 +66,7 @@ def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
     at, n_wrong = 300, 0
     while at < CAPACITY - MOST:
         n_right = 1 + at % 3
-        n = min(1 + MOST, drafted.tentative_tokens())
+        n = min(1 + MOST, drafted.rollback_tokens())
         if n > n_right:
             right = [x[:, at : at + n_right] for x in (q, k, v)]
             both = zip(right, (x[:, : n - n_right] for x in wrong), strict=True)
@@ -82,7 +82,7 @@ def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
         assert drafted.state().counters == plain.state().counters
     outs = [c.attend(q[:, at : at + 1], k[:, at : at + 1], v[:, at : at + 1]).copy() for c in (plain, drafted)]
     np.testing.assert_array_equal(*outs)
-    assert drafted.fitted() == plain.fitted()
+    assert drafted.extra_state() == plain.extra_state()
     assert (n_wrong > 0) == (name not in BUDGETED)
 
 
@@ -105,7 +105,7 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     assert counts.passes + counts.accepted - n_decoded in (0, 1)  # the last token may be a draft itself
     if counts.proposed:
         assert 0 < counts.accepted < counts.proposed
-    assert (counts.proposed > 0) == all(cache.tentative_tokens() > 0 for cache in session.caches)
+    assert (counts.proposed > 0) == all(cache.rollback_tokens() > 0 for cache in session.caches)
 
 
 def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> None:

@@ -39,7 +39,7 @@ from edgekv.eval.gate import (
 )
 from edgekv.eval.needles import Prose, make_haystack
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.tiered import Steps, StepsKnobs
+from edgekv.kvcache.tiered import TieredCache, TieredKnobs
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.weights.formats import WEIGHTS
@@ -280,10 +280,10 @@ def test_auto_takes_what_passed(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
-    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
-    parts = [CacheSpec.parse(part).short for part in Steps.packs_like]
+    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(TieredCache, TieredKnobs(1 << 20))
+    parts = [CacheSpec.parse(part).short for part in TieredCache.sub_schemes]
     assert gated.warning(spec).endswith(f"--kv {','.join(parts)}")
-    for part in map(CacheSpec.parse, Steps.packs_like):
+    for part in map(CacheSpec.parse, TieredCache.sub_schemes):
         gated.remember(part, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None
 

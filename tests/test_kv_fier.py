@@ -91,7 +91,7 @@ def test_bytes(group: int) -> None:
     per_token_and_head = 4 * d + d / 8 + 4 * d / group
     assert cache.planned_bytes() == cache.nbytes == capacity * 2 * per_token_and_head
     keys = np.zeros((2, 4000, d), np.float32)
-    cache.extend(keys, keys)
+    cache.append_prompt(keys, keys)
     blocks = 4000 // group
     index = 2 * blocks * (group * d // 8 + 4 * d)
     assert cache.bytes_read() == index + (256 + 4000 % group) * 2 * 4 * d
@@ -100,13 +100,13 @@ def test_bytes(group: int) -> None:
 def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
     _, keys, values = draw(300)
     whole, pieces = make("fier:k=64"), make("fier:k=64")
-    whole.extend(keys, values)
+    whole.append_prompt(keys, values)
     begin = 0
     for n in (1, 30, 1, 1, 31, 64, 5, 130):
-        pieces.extend(keys[:, begin : begin + n], values[:, begin : begin + n])
+        pieces.append_prompt(keys[:, begin : begin + n], values[:, begin : begin + n])
         begin += n
     pieces.truncate(200)
-    pieces.extend(keys[:, 200:], values[:, 200:])
+    pieces.append_prompt(keys[:, 200:], values[:, 200:])
     for name in whole.arrays:
         np.testing.assert_array_equal(whole.arrays[name], pieces.arrays[name])
 

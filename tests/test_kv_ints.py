@@ -41,7 +41,7 @@ def test_eight_bits_are_nearly_dense_and_four_are_not() -> None:
     errors = []
     for kv in TOP:
         cache = make(kv, shape, n)
-        cache.extend(k[:, :-8], v[:, :-8])
+        cache.append_prompt(k[:, :-8], v[:, :-8])
         errors.append(
             np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact) / np.linalg.norm(exact)
         )

@@ -69,7 +69,7 @@ def test_sliding_window_crosses_packed_groups() -> None:
     shape, n, window = (8, 2, 64), 330, 200
     q, k, v = normal(shape, n, n)
     cache = make("kivi2", shape, n, sliding_window=window)
-    cache.extend(k[:, :-1], v[:, :-1])
+    cache.append_prompt(k[:, :-1], v[:, :-1])
     got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
     expected = attention(q[:, -1:], *stored(k, v, 192, 2, 32, 0), window)
     np.testing.assert_allclose(got, expected, atol=1e-4)
@@ -89,7 +89,7 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
     exact = cache.knobs.residual_length + cache.knobs.group
     packed = capacity - cache.knobs.residual_length
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (packed * token + exact * 4 * head_dim)
-    cache.extend(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
+    cache.append_prompt(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
     assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.residual_length * 4 * head_dim)
 
 
@@ -101,7 +101,7 @@ def test_more_bits_and_smaller_value_groups_are_closer() -> None:
     errors = []
     for kv in ("kivi2", "kivi2:vgroup=32", "kivi2:bits=4"):
         cache = make(kv, shape, n)
-        cache.extend(k[:, :-8], v[:, :-8])
+        cache.append_prompt(k[:, :-8], v[:, :-8])
         errors.append(np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact))
     assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
 

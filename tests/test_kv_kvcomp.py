@@ -155,7 +155,7 @@ def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> N
     t, channel = np.mgrid[:448, :d]
     cycle = np.broadcast_to((t + channel) % 6, (KV_HEADS, 448, d)).astype(np.float32)
     before = cache.keys._end(2)
-    cache.extend(cycle, cycle)
+    cache.append_prompt(cycle, cycle)
     assert cache.nbytes <= cache.planned_bytes()
     assert cache.keys._end(9) - before == 7 * KV_HEADS * 64 * d * 3 / 64
     eye = np.eye(d, dtype=np.float32)[None].repeat(KV_HEADS, 0)
@@ -196,7 +196,7 @@ def test_the_pool_grows_in_place() -> None:
     _, k, v = draw(64)
     places, sizes = set(), set()
     for _ in range(300):
-        cache.extend(k, v)
+        cache.append_prompt(k, v)
         pool = cache.arrays["key.pool"]
         places.add(pool.ctypes.data)
         sizes.add(pool.nbytes)
@@ -211,7 +211,7 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     cache, other = make(), make()
     cache.prefill(q, k, v)
     assert cache.truncate(140) == 128
-    cache.extend(k[:, 128:], v[:, 128:])
+    cache.append_prompt(k[:, 128:], v[:, 128:])
     other.prefill(q, k, v)
     assert cache.keys._end(cache.n_packed // 64) == other.keys._end(other.n_packed // 64)
     np.testing.assert_array_equal(

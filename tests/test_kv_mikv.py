@@ -203,9 +203,9 @@ def test_appending_without_queries_in_pieces_equals_one_go() -> None:
     whole, pieces = make("mikv:budget=30"), make("mikv:budget=30")
     for cache in (whole, pieces):
         cache.attend(q[:, :60], k[:, :60], v[:, :60])
-    whole.extend(k[:, 60:], v[:, 60:])
+    whole.append_prompt(k[:, 60:], v[:, 60:])
     for a, b in ((60, 61), (61, 75), (75, 180), (180, 230)):
-        pieces.extend(k[:, a:b], v[:, a:b])
+        pieces.append_prompt(k[:, a:b], v[:, a:b])
     after = [cache.attend(*draw(20, 1)).copy() for cache in (whole, pieces)]
     np.testing.assert_allclose(after[0], after[1], atol=1e-5)
 

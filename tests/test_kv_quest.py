@@ -52,7 +52,7 @@ def test_any_heads(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
 def test_no_token_of_a_page_scores_above_the_page(backend: str) -> None:
     q, keys, values = draw(128)
     cache = make("quest:k=64", backend)
-    cache.extend(keys, values)
+    cache.append_prompt(keys, values)
     s = np.empty((2, 2, 8), np.float32)
     cache.kernels.scores(cache._index, q[:, 5].reshape(2, 2, 16), 0, 8, s)
     exact = q[:, 5].reshape(2, 2, 16) @ rounded(keys).transpose(0, 2, 1)
@@ -76,7 +76,7 @@ def test_bytes(page: int) -> None:
     cache = make(f"quest:page={page}", head_dim=d, capacity=capacity)
     assert cache.planned_bytes() == cache.nbytes == capacity * 2 * (4 * d + 4 * d / page)
     keys = np.zeros((2, 4001, d), np.float32)
-    cache.extend(keys, keys)
+    cache.append_prompt(keys, keys)
     assert cache.bytes_read() == 2 * (4001 // page) * 4 * d + (512 + 4001 % page) * 2 * 4 * d
 
 

@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
-from edgekv.kvcache.sliding import Rolling, ring_tokens
+from edgekv.kvcache.sliding import SlidingCache, ring_tokens
 from edgekv.models import architecture
 
 H, G, D, CAPACITY = 4, 2, 32, 1500
@@ -48,7 +48,7 @@ def read(cache: KVCache, first: int, stop: int) -> np.ndarray:
 def test_equals_attention_over_the_window(window: int, backend: object) -> None:
     """A prompt, pieces and single tokens, several times round the ring."""
     cache = layer("dense:dtype=f32", window, backend())
-    assert isinstance(cache, Rolling)
+    assert isinstance(cache, SlidingCache)
     cache.prefill(Q[:, :700], K[:, :700], V[:, :700])
     for first, stop in ((700, 701), (701, 1000), (1000, 1001), (1001, 1002), (1002, CAPACITY)):
         np.testing.assert_allclose(read(cache, first, stop), expected(first, stop, window), atol=2e-5)
@@ -60,9 +60,9 @@ def test_bytes_are_those_of_the_window() -> None:
         spec, cache = CacheSpec.parse(kv), layer(kv, 100, numpy_kernels())
         assert cache.nbytes == cache.planned_bytes() == ring_tokens(100) * G * D * 4
         assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.knobs).planned_bytes()
-    assert not isinstance(layer("dense", 1200, numpy_kernels()), Rolling)  # the ring would be the larger
-    assert not isinstance(layer("kivi2", 700, numpy_kernels()), Rolling)
-    assert not isinstance(layer("h2o", 100, numpy_kernels()), Rolling)
+    assert not isinstance(layer("dense", 1200, numpy_kernels()), SlidingCache)  # the ring would be the larger
+    assert not isinstance(layer("kivi2", 700, numpy_kernels()), SlidingCache)
+    assert not isinstance(layer("h2o", 100, numpy_kernels()), SlidingCache)
 
 
 @pytest.mark.parametrize("window", [12, 300])

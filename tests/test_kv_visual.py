@@ -156,7 +156,7 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
     prefilled = make("visual1:quantile=0.2")
     prefilled.mark_images(SPANS)
     for part in (slice(0, 200), slice(200, 300)):
-        prefilled.extend(k[:, part], v[:, part])
+        prefilled.append_prompt(k[:, part], v[:, part])
     outputs.append((outputs[0][0], prefilled.attend(q[:, 300:], k[:, 300:], v[:, 300:]).copy()))
     for during, after in outputs[1:]:
         np.testing.assert_allclose(during, outputs[0][0], atol=1e-5)
@@ -194,7 +194,7 @@ def test_bytes(bits: int, group: str, ends: int) -> None:
     cache.mark_images([(10, 40), (50, 110)])
     visual = 2 * 90 * KV_HEADS * bits * n_bytes + 2 * 4 * (ends + (ends // 2 if group == "head+token" else ends))
     text = (capacity - 90) * KV_HEADS * HEAD_DIM * 4
-    assert (cache.visual_bytes, cache.text_bytes) == (visual, text)
+    assert (cache.image_bytes, cache.text_bytes) == (visual, text)
     assert cache.nbytes == cache.planned_bytes() == visual + text
     cache.attend(q[:, :60], k[:, :60], v[:, :60])
     assert cache.nbytes == cache.planned_bytes() == visual + text + 60 * KV_HEADS * HEAD_DIM * 4

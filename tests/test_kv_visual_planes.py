@@ -84,9 +84,9 @@ def test_bytes() -> None:
     cache = make()
     filled(cache)
     a_block = 64 * (8 + 2) + 5 * (32 + 2) + 64 * (8 + 2)
-    assert cache.visual_bytes == 2 * 4 * a_block
+    assert cache.image_bytes == 2 * 4 * a_block
     assert cache.text_bytes == 2 * (CAPACITY - 256) * 256
-    assert cache.nbytes == cache.planned_bytes() == cache.visual_bytes + cache.text_bytes
+    assert cache.nbytes == cache.planned_bytes() == cache.image_bytes + cache.text_bytes
     assert cache.bytes_read() == 2 * 4 * a_block + 2 * (400 - 256) * 256
     assert "visual=planes: a layer's 256 image tokens take 11.3 KiB" in cache.notes()[0]
 
@@ -116,7 +116,7 @@ def test_a_state_goes_on_as_if_it_had_not_stopped() -> None:
     expected = cache.attend(q[:, part], k[:, part], v[:, part])
     np.testing.assert_array_equal(other.attend(q[:, part], k[:, part], v[:, part]), expected)
     with pytest.raises(ValueError, match="span"):
-        make().load_fitted({"spans": [(10, 138, 130, 0)]})  # no whole blocks
+        make().load_extra_state({"spans": [(10, 138, 130, 0)]})  # no whole blocks
 
 
 def test_it_is_found_by_name_in_lists_too() -> None:

@@ -150,7 +150,7 @@ def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv:
             answer = [step.token for step in session.generate(new, max_new_tokens=20, temperature=0.0)]
             pool.release(session)
         answers.append(answer)
-        temperatures.append([cache.fitted().get("tau") for cache in session.caches])
+        temperatures.append([cache.extra_state().get("tau") for cache in session.caches])
     assert all(answer == answers[0] for answer in answers)
     assert all(tau == temperatures[0] for tau in temperatures)
 

@@ -10,7 +10,7 @@ from helpers import SCHEMES
 
 from edgekv import Session
 from edgekv.kvcache.cache import KVCache, rewind
-from edgekv.kvcache.windowed import Windowed
+from edgekv.kvcache.windowed import SinkWindowCache
 
 HEADS: Heads = (8, 2, 64)
 WINDOWED = ("onebit", "kivi2", "kvcomp")
@@ -93,7 +93,7 @@ def test_a_little_back_nothing_is_computed_again(name: str) -> None:
     tokens = draw(HEADS, 900)
     for n in (500, 557, 583, 611):
         rewound, straight = make(name), make(name)
-        assert isinstance(rewound, Windowed)
+        assert isinstance(rewound, SinkWindowCache)
         m = rewound.sizes.residual_length // 4
         assert gone_on(rewound, tokens, n, m, seed=1) == n
         read(straight, tokens, 0, n)

@@ -129,12 +129,12 @@ class NumpyBackend(CpuBackend):
         return nullcontext()
 
 
-def scratch_bytes(c: ModelConfig, ctx: int, *, sees_queries: bool) -> int:
+def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> int:
     """An upper estimate of scratch, in bytes, while a prompt of ``ctx`` tokens is read into empty caches.
 
-    sees_queries: whether the caches are shown all queries at once (`KVCache.sees_queries`).
+    needs_prompt_queries: whether the caches are shown all queries at once (`KVCache.needs_prompt_queries`).
     """
-    held = ctx if sees_queries else min(ctx, CHUNK)
+    held = ctx if needs_prompt_queries else min(ctx, CHUNK)
     prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
     e = c.experts
     experts = e.per_token * (4 * e.size + 5 * c.hidden_size) if e else 0

@@ -145,7 +145,7 @@ class CudaBackend(Backend):
         if self._half is None or n <= MATVEC_ROWS:
             return False
         c, width = arch.config, padded_width(arch.config.head_dim)
-        queries = array("prefill.q", (c.n_heads, n, c.head_dim)) if cache.sees_queries else None
+        queries = array("prefill.q", (c.n_heads, n, c.head_dim)) if cache.needs_prompt_queries else None
         k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
         half_k, half_v = (array(f"prefill.half_{part}", (c.n_kv_heads, n, width), np.float16) for part in "kv")
         for a in range(0, n, self.chunk):

@@ -1,8 +1,8 @@
 """Decode steps without launch gaps: a step is recorded once as a CUDA graph and replayed for later tokens.
 
 What differs between two steps of a conversation is counters alone, while every cache says so
-(`KVCache.is_steady`): positions, and where the stores end. A recorded launch finds on the device how far each has
-moved since (`edgekv.kernels.cuda.counter`). What the caches do after some tokens (`KVCache.tidy`: a block is
+(`KVCache.is_static`): positions, and where the stores end. A recorded launch finds on the device how far each has
+moved since (`edgekv.kernels.cuda.counter`). What the caches do after some tokens (`KVCache.flush`: a block is
 packed) is a recording of its own, made when it comes the first time; where that can't be it is done, and the step
 recorded anew.
 """
@@ -55,16 +55,16 @@ class CacheGroup:
         finally:
             cache.advance(-1)
 
-    def tidies_next(self) -> bool:
-        """Whether `tidy` is due after the next token."""
+    def flushes_next(self) -> bool:
+        """Whether `flush` is due after the next token."""
         self.first.advance(1)
         try:
-            return self.first.tidy_is_due()
+            return self.first.needs_flush()
         finally:
             self.first.advance(-1)
 
     def equals(self) -> Hashable:
-        """Which counters are equal: that may decide what `tidy` does."""
+        """Which counters are equal: that may decide what `flush` does."""
         return tuple(a == b for a, b in itertools.combinations(self.counts().values(), 2))
 
     @staticmethod
@@ -92,7 +92,7 @@ class Replay:
 
     def _forget(self) -> None:
         self._step: Recording | None = None
-        self._tidies: dict[Hashable, Recording] = {}
+        self._flushes: dict[Hashable, Recording] = {}
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[CacheGroup] = []
         self._structure: list[Hashable] = []
@@ -103,13 +103,13 @@ class Replay:
         if self._caches != tuple(caches) or caches[0].n_seen != self._next:
             self._forget()  # others have changed them, perhaps what they point to
         if not self._can_play():
-            before, tidies = [group.caches for group in self._groups], self._tidies
+            before, flushes = [group.caches for group in self._groups], self._flushes
             self._forget()
             if not self._record(caches):
                 self._is_warm.add(type(caches[0]))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
             if before == [group.caches for group in self._groups]:
-                self._tidies = tidies
+                self._flushes = flushes
         assert self._step is not None
         self._play(self._step, token)
         self.n_replayed += 1
@@ -120,8 +120,8 @@ class Replay:
     def _can_play(self) -> bool:
         if self._step is None or self._next > self._last:
             return False
-        is_steady = all(group.first.is_steady() for group in self._groups)
-        return is_steady and self._structure == self._structures()
+        is_static = all(group.first.is_static() for group in self._groups)
+        return is_static and self._structure == self._structures()
 
     def _structures(self) -> list[Hashable]:
         return [group.structure() for group in self._groups]
@@ -134,11 +134,11 @@ class Replay:
         scheme, start = type(caches[0]), caches[0].n_seen
         ready = self._decoder.can_replay and scheme in self._is_warm and self._failures[scheme] < MOST_FAILURES
         room = caches[0].geometry.capacity - start
-        if not ready or room < FEWEST_TOKENS or not all(cache.is_steady() for cache in caches):
+        if not ready or room < FEWEST_TOKENS or not all(cache.is_static() for cache in caches):
             return False
         self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
         self._structure, self._next, self._last = self._structures(), start, start + RECORDED_TOKENS
-        if any(group.tidies_next() for group in self._groups):
+        if any(group.flushes_next() for group in self._groups):
             return False
 
         def step() -> None:
@@ -203,27 +203,27 @@ class Replay:
 
     def _tidy(self) -> None:
         """What is due after a token: replayed, or recorded and replayed, or done."""
-        groups = [group for group in self._groups if group.first.tidy_is_due()]
+        groups = [group for group in self._groups if group.first.needs_flush()]
         if not groups:
             return
         caches = [cache for group in groups for cache in group.caches]
         due = tuple((self._groups.index(group), group.equals()) for group in groups)
 
-        def tidy() -> None:
+        def flush() -> None:
             for cache in caches:
-                cache.tidy()
+                cache.flush()
 
-        if all(cache.tidies_alike for cache in caches) and self._record_tidy(due, tidy):
-            self._play(self._tidies[due], 0)
+        if all(cache.flush_is_static for cache in caches) and self._record_flush(due, flush):
+            self._play(self._flushes[due], 0)
         else:
-            tidy()
+            flush()
             self._forget()  # it may have replaced arrays
 
-    def _record_tidy(self, due: Hashable, tidy: Callable[[], None]) -> bool:
+    def _record_flush(self, due: Hashable, flush: Callable[[], None]) -> bool:
         """Whether it could be, or was."""
         try:
-            if due not in self._tidies:
-                self._tidies[due] = self._recorded(tidy)
+            if due not in self._flushes:
+                self._flushes[due] = self._recorded(flush)
         except CannotRecord:
             return False
         return True

@@ -266,7 +266,7 @@ class Decoder:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
         if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
             return 0
-        return min(cache.tentative_tokens() for cache in caches)
+        return min(cache.rollback_tokens() for cache in caches)
 
     def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """Logits (vocab,) after appending one token, valid until the next step."""
@@ -397,7 +397,7 @@ class Decoder:
     def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Pause) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
-        held = n if cache.sees_queries else min(n, self.chunk)
+        held = n if cache.needs_prompt_queries else min(n, self.chunk)
         q = array("prefill.q", (c.n_heads, held, c.head_dim))
         k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
         for a in range(0, n, self.chunk):

@@ -260,7 +260,7 @@ def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | 
 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.
     """
-    specs = (kv, *map(CacheSpec.parse, kv.scheme.packs_like))
+    specs = (kv, *map(CacheSpec.parse, kv.scheme.sub_schemes))
     n = min(WARM_UP_TOKENS, ctx)
     calls = [call for spec in specs for call in decoder.warm_up(spec.layers(decoder.config, n))]
     with CompileClock() as clock:

@@ -186,7 +186,7 @@ class SessionPlan:
             idle_bytes=idle,
             cache_bytes=sum(cache.planned_bytes() for cache in caches),
             state_bytes=state_bytes,
-            scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
+            scratch_bytes=scratch_bytes(c, ctx, needs_prompt_queries=caches[0].needs_prompt_queries),
             notes=tuple(notes),
         )
 

@@ -185,7 +185,7 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     caches = state.caches
     report.cache_bytes = state.kv_bytes
     report.state_bytes = state.nbytes - state.kv_bytes or None
-    visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
+    visual = [cache.image_bytes for cache in caches if cache.image_bytes is not None]
     report.visual_cache_bytes = sum(visual) if visual else None
     report.weights_bytes = decoder.ops.weights_bytes
     read = decoder.weights.token_bytes + decoder.ops.changes_bytes

@@ -19,7 +19,7 @@ FORMAT = 2  # of remembered verdicts
 
 def needs_gate(spec: CacheSpec) -> bool:
     """Whether the scheme loses more of a text than f16 rounds off."""
-    return not spec.scheme.exact_on_text(spec.knobs)
+    return not spec.scheme.is_lossless_on_text(spec.knobs)
 
 
 class Verdicts:
@@ -52,7 +52,7 @@ class Verdicts:
 
     def warning(self, spec: CacheSpec) -> str | None:
         """Return what a user should know before using the scheme, in a line; for one made of others, of these."""
-        parts = [CacheSpec.parse(name) for name in spec.scheme.packs_like] or [spec]
+        parts = [CacheSpec.parse(name) for name in spec.scheme.sub_schemes] or [spec]
         verdicts = {part.short: self.verdict(part) for part in parts if needs_gate(part)}
         for name, verdict in verdicts.items():
             if verdict and verdict["failures"]:

@@ -127,7 +127,7 @@ class SchemeTimer:
             q = rng.standard_normal((c.n_heads, n, c.head_dim), np.float32) / np.float32(np.sqrt(c.head_dim))
             for cache in drawn:
                 if start:
-                    cache.extend(k, v)
+                    cache.append_prompt(k, v)
                 else:
                     cache.prefill(q, k, v)
             if not start:

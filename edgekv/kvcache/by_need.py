@@ -18,7 +18,7 @@ from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
-from edgekv.kvcache.full import KeepAll
+from edgekv.kvcache.full import FullCache
 from edgekv.types import F32, F64, I64
 
 LEAST, MOST = 1, 4  # bits of a head
@@ -68,10 +68,10 @@ class LayerNoise(NamedTuple):
     spread: I64
 
 
-class NoiseProbe(KeepAll):
+class NoiseProbe(FullCache):
     """A cache that measures in a prompt what `HeadNoise` says of its layer, and keeps nothing."""
 
-    sees_queries = True
+    needs_prompt_queries = True
     noise: LayerNoise
 
     def codecs(self, geometry: Geometry, knobs: None) -> tuple[Codec, Codec]:

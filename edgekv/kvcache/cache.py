@@ -77,7 +77,7 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True)
 class CacheState:
-    """All that one layer's next token depends on; ``counters`` and ``fitted`` are ready for JSON."""
+    """All that one layer's next token depends on; ``counters`` and ``extra_state`` are ready for JSON."""
 
     counters: dict[str, int]
     fitted: dict[str, Any]
@@ -91,7 +91,7 @@ class LayerState(abc.ABC):
     ``n_...``, so that `state` finds it.
     """
 
-    former_counters: ClassVar[dict[str, str]] = {}
+    counter_aliases: ClassVar[dict[str, str]] = {}
     """Present names of counters by those in files of before."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class LayerState(abc.ABC):
         return sum(array.nbytes for array in self.arrays.values())
 
     @property
-    def visual_bytes(self) -> int | None:
+    def image_bytes(self) -> int | None:
         """Bytes of the spans that `mark_images` named; None: the scheme does not keep these apart."""
         return None
 
@@ -185,23 +185,23 @@ class LayerState(abc.ABC):
         self.n_seen = n
         return n
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """Returns how many of the next tokens, appended by one `attend`, `advance` can take back."""
         return 0
 
     def advance(self, n: int) -> None:
-        """Counts n tokens that a replayed step appends while `is_steady`; n < 0 takes the latest back."""
+        """Counts n tokens that a replayed step appends while `is_static`; n < 0 takes the latest back."""
         self.n_seen += n
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         """Returns whether the next token is only appended and read: recorded steps differ in counters alone.
 
-        So does what `tidy` does when it is due.
+        So does what `flush` does when it is due.
         """
         return False
 
-    def tidy_is_due(self) -> bool:
-        """Returns whether `tidy` would do something, where `is_steady` held for the token before."""
+    def needs_flush(self) -> bool:
+        """Returns whether `flush` would do something, where `is_static` held for the token before."""
         return False
 
     # Saving and restoring. The contents of a file are untrusted.
@@ -209,13 +209,13 @@ class LayerState(abc.ABC):
     def state(self) -> CacheState:
         """Returns what a cache of the same scheme, knobs and geometry needs to go on; arrays are not copied."""
         counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
-        return CacheState(counters, self.fitted(), self.arrays)
+        return CacheState(counters, self.extra_state(), self.arrays)
 
     def renamed(self, counters: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a file's counters by their present names."""
         if counters.keys() == self.state().counters.keys():
             return dict(counters)
-        return {self.former_counters.get(name, name): n for name, n in counters.items()}
+        return {self.counter_aliases.get(name, name): n for name, n in counters.items()}
 
     def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
         """Takes a state's counters and fitted values into the allocated cache; returns the arrays to fill.
@@ -226,7 +226,7 @@ class LayerState(abc.ABC):
         vars(self).update(counters)
         if not self.consistent():
             raise ValueError(f"counters {dict(counters)}")
-        self.load_fitted(fitted)
+        self.load_extra_state(fitted)
         return self.arrays
 
     def consistent(self) -> bool:
@@ -237,12 +237,12 @@ class LayerState(abc.ABC):
         """Returns whether arrays filled from a file hold nothing that leads a kernel out of bounds."""
         return True
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Returns what the conversation decided beside counters and arrays, ready for JSON."""
         return {}
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
-        """Takes what `fitted` gave; afterwards `arrays` have the shapes that they had then."""
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
+        """Takes what `extra_state` gave; afterwards `arrays` have the shapes that they had then."""
         return
 
 
@@ -252,32 +252,32 @@ class KVCache(LayerState):
     Dense keys and values never go back to the model. Arrays are allocated once for ``geometry.capacity`` tokens.
     Queries arrive multiplied by the layer's score scale.
 
-    A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `extend`, `append` and
-    `segments`. `KeepAll` and `Windowed` define most of this for schemes that are two codecs. Knobs: a frozen
-    dataclass with defaults, whose ``aliases`` name fields as they were called before. summary, gives_up: a phrase
-    each for the table of schemes.
+    A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `append_prompt`,
+    `append` and `segments`. `FullCache` and `SinkWindowCache` define most of this for schemes that are two codecs.
+    Knobs: a frozen dataclass with defaults, whose ``aliases`` name fields as they were called before. summary,
+    tradeoff: a phrase each for the table of schemes.
     """
 
     name: ClassVar[str]  # as in ``--kv name``
     paper: ClassVar[str]
     summary: ClassVar[str]
-    gives_up: ClassVar[str]
+    tradeoff: ClassVar[str]
     Knobs: ClassVar[type]
 
     aliases: ClassVar[tuple[str, ...]] = ()
     """Names that it had before, still understood."""
     version: ClassVar[int] = 1
     """Of what the arrays mean: a saved cache of another one is refused."""
-    packs_like: ClassVar[tuple[str, ...]] = ()
+    sub_schemes: ClassVar[tuple[str, ...]] = ()
     """Other schemes, whose kernels it comes to use as it fills."""
-    bytes_knob: ClassVar[str | None] = None
+    budget_field: ClassVar[str | None] = None
     """The knob that bounds all layers' bytes: a session's `kv_budget`."""
-    exact_when_short: ClassVar[bool] = False
+    is_lossless_when_short: ClassVar[bool] = False
     """No loss beyond f16 rounding for the first 64 tokens."""
-    sees_queries: ClassVar[bool] = False
+    needs_prompt_queries: ClassVar[bool] = False
     """`prefill` needs the queries of the whole prompt."""
-    tidies_alike: ClassVar[bool] = True
-    """`tidy` differs from time to time in counters alone: no array is replaced."""
+    flush_is_static: ClassVar[bool] = True
+    """`flush` differs from time to time in counters alone: no array is replaced."""
     exact_prefill = True
     """False: a prompt attends through the cache, as the adapted model was trained to."""
 
@@ -285,7 +285,7 @@ class KVCache(LayerState):
         cls.aliases = cls.__dict__.get("aliases", ())  # those of another scheme are not inherited
 
     @classmethod
-    def exact_on_text(cls, knobs: Any) -> bool:
+    def is_lossless_on_text(cls, knobs: Any) -> bool:
         """Returns whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
 
@@ -318,32 +318,32 @@ class KVCache(LayerState):
         return type(self)(self.geometry.cut(n_tokens), self.knobs)
 
     @abc.abstractmethod
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         """Appends keys and values (n_kv_heads, n, head_dim) without attending."""
 
     @abc.abstractmethod
     def append(self, keys: F32, values: F32) -> None:
-        """Stores at most `piece` tokens (n_kv_heads, n, head_dim), to be seen by their own queries."""
+        """Stores at most `max_append_tokens` tokens (n_kv_heads, n, head_dim), to be seen by their own queries."""
 
     @abc.abstractmethod
     def segments(self) -> list[Segment]:
         """Returns what the queries of the latest tokens read."""
 
-    def tidy(self) -> None:
+    def flush(self) -> None:
         """Packs what is due once the queries of the latest tokens have read. Most do nothing."""
         return
 
-    def piece(self) -> int:
-        """Returns how many tokens (1 or more) may come before `tidy` is due."""
+    def max_append_tokens(self) -> int:
+        """Returns how many tokens (1 or more) may come before `flush` is due."""
         return self.geometry.capacity
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """Encodes a whole prompt into the empty cache; the model attends to it exactly, outside.
 
-        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32. Without `sees_queries`
-        the queries are those of the last tokens only.
+        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32. Without
+        `needs_prompt_queries` the queries are those of the last tokens only.
         """
-        self.extend(keys, values)
+        self.append_prompt(keys, values)
 
     @classmethod
     def finish_prefill(cls, caches: Sequence[Any]) -> None:
@@ -370,10 +370,10 @@ class KVCache(LayerState):
         out = self.workspace.array("attention", queries.shape)
         a = 0
         while a < n:  # a piece ends where tokens that come one by one would change how others are kept
-            b = min(n, a + self.piece())
+            b = min(n, a + self.max_append_tokens())
             self.append(keys[:, a:b], values[:, a:b])
             self._read(queries[:, a:b], out[:, a:b], sinks)
-            self.tidy()
+            self.flush()
             a = b
         return out
 

@@ -1,4 +1,4 @@
-"""Schemes that keep every token: `CodecStore` and `KeepAll`, bases for schemes of two codecs, and `Dense`."""
+"""Schemes that keep every token: `CodecStore` and `FullCache`, bases for schemes of two codecs, and `Dense`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CodecStore(KVCache):
             codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
 
 
-class KeepAll(CodecStore):
+class FullCache(CodecStore):
     """One segment: all tokens."""
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
@@ -54,13 +54,13 @@ class KeepAll(CodecStore):
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         return self.n_seen < self.geometry.capacity
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         return self.geometry.capacity - self.n_seen
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         self.key_codec.encode(keys, self.n_seen)
         self.value_codec.encode(values, self.n_seen)
@@ -93,7 +93,7 @@ class DenseKnobs(Knobs):
     dtype: str = one_of("f16", DTYPES)
 
 
-class Dense(KeepAll):
+class Dense(FullCache):
     """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
 
     f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2).
@@ -103,12 +103,12 @@ class Dense(KeepAll):
     aliases = ("f16",)
     paper = "baseline"
     summary = "keys and values in f16 (or dtype=f32, q8)"
-    gives_up = "nothing but memory"
-    exact_when_short = True
+    tradeoff = "nothing but memory"
+    is_lossless_when_short = True
     Knobs = DenseKnobs
 
     @classmethod
-    def exact_on_text(cls, knobs: DenseKnobs) -> bool:
+    def is_lossless_on_text(cls, knobs: DenseKnobs) -> bool:
         return knobs.dtype != "q8"
 
     @classmethod

@@ -30,5 +30,5 @@ class OneBit(Planes):
     name = "onebit"
     version = 2  # planes in groups of 16 tokens
     summary = "1-bit keys around 4-bit centres, 2-bit rotated values, first and last tokens exact"
-    gives_up = "exact scores of all but the first and latest tokens (0.5 to 2.5% of perplexity; 5 on foreign text)"
+    tradeoff = "exact scores of all but the first and latest tokens (0.5 to 2.5% of perplexity; 5 on foreign text)"
     Knobs = OneBitKnobs

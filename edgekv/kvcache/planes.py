@@ -26,7 +26,7 @@ from edgekv.kvcache.knobs import (
     seed,
     tokens,
 )
-from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.types import F32
 
 NO_SECOND_STAGE = (
@@ -143,7 +143,7 @@ class PlanesKnobs(Knobs):
         return factors_of(digits.reshape(shape)[geometry.layer], geometry.head_dim)
 
 
-class Planes(Windowed):
+class Planes(SinkWindowCache):
     """q . k ~ (P q) . c + key_scale * f * (P q) . x: x are the levels of r = P k - c in k_bits an element.
 
     With D = head_dim and D' = D rounded up to a multiple of 64: k_bits * D'/8 + 2 + (D'/2 + 2) * 5/64 bytes of
@@ -159,7 +159,7 @@ class Planes(Windowed):
     name = "planes"
     paper = "ours; estimator of RaBitQ"
     summary = "1- to 4-bit keys around 4-bit centres, 1- to 4-bit rotated values, first and last tokens exact"
-    gives_up = "exact scores of all but the first and latest tokens; 2 bits of each cost a third of 1-bit keys"
+    tradeoff = "exact scores of all but the first and latest tokens; 2 bits of each cost a third of 1-bit keys"
     Knobs = PlanesKnobs
     adapted_by = ""  # where a trained key_scale is from
 
@@ -190,12 +190,12 @@ class Planes(Windowed):
         self.keys.key_scale[:] = parameters["key_scale"]
         self.adapted_by = source
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         if not self.adapted_by:
             return {}
         return {"key_scale": to_host(self.keys.key_scale).tolist(), "adapted_by": self.adapted_by}
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
         if fitted:
             self.exact_prefill = False
             scale = np.array(fitted["key_scale"], np.float32)

@@ -120,10 +120,10 @@ class RecurrentState(LayerState):
         self.snapshots = [at if at <= found else 0 for at in self.snapshots]
         return found
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return {"version": VERSION, "snapshots": list(self.snapshots)}
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
         """ValueError for snapshots that no conversation of as many tokens has."""
         version, at = fitted["version"], fitted["snapshots"]
         if version != VERSION:

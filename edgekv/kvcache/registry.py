@@ -13,7 +13,7 @@ from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.full import Dense
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.planes import NO_SECOND_STAGE, Planes
-from edgekv.kvcache.tiered import Steps
+from edgekv.kvcache.tiered import TieredCache
 
 ENTRY_POINTS = "edgekv.schemes"
 """The entry points by which packages name their schemes: NAME = "module:Class", an alias likewise.
@@ -22,7 +22,7 @@ Where a scheme's name has "=", that of its entry point has "_".
 """
 PAPERS = "edgekv.papers"
 
-CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit, Steps)}
+CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit, TieredCache)}
 
 
 def removed(kv: str, why: str) -> CacheError:
@@ -37,7 +37,7 @@ def register(scheme: type[KVCache]) -> type[KVCache]:
     """
     if not (isinstance(scheme, type) and issubclass(scheme, KVCache)):
         raise CacheError(f"{scheme!r} is no KV scheme: register a subclass of edgekv.KVCache")
-    missing = [name for name in ("name", "paper", "summary", "gives_up", "Knobs") if not hasattr(scheme, name)]
+    missing = [name for name in ("name", "paper", "summary", "tradeoff", "Knobs") if not hasattr(scheme, name)]
     if missing:
         raise CacheError(f"{scheme.__name__} has no {missing[0]}: a KV scheme needs it as a class attribute")
     if not dataclasses.is_dataclass(scheme.Knobs):
@@ -113,9 +113,9 @@ def scheme_facts(name: str) -> dict[str, object]:
         "aliases": list(scheme.aliases),
         "paper": scheme.paper,
         "summary": scheme.summary,
-        "gives_up": scheme.gives_up,
+        "tradeoff": scheme.tradeoff,
         "knobs": dataclasses.asdict(knobs),
-        "bytes_per_token_per_kv_head": None if scheme.bytes_knob else cache.planned_bytes() / tokens,
+        "bytes_per_token_per_kv_head": None if scheme.budget_field else cache.planned_bytes() / tokens,
     }
 
 

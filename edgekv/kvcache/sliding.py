@@ -20,13 +20,13 @@ def ring_tokens(window: int) -> int:
     return -(-(window + min(window, MORE)) // BLOCK) * BLOCK
 
 
-class Rolling(CodecStore):
+class SlidingCache(CodecStore):
     """The latest `ring_tokens`; position p lies in slot p modulo their number."""
 
     name = "rolling"
     paper = "ours"
     summary = "the window of a sliding layer"
-    gives_up = "long rewinds: they compute the conversation anew"
+    tradeoff = "long rewinds: they compute the conversation anew"
 
     def __init__(self, geometry: Geometry, knobs: Any, codecs: WindowCodecs) -> None:
         super().__init__(geometry, knobs)
@@ -36,7 +36,7 @@ class Rolling(CodecStore):
         self.key_codec, self.value_codec = codecs(geometry.n_kv_heads, self.size, geometry.head_dim)
         self.n_lost = 0  # tokens whose slots were taken by later ones
 
-    def cut(self, n_tokens: int) -> Rolling:
+    def cut(self, n_tokens: int) -> SlidingCache:
         small, shape = copy.copy(self), self.geometry
         size = min(n_tokens, self.size)
         small.key_codec, small.value_codec = self._codecs(shape.n_kv_heads, size, shape.head_dim)
@@ -53,7 +53,7 @@ class Rolling(CodecStore):
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return min(self.n_seen, self.window) * token_bytes
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         """Before the ring is full."""
         return self.n_seen < min(self.geometry.capacity, self.window)
 
@@ -62,15 +62,15 @@ class Rolling(CodecStore):
         """Of the next token."""
         return self.n_seen if self.n_seen < self.size else self.n_seen % self.size
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """What they take the slots of is behind the window with or without them."""
         return min(self.geometry.capacity - self.n_seen, self.size - self.window)
 
-    def piece(self) -> int:
+    def max_append_tokens(self) -> int:
         """No token that a query of the piece still sees loses its slot, and the piece does not go round."""
         return min(self.size - self.window, self.size - self._slot)
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         n = keys.shape[1]
         self.require_room(n)
         self.n_seen += n

@@ -10,7 +10,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.knobs import bad_knob, declared
 from edgekv.kvcache.registry import broken_schemes, find_scheme, removed, schemes
-from edgekv.kvcache.sliding import Rolling
+from edgekv.kvcache.sliding import SlidingCache
 from edgekv.models.config import ModelConfig
 
 PRESETS = {
@@ -62,12 +62,12 @@ class CacheSpec:
 
     @classmethod
     def asked(cls, text: str, budget: int | None = None) -> CacheSpec:
-        """As `parse`, of what a user wrote: a scheme with a `KVCache.bytes_knob` must be given a ``budget``.
+        """As `parse`, of what a user wrote: a scheme with a `KVCache.budget_field` must be given a ``budget``.
 
         Raises CacheError (field kv, or kv_budget).
         """
         spec = cls.parse(text)
-        knob = spec.scheme.bytes_knob
+        knob = spec.scheme.budget_field
         if knob is None:
             return spec
         if budget is not None:
@@ -122,7 +122,7 @@ class CacheSpec:
     @property
     def own_budget(self) -> int | None:
         """The bytes that the scheme keeps to by itself; None: it has no such bound."""
-        knob = self.scheme.bytes_knob
+        knob = self.scheme.budget_field
         return None if knob is None else int(getattr(self.knobs, knob))
 
     def layers(self, config: ModelConfig, capacity: int) -> list[KVCache]:
@@ -153,7 +153,7 @@ class CacheSpec:
         codecs = self.scheme.window_codecs(self.knobs)
         if codecs is None or geometry.sliding_window is None:
             return own
-        rolling = Rolling(geometry, self.knobs, codecs)
+        rolling = SlidingCache(geometry, self.knobs, codecs)
         return rolling if rolling.planned_bytes() < own.planned_bytes() else own
 
     def planned_bytes(self, config: ModelConfig, capacity: int) -> int:

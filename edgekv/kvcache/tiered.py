@@ -24,7 +24,7 @@ from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, runs_o
 from edgekv.kvcache.codecs import F16, WORD, Codec, f16_codecs
 from edgekv.kvcache.knobs import Knobs, number, tokens
 from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
-from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.machine import format_bytes
 from edgekv.types import F32, Array
 
@@ -254,7 +254,7 @@ def _views(layout: Layout, buffer: Array, position: int) -> tuple[dict[str, Arra
 class TieredKeys(Codec):
     """The keys of both stores: encodes what is packed, and owns the arena."""
 
-    kind = "tiers"  # no kernel reads it: `Steps` has a segment for each store
+    kind = "tiers"  # no kernel reads it: `TieredCache` has a segment for each store
 
     def __init__(self, tiers: Tiers, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -397,7 +397,7 @@ DECODERS: dict[type[Codec], Callable[[Any, int, int], F32]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class StepsKnobs(Knobs):
+class TieredKnobs(Knobs):
     """What `steps` can be set to.
 
     budget: int, default 64 MiB. Bytes that the caches of all layers may take together, 1 or more.
@@ -413,7 +413,7 @@ class StepsKnobs(Knobs):
     residual_length: int = tokens(128)
 
 
-class Steps(Windowed):
+class TieredCache(SinkWindowCache):
     """f16 while all fits; then the oldest tokens in `planes` of 4, 3, 2, 1.5 (2-bit keys, 1-bit values) and 1 bit.
 
     All layers together, and the buffer that a layer is laid out anew with, take at most ``budget`` bytes at every
@@ -424,11 +424,11 @@ class Steps(Windowed):
     name = "steps"
     paper = "ours"
     summary = "f16 as long as it fits the budget, then the oldest tokens in ever fewer bits"
-    gives_up = "precision of the oldest tokens, as little as the budget allows"
-    Knobs = StepsKnobs
-    bytes_knob = "budget"
-    tidies_alike = False
-    packs_like = (
+    tradeoff = "precision of the oldest tokens, as little as the budget allows"
+    Knobs = TieredKnobs
+    budget_field = "budget"
+    flush_is_static = False
+    sub_schemes = (
         "planes:k_bits=4,v_bits=4",
         "planes:k_bits=3,v_bits=3",
         "planes",
@@ -436,10 +436,10 @@ class Steps(Windowed):
         "planes:k_bits=1,v_bits=1",
     )
 
-    def exact_sizes(self, knobs: StepsKnobs) -> Sizes:
+    def exact_sizes(self, knobs: TieredKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: StepsKnobs) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: TieredKnobs) -> tuple[Codec, Codec]:
         g, d = geometry.n_kv_heads, geometry.head_dim
         shape = Shape(g, d, geometry.n_rep)
         arena = layer_bytes(knobs.budget, geometry.n_layers) - exact_bytes(geometry, knobs)
@@ -464,26 +464,26 @@ class Steps(Windowed):
         self.tiers.workspace = workspace
         super().allocate(kernels, workspace)
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return self.tiers.state()
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
         self.tiers.load_state(fitted)
 
     def readable(self) -> bool:
         return self.n_stored <= self.tiers.capacity
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         self._reserve(keys.shape[1])
-        super().extend(keys, values)
+        super().append_prompt(keys, values)
 
     def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
         self._reserve(keys.shape[1])
         return super().attend(queries, keys, values, sinks)
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         """Unless a step is due."""
-        return super().is_steady() and self._packed_then(1) <= self.tiers.capacity
+        return super().is_static() and self._packed_then(1) <= self.tiers.capacity
 
     def packed(self) -> list[Segment]:
         """A segment for each store."""
@@ -530,7 +530,7 @@ def layer_bytes(budget: int, n_layers: int) -> int:
     return budget // (n_layers + 1)
 
 
-def exact_bytes(geometry: Geometry, knobs: StepsKnobs) -> int:
+def exact_bytes(geometry: Geometry, knobs: TieredKnobs) -> int:
     """The first and the latest tokens of a layer, in f16."""
     recent, sink = (min(geometry.capacity, n) for n in (knobs.residual_length + WORD, knobs.sink))
     return 4 * geometry.n_kv_heads * geometry.head_dim * (sink + recent)

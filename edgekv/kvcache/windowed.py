@@ -28,7 +28,7 @@ class Sizes:
     block: int
 
 
-class Windowed(CodecStore):
+class SinkWindowCache(CodecStore):
     """[sink | packed | recent]: tokens in order, three stores.
 
     Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block
@@ -41,8 +41,8 @@ class Windowed(CodecStore):
     """
 
     version = 2
-    exact_when_short = True
-    former_counters: ClassVar[dict[str, str]] = {"n_bulk": "n_packed", "n_packed": "n_stored"}
+    is_lossless_when_short = True
+    counter_aliases: ClassVar[dict[str, str]] = {"n_bulk": "n_packed", "n_packed": "n_stored"}
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
@@ -95,7 +95,7 @@ class Windowed(CodecStore):
             total += keys.bytes_of(seen) + values.bytes_of(seen)
         return total
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         taken = self._fill_sink(keys, values)
         for a in range(taken, keys.shape[1], EXTEND_TOKENS):
@@ -119,7 +119,7 @@ class Windowed(CodecStore):
         self.n_recent = total - packed
         self.n_seen += keys.shape[1]
 
-    def piece(self) -> int:
+    def max_append_tokens(self) -> int:
         free_sink = self.sizes.sink - self.n_sink
         return free_sink or self._recent_capacity - self.n_recent
 
@@ -144,11 +144,11 @@ class Windowed(CodecStore):
         self.n_recent += n
         self.n_seen += n
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         """Once the sink is full."""
         return self.n_sink == self.sizes.sink and self.n_seen < self.geometry.capacity
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """As long as all of them are in the recent part, and none makes it pack a block."""
         if self.n_sink < self.sizes.sink:
             return 0
@@ -159,14 +159,14 @@ class Windowed(CodecStore):
         super().advance(n)
         self.n_recent += n
 
-    def tidy_is_due(self) -> bool:
+    def needs_flush(self) -> bool:
         """Whether the recent part is full."""
         block = self.sizes.block
         return self.n_recent >= self.sizes.residual_length + block and self.n_packed + block <= self.bulk_capacity
 
-    def tidy(self) -> None:
+    def flush(self) -> None:
         """Packs the oldest block of the recent part once that is full."""
-        if not self.tidy_is_due():
+        if not self.needs_flush():
             return
         block, stores = self.sizes.block, (self._stores["recent_key"], self._stores["recent_value"])
         if self.n_stored == self.n_packed:

@@ -14,7 +14,7 @@ from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.cache import EXAMPLE, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.full import KeepAll
+from edgekv.kvcache.full import FullCache
 from edgekv.types import F32, I64, Array
 
 
@@ -54,7 +54,7 @@ class Index(abc.ABC):
         """Summarises blocks b0..b1 of keys (n_kv_heads, capacity, head_dim), float16 bits."""
 
 
-class Retrieval(KeepAll):
+class Retrieval(FullCache):
     """Keys and values in f16, and an index. A query reads the index, then k tokens and those not yet indexed.
 
     One choice serves the query heads that share a KV head: the k tokens with the largest sum of attention
@@ -62,7 +62,7 @@ class Retrieval(KeepAll):
     wider, and in the first ``skip`` layers (never the last one) attention is `dense`'s.
     """
 
-    exact_when_short = True
+    is_lossless_when_short = True
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
@@ -107,19 +107,19 @@ class Retrieval(KeepAll):
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return n_blocks * self._index.block_bytes + n_tokens * token_bytes
 
-    def is_steady(self) -> bool:
+    def is_static(self) -> bool:
         """Not with an index: which tokens are read depends on how many there are."""
-        return self._index is None and super().is_steady()
+        return self._index is None and super().is_static()
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         before = self.n_seen
-        super().extend(keys, values)
+        super().append_prompt(keys, values)
         self._extend_index(before)
 
-    def piece(self) -> int:
+    def max_append_tokens(self) -> int:
         """Tokens that see the same blocks of the index."""
         if self._index is None:
-            return super().piece()
+            return super().max_append_tokens()
         return self._index.block - (self.n_seen + 1) % self._index.block
 
     def append(self, keys: F32, values: F32) -> None:

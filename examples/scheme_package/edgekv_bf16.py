@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import CacheError, Codec, Geometry, KeepAll, Layout
+from edgekv import CacheError, Codec, FullCache, Geometry, Layout
 
 F32 = npt.NDArray[np.float32]
 ROUNDINGS = ("nearest", "down")
@@ -66,14 +66,14 @@ class BFloat16Codec(Codec):
         return (self.arrays["upper"][:, t0:t1].astype(np.uint32) << 16).view(np.float32)
 
 
-class BFloat16(KeepAll):
+class BFloat16(FullCache):
     """Every key and value in bfloat16: 4 * head_dim bytes per token and KV head."""
 
     name = "bf16"
     paper = "example"
     summary = "keys and values in bfloat16"
-    gives_up = "3 bits of f16's precision, for float32's range"
-    exact_when_short = False
+    tradeoff = "3 bits of f16's precision, for float32's range"
+    is_lossless_when_short = False
     Knobs = BFloat16Knobs
 
     def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:

@@ -138,7 +138,7 @@ def schemes_table() -> str:
 
 def papers_table() -> str:
     """Returns a row per scheme of a paper or baseline, and what it gives up."""
-    return _rows({name: scheme_facts(name)["gives_up"] for name in schemes() if name not in OURS}, "gives up")
+    return _rows({name: scheme_facts(name)["tradeoff"] for name in schemes() if name not in OURS}, "gives up")
 
 
 def _rows(kvs: dict[str, str], last: str) -> str:

@@ -22,7 +22,7 @@ class RowKernels(Backend):
 def encode_numbers(tools: Backend, kernel: str, x: Array, store: Array, t0: int) -> None:
     """x (G, n, D) into store (G, capacity, D) from token t0 on, by ``kernel``: encode_f16 or encode_f32."""
     n_kv_heads, n, d = x.shape
-    if n:  # Windowed may have nothing left over
+    if n:  # SinkWindowCache may have nothing left over
         x, stride = per_head(x)
         launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
         tools.driver.launch(launch, x, stride, d, store, store.shape[1], *place(tools.driver, t0))

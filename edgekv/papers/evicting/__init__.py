@@ -33,7 +33,7 @@ class Evicting(KVCache):
     Those that a sliding window hides are masked.
     """
 
-    exact_when_short = True
+    is_lossless_when_short = True
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
@@ -81,7 +81,7 @@ class Evicting(KVCache):
     def _observe(self, q: F32, p: F32) -> None:
         """What a scheme learns from a token's queries (n_kv_heads, n_rep, head_dim) and attention weights."""
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         """Where all heads drop the same tokens: whole runs, up to the last slot."""
         n = keys.shape[1]
         self.require_room(n)
@@ -97,7 +97,7 @@ class Evicting(KVCache):
             self.n_seen += b - a
             a = b
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """None within a budget: attention weights that were counted, and tokens that left, do not come back."""
         return 0 if self.evicts else self.geometry.capacity - self.n_seen
 
@@ -105,7 +105,7 @@ class Evicting(KVCache):
         super().advance(n)
         self.n_used += n
 
-    def piece(self) -> int:
+    def max_append_tokens(self) -> int:
         """Whatever is evicted for a token, the one before must have read."""
         return 1
 
@@ -174,7 +174,7 @@ class LowestFirst(Evicting):
     among them, are not up for eviction; of equals the older one leaves.
     """
 
-    sees_queries = True
+    needs_prompt_queries = True
     decay: ClassVar[float]
     recent = 1
 
@@ -203,13 +203,13 @@ class LowestFirst(Evicting):
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """The mass is that of the whole prompt before anything is evicted, as in the papers."""
         if not self.evicts:
-            self.extend(keys, values)
+            self.append_prompt(keys, values)
             return
         first = 0 if self.decay else keys.shape[1] - 1
         received = attention_received(queries, keys, first, self.geometry, self.kernels, self.workspace)
         self._admit(keys, values, received)
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         """Without queries the new tokens have no mass."""
         self._admit(keys, values, np.zeros(keys.shape[:2], np.float32))
 

@@ -36,7 +36,7 @@ class H2O(LowestFirst):
     name = "h2o"
     paper = "H2O, FIER's baseline; H1B-KV's SparseLLM"
     summary = "the 512 tokens of most accumulated attention and the latest 512 in f16"
-    gives_up = "tokens that no query has needed yet; favours early tokens"
+    tradeoff = "tokens that no query has needed yet; favours early tokens"
     Knobs = H2OKnobs
     decay = 1.0
 

@@ -63,7 +63,7 @@ class MiKV(LowestFirst):
     version = 2  # packed keys token by token
     paper = "MiKV; FIER, appendix C"
     summary = "a quarter of the tokens, by accumulated attention and recency, in f16; the rest in 2 bits"
-    gives_up = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
+    tradeoff = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
     Knobs = MiKVKnobs
     decay = 1.0
 

@@ -60,8 +60,8 @@ class SnapKV(Evicting):
     name = "snapkv"
     paper = "SnapKV, FIER's baseline"
     summary = "the latest 32 tokens and those that they attend to most, in f16"
-    sees_queries = True
-    gives_up = "tokens that the latest queries had no use for"
+    needs_prompt_queries = True
+    tradeoff = "tokens that the latest queries had no use for"
     Knobs = SnapKVKnobs
 
     def __init__(self, geometry: Geometry, knobs: SnapKVKnobs) -> None:
@@ -88,15 +88,15 @@ class SnapKV(Evicting):
             votes = attention_received(queries, keys, n - observed, self.geometry, self.kernels, self.workspace)
             self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
         else:
-            super().extend(keys, values)
+            super().append_prompt(keys, values)
         for position in range(n - observed, n):
             self._remember(queries[:, position], position)
         self.n_observed = observed
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         """Without queries nobody votes: the latest tokens stay."""
         self.n_observed = 0
-        super().extend(keys, values)
+        super().append_prompt(keys, values)
 
     def _make_room(self) -> None:
         if self.n_used == self.slots:

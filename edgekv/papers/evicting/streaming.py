@@ -35,7 +35,7 @@ class Streaming(Evicting):
     name = "streaming"
     paper = "StreamingLLM, FIER's baseline"
     summary = "the first 4 and the latest 1,020 tokens in f16"
-    gives_up = "everything said between the first tokens and the latest"
+    tradeoff = "everything said between the first tokens and the latest"
     Knobs = StreamingKnobs
 
     def __init__(self, geometry: Geometry, knobs: StreamingKnobs) -> None:
@@ -55,7 +55,7 @@ class Streaming(Evicting):
         self._target.fill(slot)
         self.n_used = max(self.n_used, slot + 1)
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """Until the ring is full."""
         return max(0, self.slots - self.n_seen)
 

@@ -35,7 +35,7 @@ class Tova(LowestFirst):
     name = "tova"
     paper = "TOVA, FIER's baseline"
     summary = "the 1,024 tokens that outlived each query's choice of the least attended one, in f16"
-    gives_up = "tokens that a single query has no use for"
+    tradeoff = "tokens that a single query has no use for"
     Knobs = TovaKnobs
     decay = 0.0
 

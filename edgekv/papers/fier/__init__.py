@@ -120,7 +120,7 @@ class Fier(Retrieval):
     name = "fier"
     paper = "FIER, eq. 5 and algorithm 1"
     summary = "f16 keys and values, 1-bit index: exact attention on the k best tokens"
-    gives_up = "memory (more than dense), and all but k tokens of each step's attention"
+    tradeoff = "memory (more than dense), and all but k tokens of each step's attention"
     Knobs = FierKnobs
 
     def index(self, geometry: Geometry, knobs: FierKnobs) -> Index:

@@ -14,7 +14,7 @@ from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.full import KeepAll
+from edgekv.kvcache.full import FullCache
 from edgekv.kvcache.knobs import (
     LEAST_FACTOR,
     MOST_FACTOR,
@@ -78,7 +78,7 @@ class H1BKnobs(SketchKnobs):
         return self.keys_only
 
 
-class H1B(KeepAll):
+class H1B(FullCache):
     """softmax((1/b) sign(Rq) . sign(Rk) / tau) V, b = sketch_bits: b/8 + head_dim/2 + 3 bytes per token and head.
 
     H1B-KV, equations 2 to 5; with ``keys_only`` sketch_bits/8 + 2 * head_dim bytes. R is one Gaussian
@@ -94,8 +94,8 @@ class H1B(KeepAll):
     version = 2
     paper = "H1B-KV, eq. 2-5"
     summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
-    sees_queries = True
-    gives_up = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
+    needs_prompt_queries = True
+    tradeoff = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
     Knobs: ClassVar[type[SketchKnobs]] = H1BKnobs
 
     def __init__(self, geometry: Geometry, knobs: SketchKnobs) -> None:
@@ -169,7 +169,7 @@ class H1B(KeepAll):
         return kept
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
-        self.extend(keys, values)
+        self.append_prompt(keys, values)
         if not self.knobs.tau and keys.shape[1] >= FIT_MIN_TOKENS:
             self._fit_losses = self._losses(queries, keys)
 
@@ -217,7 +217,7 @@ class H1B(KeepAll):
     def consistent(self) -> bool:
         return super().consistent() and self.n_fitted <= self.n_seen
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return {
             "tau": self.tau.tolist(),
             "tau_source": self.tau_source,
@@ -225,7 +225,7 @@ class H1B(KeepAll):
             "exact_prefill": self.exact_prefill,
         }
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
         tau = np.asarray(fitted["tau"], np.float32)
         if tau.shape != self.tau.shape or not are_factors(tau):
             raise ValueError(f"tau {fitted['tau']}")

@@ -27,5 +27,5 @@ class SignKeys(H1B):
     aliases = ("loki1",)
     paper = "H1B-KV's 1-bit-key baseline"
     summary = "1-bit Gaussian sketches of keys and queries, f16 values (the published Loki is PCA top-k)"
-    gives_up = "as h1b, untuned, perplexity about 4 times dense's; the values' bytes"
+    tradeoff = "as h1b, untuned, perplexity about 4 times dense's; the values' bytes"
     Knobs = SignKeysKnobs

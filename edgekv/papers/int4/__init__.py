@@ -8,7 +8,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codec_ints import Symmetric4
 from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.full import KeepAll
+from edgekv.kvcache.full import FullCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Int4CacheKnobs:
     """None."""
 
 
-class Int4Cache(KeepAll):
+class Int4Cache(FullCache):
     """k, v ~ scale * round(x / scale), levels -7..7: 2 * (head_dim/2 + 2) bytes per token and KV head.
 
     The baseline of H1B-KV's Tables I to III ("MiniCache (4-bit): symmetric quantization"). No token is kept exact,
@@ -29,7 +29,7 @@ class Int4Cache(KeepAll):
     aliases = ("minicache4",)
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
-    gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
+    tradeoff = "precision in every key: one outlier channel sets the scale of a whole token"
     Knobs = Int4CacheKnobs
 
     def codecs(self, geometry: Geometry, knobs: Int4CacheKnobs) -> tuple[Codec, Codec]:

@@ -9,7 +9,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
-from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 
 
@@ -32,7 +32,7 @@ class KiviKnobs(Knobs):
     vgroup: int = number(0, 0, 65536, " channels, 0 for all")
 
 
-class Kivi(Windowed):
+class Kivi(SinkWindowCache):
     """x ~ low + step * code, ends per channel of a group of keys and per value: older ones are packed.
 
     head_dim * (bits/8 + 4/group) + head_dim * (bits/8 + 4/vgroup) bytes per packed token and KV head, with
@@ -46,7 +46,7 @@ class Kivi(Windowed):
     version = 2  # keys token by token
     paper = "KIVI; baseline of H1B-KV and KVComp"
     summary = "2-bit keys per channel and 32 tokens, 2-bit values per token, the last 128 tokens exact"
-    gives_up = "a bit per key element for the ranges; the values' outlier channels"
+    tradeoff = "a bit per key element for the ranges; the values' outlier channels"
     Knobs = KiviKnobs
 
     @classmethod

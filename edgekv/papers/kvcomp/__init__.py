@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from edgekv.kernels import Kernels
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
-from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.types import F32
 
@@ -36,7 +36,7 @@ class KVCompKnobs(Knobs):
     residual_length: int = tokens(128)
 
 
-class KVComp(Windowed):
+class KVComp(SinkWindowCache):
     """Codes round((x - min) / step), step = rel * (max - min), per channel of a block (K) or per token (V).
 
     KVComp, 3.1-3.3: the codes are Huffman-coded, with a codebook for K and one for V in each layer, built from the
@@ -60,9 +60,9 @@ class KVComp(Windowed):
     name = "kvcomp"
     paper = "KVComp, 3.1-3.3"
     summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
-    gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
+    tradeoff = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
     Knobs = KVCompKnobs
-    tidies_alike = False  # the pools grow
+    flush_is_static = False  # the pools grow
 
     def exact_sizes(self, knobs: KVCompKnobs) -> Sizes:
         return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.block)
@@ -86,7 +86,7 @@ class KVComp(Windowed):
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         self.keys.fit(keys)
         self.values.fit(values)
-        self.extend(keys, values)
+        self.append_prompt(keys, values)
 
     def truncate(self, n: int, again: int = 0) -> int:
         """The codebooks of a conversation go with it."""
@@ -99,12 +99,12 @@ class KVComp(Windowed):
     def readable(self) -> bool:
         return self.keys.readable(self.n_stored) and self.values.readable(self.n_stored)
 
-    def fitted(self) -> dict[str, Any]:
-        return {"keys": self.keys.fitted(), "values": self.values.fitted()}
+    def extra_state(self) -> dict[str, Any]:
+        return {"keys": self.keys.extra_state(), "values": self.values.extra_state()}
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
-        self.keys.load_fitted(fitted["keys"])
-        self.values.load_fitted(fitted["values"])
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
+        self.keys.load_extra_state(fitted["keys"])
+        self.values.load_extra_state(fitted["values"])
 
     def notes(self) -> list[str]:
         d = self.geometry.n_kv_heads * self.geometry.head_dim

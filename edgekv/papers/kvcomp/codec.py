@@ -171,11 +171,11 @@ class HuffmanCodec(Codec):
         self.backend_state = None
         self.on_growth(self.pool)
 
-    def fitted(self) -> dict[str, int]:
-        """As `KVCache.fitted`: what the data decided beside the arrays."""
+    def extra_state(self) -> dict[str, int]:
+        """As `KVCache.extra_state`: what the data decided beside the arrays."""
         return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
 
-    def load_fitted(self, fitted: Mapping[str, int]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, int]) -> None:
         n_encoded, n_words = int(fitted["n_encoded"]), int(fitted["pool_words"])
         if not 0 <= n_encoded <= self.capacity or not 1 <= n_words <= self.pool_bound // WORD_BYTES:
             raise ValueError(f"{n_encoded} tokens in {n_words} words")

@@ -73,7 +73,7 @@ class Quest(Retrieval):
     name = "quest"
     paper = "Quest (arXiv 2406.10774), FIER's baseline"
     summary = "f16 keys and values, bounds per page: exact attention on the best pages, k tokens"
-    gives_up = "memory (more than dense), and all but k tokens of each step's attention"
+    tradeoff = "memory (more than dense), and all but k tokens of each step's attention"
     Knobs = QuestKnobs
 
     def index(self, geometry: Geometry, knobs: QuestKnobs) -> Index:

@@ -61,7 +61,7 @@ class Visual1(ImageSpans):
     name = "visual1"
     paper = "Visual 1-bit KV, eq. 7-9; CalibQuant"
     summary = "image tokens in 1 bit per element (or bits=2..8) between quantiles per head, text tokens in f16"
-    gives_up = "saves nothing on text: only spans that are marked visual are packed"
+    tradeoff = "saves nothing on text: only spans that are marked visual are packed"
     Knobs = VisualKnobs
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:

@@ -64,7 +64,7 @@ class ImageSpans(CodecStore):
     far as whole blocks of so many tokens reach, and the rest of it is text. Knobs need ``text``, one of TEXTS.
     """
 
-    exact_when_short = True
+    is_lossless_when_short = True
     block: ClassVar[int] = 1
 
     @classmethod
@@ -73,7 +73,7 @@ class ImageSpans(CodecStore):
         return None
 
     @classmethod
-    def exact_on_text(cls, knobs: Any) -> bool:
+    def is_lossless_on_text(cls, knobs: Any) -> bool:
         return True
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
@@ -133,7 +133,7 @@ class ImageSpans(CodecStore):
         return self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
 
     @property
-    def visual_bytes(self) -> int:
+    def image_bytes(self) -> int:
         """Bytes of the marked spans."""
         return self.nbytes - self.text_bytes
 
@@ -190,7 +190,7 @@ class ImageSpans(CodecStore):
             return self._text
         return run.span.exact or run.span.packed
 
-    def extend(self, keys: F32, values: F32) -> None:
+    def append_prompt(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         before = self.n_seen
         for run in self._runs(before, before + keys.shape[1]):
@@ -198,12 +198,12 @@ class ImageSpans(CodecStore):
             self._append(run, keys[:, part], values[:, part])
             self._pack_if_complete(run)
 
-    def tentative_tokens(self) -> int:
+    def rollback_tokens(self) -> int:
         """None while an image is to come."""
         is_text = all(span.stop <= self.n_seen for span in self.spans)
         return self.geometry.capacity - self.n_seen if is_text else 0
 
-    def piece(self) -> int:
+    def max_append_tokens(self) -> int:
         """Up to where a span is packed."""
         return next(
             (span.stop - self.n_seen for span in self.spans if span.stop > self.n_seen), self.geometry.capacity
@@ -219,7 +219,7 @@ class ImageSpans(CodecStore):
         every = self._runs(0, self.n_seen)
         return [Segment(*self._stores(run), run.at, run.at + run.stop - run.start, run.start) for run in every]
 
-    def tidy(self) -> None:
+    def flush(self) -> None:
         for run in self._runs(max(0, self.n_seen - 1), self.n_seen):
             self._pack_if_complete(run)
 
@@ -261,7 +261,7 @@ class ImageSpans(CodecStore):
         self._fit_text()
         return n
 
-    def fitted(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Each span's ends and its stores' capacities: a rewind moves the end alone."""
         spans = [
             (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
@@ -269,7 +269,7 @@ class ImageSpans(CodecStore):
         ]
         return {"spans": spans}
 
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
         earliest = 0
         for start, stop, packed, exact in fitted["spans"]:
             inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
@@ -288,6 +288,6 @@ class ImageSpans(CodecStore):
             return [f"{self.name}: no span is marked visual, all tokens are in {self.knobs.text}"]
         exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
         return [
-            f"{self.name}: a layer's {n_image} image tokens take {format_bytes(self.visual_bytes)} "
+            f"{self.name}: a layer's {n_image} image tokens take {format_bytes(self.image_bytes)} "
             f"({format_bytes(exact)} in f16), its text tokens' store {format_bytes(self.text_bytes)}"
         ]

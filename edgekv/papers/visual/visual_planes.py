@@ -44,7 +44,7 @@ class VisualPlanes(ImageSpans):
     aliases = ("visual_planes",)
     paper = "ours; estimator of RaBitQ"
     summary = "image tokens in 1- to 4-bit keys and values as planes has them, text tokens in f16"
-    gives_up = "saves nothing on text: only spans that are marked visual are packed"
+    tradeoff = "saves nothing on text: only spans that are marked visual are packed"
     block = WORD
     Knobs = VisualPlanesKnobs
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgekv.errors import PowerError as PowerError
     from edgekv.errors import SessionError as SessionError
     from edgekv.errors import TokenizerError as TokenizerError
-    from edgekv.kernels.contract.segment import Segment as Segment
+    from edgekv.kernels.interface import Segment as Segment
     from edgekv.kvcache.cache import Geometry as Geometry
     from edgekv.kvcache.cache import KVCache as KVCache
     from edgekv.kvcache.cache import Layout as Layout
@@ -53,7 +53,7 @@ _HOMES = {
     "RunReport": "engine.report",
     "Sampler": "engine.sampling",
     "SamplingParams": "engine.sampling",
-    "Segment": "kernels.contract.segment",
+    "Segment": "kernels.interface",
     "Session": "engine.session",
     "Step": "engine.generation",
     "SinkWindowCache": "kvcache.windowed",

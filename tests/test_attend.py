@@ -14,8 +14,8 @@ from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
-from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues

@@ -13,7 +13,7 @@ from kernel_cases import CODECS, normal
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache import tiered
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codec_ints import Int8, Symmetric4

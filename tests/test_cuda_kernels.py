@@ -13,10 +13,10 @@ from kernel_cases import Case, codec, generator, normal, of_heads
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.contract.attention import Kernels
 from edgekv.kernels.cuda.counter import Counter, Moves
 from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.interface import Kernels
 from edgekv.kvcache.codec_planes import Rotation
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi.codec import KiviKeys, KiviValues
@@ -160,7 +160,7 @@ def test_affine_values(device: OnDevice, case: Case) -> None:
 def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:
     tokens, kind = (case.g, case.capacity), {8: "int8", 4: "symmetric4"}[bits]
     codes = np.zeros((*tokens, case.d * bits // 8), {8: np.int8, 4: np.uint8}[bits])
-    store = device.check("encode_sym", awkward(case), codes, np.zeros(tokens, np.uint16), case.t0)[1:3]
+    store = device.check("encode_sym", awkward(case), codes, np.zeros(tokens, np.uint16), case.t0, kind=kind)[1:3]
     for check in (check_keys, check_values):
         check(device, case, kind, dict(zip(("codes", "scale"), store, strict=True)))
 

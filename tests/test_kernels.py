@@ -17,15 +17,14 @@ from kernel_cases import codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
-from edgekv.kernels import arrays, cpu, reference, threads
-from edgekv.kernels.contract import attention as contract
+from edgekv.kernels import arrays, cpu, interface, reference, threads
 from edgekv.kernels.cpu import compile as jit
 from edgekv.kernels.cpu import launch, ranges, rope, rows, scalar
 from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
-NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
+NAMES = [name for name in dir(interface.Kernels) if not name.startswith("_")]
 
 SPINCOUNT = os.environ.get("GOMP_SPINCOUNT")
 
@@ -97,7 +96,7 @@ def all_threads() -> Iterator[None]:
 def test_backends_provide_the_whole_specification(backend: object) -> None:
     assert {*NAMES} <= {*backend.__all__}
     for name in NAMES:
-        _, *specified = inspect.signature(getattr(contract.Kernels, name)).parameters
+        _, *specified = inspect.signature(getattr(interface.Kernels, name)).parameters
         assert list(inspect.signature(getattr(backend, name)).parameters) == specified, name
 
 

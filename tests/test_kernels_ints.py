@@ -21,8 +21,8 @@ from kernel_cases import (
 )
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.interface import Segment
 from edgekv.kernels.reference.loops import decoded as decoded_by_numpy
 from edgekv.kvcache.codec_ints import Int8, Symmetric4
 from edgekv.kvcache.codecs import Codec

@@ -21,15 +21,15 @@ from kernel_cases import (
 )
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.contract.planes import (
+from edgekv.kernels.cpu import launch
+from edgekv.kernels.interface import (
     CENTRE,
     CENTRES,
     GAUSS_STEP,
     GROUPS,
-    PlaneKernels,
+    Kernels,
     place_of,
 )
-from edgekv.kernels.cpu import launch
 from edgekv.kernels.reference import planes as interleaved_values
 from edgekv.kernels.reference import planes as plain
 from edgekv.kvcache.codec_planes import Rotation, runs_of_heads
@@ -75,9 +75,7 @@ class Store:
         return keys, codec("interleaved", shape, arrays, **of_heads(np.full(case.g, bits)), rotation=rotation)
 
 
-def filled(
-    backend: PlaneKernels, case: Case, bits: int = 2, k_bits: int = 1
-) -> tuple[Store, npt.NDArray[np.float32]]:
+def filled(backend: Kernels, case: Case, bits: int = 2, k_bits: int = 1) -> tuple[Store, npt.NDArray[np.float32]]:
     """Every token of the capacity stored, keys with a drift that centres take; and what `encode_centres` left."""
     rng = generator(case)
     store = Store(case, bits, k_bits)
@@ -172,7 +170,7 @@ def test_scores_are_centre_plus_levels_times_scale() -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_quads_sum_what_they_stored(backend: PlaneKernels, bits: int) -> None:
+def test_quads_sum_what_they_stored(backend: Kernels, bits: int) -> None:
     case = SMALL
     store, x = Store(case, bits), normal(np.random.default_rng(2), case.g, case.capacity, case.d)
     x[0, 5] = 0
@@ -245,7 +243,7 @@ def test_sums_of_any_channels_rows_and_blocks_are_the_same(d: int, bits: int) ->
 
 @BACKENDS
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (80, 128), (128, 128), (3, 4)])
-def test_hadamard_is_orthogonal_and_undone(backend: PlaneKernels, head_dim: int, width: int) -> None:
+def test_hadamard_is_orthogonal_and_undone(backend: Kernels, head_dim: int, width: int) -> None:
     rng = np.random.default_rng(5)
     x, flips = normal(rng, 2, 7, head_dim), rng.choice(np.array([-1, 1], np.float32), width)
     out, back = np.full((2, 7, width), np.nan, np.float32), np.ones((2, 7, head_dim), np.float32)

@@ -22,7 +22,7 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference.bits import pack_sign_rows
+from edgekv.kernels.reference.loops import pack_sign_rows
 from edgekv.papers.h1b import reference as plain
 
 CASES = cases((*SIGN_BITS, 192))

@@ -14,7 +14,7 @@ from edgekv import child
 from edgekv.engine.decoder import CHUNK, Backend, ScoreOptions, visible_range
 from edgekv.engine.model import Model
 from edgekv.kernels import Kernels, kernel_cache, numba_kernels, numpy_kernels
-from edgekv.kernels.contract.attention import bound_scores
+from edgekv.kernels.interface import bound_scores
 from edgekv.kernels.threads import serial_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace

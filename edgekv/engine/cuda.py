@@ -11,12 +11,12 @@ from edgekv.engine.cuda_graph import Replay
 from edgekv.engine.decoder import CHUNK, Backend, Decoder, RopeRotation, ScoreOptions, visible_range
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
-from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.driver import Array, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.rope import MOST_WIDTH, Halves, padded_width
+from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores

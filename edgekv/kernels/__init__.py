@@ -1,12 +1,12 @@
 """The inner loops of attention over compressed caches, in interchangeable backends.
 
-`contract` states what each function does; `reference` (NumPy) is its plain meaning, `cpu` (Numba) is fast,
+`interface` names the functions; `reference` (NumPy) is their plain meaning, `cpu` (Numba) is fast,
 `cuda` (CuPy) runs on a GPU. A codec's class names the module that reads it (`edgekv.kvcache.codecs`).
 """
 
 from typing import cast
 
-from edgekv.kernels.contract.attention import BLOCK, Kernels
+from edgekv.kernels.interface import BLOCK, Kernels
 
 __all__ = ["BLOCK", "Kernels", "numba_kernels", "numpy_kernels"]
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.contract.planes import CENTRE
+from edgekv.kernels.interface import CENTRE, bound_scores
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
 from edgekv.kvcache.full import FullCache

@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, arrays
 from edgekv.kernels.arrays import Memory, contiguous
-from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.interface import Segment, Visible
 from edgekv.types import F32, Array
 
 Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)

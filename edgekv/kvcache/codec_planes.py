@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.planes import CENTRES, GROUPS
+from edgekv.kernels.interface import CENTRES, GROUPS
 from edgekv.kvcache.cache import Layout
 from edgekv.kvcache.codecs import WORD, Codec, in_backends
 from edgekv.types import F32, I64, Array

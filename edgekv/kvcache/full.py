@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codec_ints import Int8
 from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs

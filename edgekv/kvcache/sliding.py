@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from edgekv.kernels import BLOCK
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import Codec, WindowCodecs
 from edgekv.kvcache.full import CodecStore

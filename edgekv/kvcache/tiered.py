@@ -17,8 +17,7 @@ import numpy as np
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import CACHE_LINE_BYTES, contiguous
-from edgekv.kernels.contract.planes import CENTRE, place_of
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import CENTRE, Segment, place_of
 from edgekv.kvcache.cache import Geometry, Layout, Workspace, layout_bytes
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, runs_of_heads
 from edgekv.kvcache.codecs import F16, WORD, Codec, f16_codecs

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import CodecStore

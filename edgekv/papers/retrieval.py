@@ -10,8 +10,7 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment, bound_scores
 from edgekv.kvcache.cache import EXAMPLE, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import FullCache

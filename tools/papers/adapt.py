@@ -36,8 +36,7 @@ from edgekv.checkpoint.tensors import to_float32
 from edgekv.engine.decoder import LayerRopes
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.files import atomic_write
-from edgekv.kernels import numpy_kernels
-from edgekv.kernels.contract import attention
+from edgekv.kernels import interface, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Workspace
 from edgekv.models import architecture
@@ -254,7 +253,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
 
 
-LARGEST_F16 = float(attention.LARGEST_F16)
+LARGEST_F16 = float(interface.LARGEST_F16)
 SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard deviations of the sketch
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.kernels.cpu.value_blocks import ROWS, TO_SHIFTS, ChannelsAt, Parts, TokensAt, round_blocks
+from edgekv.kernels.interface import BLOCK
 
 BLOCKS = BLOCKS_AHEAD = 4  # that a column is taken of at once, and whose codes are fetched meanwhile
 COLUMNS = {1: 2, 2: 2, 4: 1}  # by rows, columns of four channels at a time

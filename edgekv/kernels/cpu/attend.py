@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.compile import Scalar, entry_jit, fast_jit
 from edgekv.kernels.cpu.launch import TEAM, call_block, call_finish, call_prepare, share
@@ -35,6 +33,7 @@ from edgekv.kernels.cpu.loops import (
 from edgekv.kernels.cpu.ranges import with_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, PEAK, SHRINK, TOTAL, exp_of_negative, fill, weigh
+from edgekv.kernels.interface import BLOCK, Segment, Visible
 from edgekv.types import F32
 
 FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache

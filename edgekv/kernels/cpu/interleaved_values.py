@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, arm_values, emit, value_blocks
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
@@ -26,6 +25,7 @@ from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.kernels.cpu.value_blocks import ROWS, ChannelsAt, TokensAt, copy_floats, copy_halves
+from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32
 
 ROW_COUNTS = 1, 2, 4  # rows that are added together: fours while there are, then a pair, then one

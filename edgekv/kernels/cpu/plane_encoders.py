@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
-from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, round_to_even
+from edgekv.kernels.interface import BLOCK, CENTRE, CENTRES, GAUSS_STEP, LARGEST_F16
 from edgekv.types import F32, U8, U16
 
 ZERO, HALF, ONE, EIGHT = np.array([0, 0.5, 1, 8], np.float32)

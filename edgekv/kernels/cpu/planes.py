@@ -21,8 +21,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.interleaved_values import INTERLEAVED
@@ -30,6 +28,7 @@ from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, 
 from edgekv.kernels.cpu.plane_encoders import as_words, split
 from edgekv.kernels.cpu.rope import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, widen
+from edgekv.kernels.interface import BLOCK, CENTRES, LARGEST_FOUR
 from edgekv.types import F32, U8
 
 NEAR = CENTRES - 1  # scores of a row, each that of as many of a block's tokens

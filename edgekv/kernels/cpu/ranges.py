@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.compile import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import call_block, call_finish, call_prepare, call_put
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, floats, loops_of, scratch_memory
 from edgekv.kernels.cpu.softmax import fill
+from edgekv.kernels.interface import Segment
 from edgekv.kernels.registry import find_loops
 from edgekv.types import F32
 

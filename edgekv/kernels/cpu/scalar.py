@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, intrinsic, jit
+from edgekv.kernels.interface import LARGEST_F16
 
 NOT_NAN = ("nnan", "nsz")
 

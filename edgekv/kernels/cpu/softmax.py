@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import ROUND, get, maximum, put
+from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, I64
 
 END = 3

@@ -6,7 +6,7 @@ from typing import Any
 
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.driver import Array, Launch
-from edgekv.kernels.cuda.loops import Backend, Loops, Reader, Tools, per_head
+from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 from edgekv.kernels.cuda.rows import ENCODE
 
 
@@ -21,19 +21,17 @@ def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int
     )
 
 
-class IntKernels(Backend):
-    """`edgekv.kernels.contract.ints` on the device."""
-
-    def encode_sym(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        x, stride = per_head(x)
-        launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
-        bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
-        self.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(self.driver, t0))
+def encode_sym(tools: Tools, x: Array, codes: Array, scale: Array, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0..: as `edgekv.kernels.reference.ints.encode_sym`."""
+    n_kv_heads, n, d = x.shape
+    x, stride = per_head(x)
+    launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
+    bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
+    tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(tools.driver, t0))
 
 
 def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
-    tools.encode_sym(x, codec.arrays["codes"], codec.arrays["scale"], t0)
+    encode_sym(tools, x, codec.arrays["codes"], codec.arrays["scale"], t0)
 
 
 def _keys(codec: Any) -> Reader:

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cuda import planes as tiled_planes
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
 from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Macros, Program
-from edgekv.kernels.cuda.ints import IntKernels
 from edgekv.kernels.cuda.loops import (
     MOST_ROWS,
     MOST_SHARES,
@@ -37,6 +35,7 @@ from edgekv.kernels.cuda.loops import (
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.rope import RopeKernels
 from edgekv.kernels.cuda.rows import ENCODE, RowKernels
+from edgekv.kernels.interface import Segment, Visible
 from edgekv.types import I64
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
@@ -79,8 +78,8 @@ class Part(NamedTuple):
         return self.most - self.segment.first
 
 
-class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
-    """Every function of `edgekv.kernels.contract` that the schemes it supports use.
+class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
+    """Every function of `edgekv.kernels.interface` that the schemes it supports use.
 
     Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
     """

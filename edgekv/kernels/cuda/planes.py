@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
 from edgekv.kernels.cuda.loops import (
@@ -23,6 +22,7 @@ from edgekv.kernels.cuda.loops import (
     Tools,
     check_width,
 )
+from edgekv.kernels.interface import GAUSS_STEP, LARGEST_FOUR
 
 
 class PlaneKernels(Backend):

@@ -13,7 +13,7 @@ ENCODE = Program(("exact",), exact=True)
 
 
 class RowKernels(Backend):
-    """Encoders and products of `edgekv.kernels.contract` for numbers as they are."""
+    """Encoders and products of `edgekv.kernels.interface` for numbers as they are."""
 
     def encode_f16(self, x: Array, store: Array, t0: int) -> None:
         encode_numbers(self, "encode_f16", x, store, t0)

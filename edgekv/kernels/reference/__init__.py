@@ -3,7 +3,6 @@
 from typing import Any
 
 from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax, sums
-from edgekv.kernels.reference.ints import encode_sym
 from edgekv.kernels.reference.planes import encode_centres, encode_interleaved, encode_keys
 from edgekv.kernels.reference.rope import hadamard, hadamard_back, split_rope
 from edgekv.kernels.reference.rows import encode_f16, project
@@ -20,7 +19,6 @@ __all__ = [
     "encode_f16",
     "encode_interleaved",
     "encode_keys",
-    "encode_sym",
     "hadamard",
     "hadamard_back",
     "project",

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.interface import Segment, Visible, bound_scores
 from edgekv.kernels.reference.loops import decoded, loops_of
 from edgekv.types import F32, I64
 
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:
+    """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.
+
+    Scores of -inf get probability 0; a range that is empty or all -inf becomes zeros. lo, hi (M,).
+    """
     columns = np.arange(s.shape[2])
     inside = (columns >= lo[:, None]) & (columns < hi[:, None])  # (M, S)
     x = np.where(inside, s, -np.inf)
@@ -61,6 +64,10 @@ def segment_scores(segment: Segment, q: F32, n: int, visible: Visible, cap: floa
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
+
+    Of a page_index t0 and t1 are pages.
+    """
     loops = loops_of(codec)
     if loops.scores:
         loops.scores(codec, queries, t0, t1, s)
@@ -69,6 +76,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
     loops = loops_of(codec)
     if loops.sums:
         loops.sums(codec, p, t0, t1, out)
@@ -77,11 +85,16 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
+    """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
     keys.encode(k, t0)
     values.encode(v, t0)
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
+    """Stores x (G, n, D) as tokens t0.. of a codec, as its kind does.
+
+    Kinds of several steps are encoded by their codec's own `encode`.
+    """
     store = loops_of(codec).encode
     assert store is not None, codec.kind
     store(codec, x, t0)

@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.reference.loops import Loops
-from edgekv.kernels.reference.rounding import round_up_to_f16
+from edgekv.kernels.reference.loops import Loops, round_up_to_f16
 from edgekv.types import F32, I8, U8, U16
 
 

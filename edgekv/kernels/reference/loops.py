@@ -1,4 +1,4 @@
-"""What a kind of codec means: how its tokens are stored, and what they give attention."""
+"""What a kind of codec means: how its tokens are stored, and what they give attention; how scales are rounded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
+
+from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kernels.registry import find_loops
-from edgekv.types import F32
+from edgekv.types import F32, U16, U64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +43,16 @@ def decoded(codec: Any, t0: int, t1: int) -> F32:
     decode = loops_of(codec).decode
     assert decode is not None, codec.kind
     return decode(codec, t0, t1)
+
+
+def round_up_to_f16(x: F32) -> U16:
+    """Bits of the smallest float16 not below x >= 0, or of the largest float16."""
+    x = np.minimum(x, LARGEST_F16)
+    half = x.astype(np.float16)
+    bits: U16 = half.view(np.uint16) + (half.astype(np.float32) < x).astype(np.uint16)
+    return bits
+
+
+def pack_sign_rows(x: F32) -> U64:
+    """The signs of x (G, M, b) as (G, M, b // 64) words: bit j of word w is x[..., 64 * w + j] >= 0."""
+    return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")

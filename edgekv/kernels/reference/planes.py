@@ -1,4 +1,9 @@
-"""Keys as centres and a few bits per element in planes; values in 1 to 4 bits, four tokens side by side."""
+"""Keys as centres and a few bits per element in planes; values in 1 to 4 bits, four tokens side by side.
+
+Scales are float16 bits; n and D are multiples of 64 where bits are packed in words. A code of b bits stands for
+(code - (2 ** b - 1) / 2) * scale: levels lie symmetrically about 0 and the top bit is the sign, 1 for x >= 0. x
+must be finite.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
-from edgekv.kernels.contract.planes import CENTRE, GAUSS_STEP, GROUPS, LARGEST_FOUR, LEAST_WEIGHT, place_of
+from edgekv.kernels.interface import (
+    BLOCK,
+    CENTRE,
+    GAUSS_STEP,
+    GROUPS,
+    LARGEST_F16,
+    LARGEST_FOUR,
+    LEAST_WEIGHT,
+    place_of,
+)
 from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rope import rotate, rotate_back
 from edgekv.types import F32, I64, U8, U16
@@ -17,6 +30,13 @@ ORDER = sorted(range(BLOCK), key=place_of)  # of a block's tokens, as they are s
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
+    """Stores means of x (G, n, D) in 4 bits and leaves x - (what was stored) in x; n, t0 are multiples of 64.
+
+    codes (G, cap / 64, CENTRES, D / 2): row 0 has the mean of the block of 64 tokens, rows 1.. those of each
+    CENTRE tokens of what that leaves. Two steps hold an offset of all keys, however large, as well as the
+    differences. Byte j has element j in its low nibble and j + D / 2 in its high one.
+    step (G, cap / 64, CENTRES): the row's largest magnitude / 8.
+    """
     g, n, d = x.shape
     blocks = slice(t0 // BLOCK, (t0 + n) // BLOCK)
     _encode_means(x.reshape(g, n // BLOCK, 1, BLOCK, d), codes[:, blocks, :1], step[:, blocks, :1])
@@ -39,6 +59,16 @@ def _encode_means(x: F32, codes: U8, step: U16) -> None:
 
 
 def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    """Stores x (G, n, D), n and t0 multiples of 64, in B bits: planes (G, cap / 64, B, GROUPS, D / 8, 16).
+
+    The planes come by successive approximation: the first has the signs of x, the next ones those of what is
+    left when sign * step * 2 ** (B - 2 - p) is taken off for plane p; step = GAUSS_STEP[B] * the token's root
+    mean square. Byte [p, i, c, j] of a block has channels 8 * c.. from its low bit up, of the token that
+    `place_of` puts at (i, j): 16 tokens are looked up at once, and sums come out in order. With
+    level = sum of 2 ** (B - 1 - p) * sign, odd whole numbers, scale (G, cap) = |x| ** 2 / (x . level):
+    level * scale has the inner product |x| ** 2 with x (RaBitQ for B = 1). A codec whose heads have different
+    B keeps their planes one behind the other.
+    """
     _, n, d = x.shape
     bits = planes.shape[2]
     square = np.square(x, dtype=np.float64).sum(axis=2)
@@ -137,6 +167,16 @@ TOP_WEIGHT = np.float32(255)
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
+    """Stores x (G, n, D), n and t0 multiples of 64, in codes of b bits at blocks of 64 tokens; any D.
+
+    codes (G, cap / 64, 2 * b, D, 4). For 4, 2 and 1 bits, byte [q, d, i] has element d of the tokens
+    t = 4 * q + i, t + 8 * b, t + 16 * b, ... of the block, from its low bits up: four tokens lie side by side,
+    as the dot product instructions of 8-bit integers want them. 3 bits are the upper 2 bits (4 rows q)
+    followed by the lowest (2 rows).
+    The codes are those of the best uniform step for a Gaussian of the token's mean square; scale (G, cap) is
+    then |x| ** 2 / (x . levels), so that the stored vector has the inner product |x| ** 2 with x: sums of
+    many values are not shrunk.
+    """
     g, n, d = x.shape
     bits = codes.shape[2] // 2
     levels, step = gauss_levels(x, bits)

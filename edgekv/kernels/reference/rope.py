@@ -21,6 +21,13 @@ def split_rope(
     k_norm: F32,
     eps: float,
 ) -> None:
+    """Splits the fused projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D).
+
+    q and k are rotated as Hugging Face does: with x1, x2 the halves of the first 2 * cos.shape[1] elements
+    of a head, [x1 * cos - x2 * sin, x2 * cos + x1 * sin]; the rest is copied. cos, sin (n, rot // 2), with
+    rot = 0 for learned positions. q is then multiplied by `scale`. q_norm and k_norm (D,) are the weights
+    of a per-head RMS norm before the rotation (Qwen3), or empty.
+    """
     n_heads, n_tokens, head_dim = q.shape
     n_kv_heads = k.shape[0]
     heads = qkv.reshape(n_tokens, n_heads + 2 * n_kv_heads, head_dim).transpose(1, 0, 2)
@@ -44,12 +51,18 @@ def _rotate(x: F32, cos: F32, sin: F32) -> F32:
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
+    """out (A, n, D) = H (flips * x) / sqrt(D), x (A, n, d <= D) padded with zeros, D = 2 ** k, flips (D,) +-1.
+
+    H is the Walsh-Hadamard matrix. The sums are made in k passes over pairs D / 2 apart, and are thus equal to
+    the bit in all backends.
+    """
     out[...] = 0
     out[..., : x.shape[2]] = x * flips[: x.shape[2]]
     out[...] = _transform(out)
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
+    """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
     out += (_transform(x) * flips)[..., : out.shape[2]]
 
 

@@ -9,6 +9,7 @@ from edgekv.types import F32, U16
 
 
 def encode_f16(x: F32, store: U16, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""
     store[:, t0 : t0 + x.shape[1]] = x.astype(np.float16).view(np.uint16)
 
 
@@ -18,6 +19,7 @@ def encode_f32(x: F32, store: F32, t0: int) -> None:
 
 
 def project(x: F32, matrix: F32) -> F32:
+    """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
     result: F32 = x @ matrix.T
     return result
 

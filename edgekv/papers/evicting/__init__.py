@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment, bound_scores
 from edgekv.kvcache.cache import Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16
 from edgekv.types import F32, I32, I64, Array

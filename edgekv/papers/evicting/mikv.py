@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import Codec, in_package
 from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, share_of_context, tokens
 from edgekv.papers.evicting import Evicting, attention_received, half_bits, highest

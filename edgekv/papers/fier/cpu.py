@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Scalar, fast_jit
 from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.masks import add_where
 from edgekv.kernels.cpu.scalar import as_float, get, put
+from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous, to_host
-from edgekv.kernels.contract.attention import bound_scores
+from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import FullCache

@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
 from edgekv.kernels.cpu.rope import multiply_row
 from edgekv.kernels.cpu.scalar import count_ones, get, put
+from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U64
 
 WORD_BITS = 64

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.reference.bits import pack_sign_rows
-from edgekv.kernels.reference.loops import Loops
+from edgekv.kernels.interface import BLOCK
+from edgekv.kernels.reference.loops import Loops, pack_sign_rows
 from edgekv.types import F32, U64
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.contract.attention import LARGEST_F16
+from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kernels.reference.ints import pack_codes, unpack_codes
-from edgekv.kernels.reference.loops import Loops
-from edgekv.kernels.reference.rounding import round_up_to_f16
+from edgekv.kernels.reference.loops import Loops, round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 

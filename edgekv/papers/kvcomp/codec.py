@@ -10,8 +10,8 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
-from edgekv.kernels.contract.attention import LARGEST_F16
-from edgekv.kernels.reference.rounding import round_up_to_f16
+from edgekv.kernels.interface import LARGEST_F16
+from edgekv.kernels.reference.loops import round_up_to_f16
 from edgekv.kernels.registry import package_function
 from edgekv.kvcache.cache import Layout
 from edgekv.kvcache.codecs import F16, Codec, in_package

@@ -7,9 +7,9 @@ must wait for the one before it.
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu.compile import Scalar, jit
 from edgekv.kernels.cpu.scalar import get
+from edgekv.kernels.interface import BLOCK
 from edgekv.papers.kvcomp.codebook import TABLE_BITS
 from edgekv.papers.kvcomp.cpu_bits import load_word, store_word
 from edgekv.types import U8, U16, U64

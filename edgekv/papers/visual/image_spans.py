@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import zeros
-from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.full import CodecStore

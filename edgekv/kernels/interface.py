@@ -1,7 +1,7 @@
-"""What every kernel backend provides: the same functions, with the meaning written here.
+"""What every kernel backend provides: the same functions.
 
-`attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written where
-NumPy computes it: its class names the file.
+`attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written in its
+NumPy module: its class names the file. `edgekv.kernels.reference` says what the other functions compute.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
@@ -12,14 +12,14 @@ Token ranges are half-open and need not touch block borders. A kernel writes all
 else, and trusts its arguments: shapes and ranges are the caller's duty.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from edgekv.kernels.contract.planes import PlaneKernels
-from edgekv.kernels.contract.segment import Segment, Stored, Visible
-from edgekv.types import F32, I64, U16, Array
+from edgekv.types import F32, I32, I64, U8, U16, Array
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
@@ -36,7 +36,71 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-class Kernels(PlaneKernels, Protocol):
+CENTRE = 16
+"""Tokens that share a centre."""
+
+CENTRES = 5
+"""Rows of centres of a block of 64 tokens: its mean, and one for each CENTRE tokens."""
+
+GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
+"""Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
+
+LARGEST_FOUR = 61
+"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding.
+
+See `edgekv.kernels.reference.planes.round_queries`.
+"""
+
+GROUPS = 4
+"""Runs of 16 bytes that a block's tokens lie in, in `encode_keys`."""
+
+
+def place_of(token: int) -> tuple[int, int]:
+    """Group and byte of a token of a block of 64 in `encode_keys`."""
+    return token % 16 // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // 16]
+
+
+LEAST_WEIGHT = 1e-30
+"""p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
+
+
+class Stored(Protocol):
+    """What a backend knows of a codec (`edgekv.kvcache.codecs.Codec`).
+
+    ``backends`` and ``kind`` name the loops that read it.
+
+    The attributes beside these that a kind has are those of its class. In ``backend_state`` a backend keeps what
+    it derives from the arrays; who binds others sets it to None.
+    """
+
+    kind: ClassVar[str]
+    backends: ClassVar[Mapping[str, str]]
+    arrays: dict[str, Any]
+    n_kv_heads: int
+    head_dim: int
+    backend_state: Any
+
+
+class Segment(NamedTuple):
+    """Tokens first..stop of the stores of two codecs.
+
+    position: where token ``first`` stands in the conversation; the others follow it, unless ``positions``
+    (G, capacity) int32 says where each token stands.
+    """
+
+    keys: Any  # Stored
+    values: Any  # Stored
+    first: int
+    stop: int
+    position: int = 0
+    positions: I32 | None = None
+
+
+Visible = tuple[I64, I64]
+"""(lo, hi), each (n,): query token j sees the positions lo[j] .. hi[j]."""
+
+
+class Kernels(Protocol):
     """A backend is a module with these functions, or an object."""
 
     backend: str
@@ -87,10 +151,7 @@ class Kernels(PlaneKernels, Protocol):
         """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
 
     def softmax(self, s: F32, lo: I64, hi: I64) -> None:
-        """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.
-
-        Scores of -inf get probability 0; a range that is empty or all -inf becomes zeros. lo, hi (M,).
-        """
+        """Softmax over columns lo[m]..hi[m] of row m of every group in place, 0 in the others; lo, hi (M,)."""
 
     def split_rope(
         self,
@@ -105,10 +166,19 @@ class Kernels(PlaneKernels, Protocol):
         k_norm: F32,
         eps: float,
     ) -> None:
-        """Splits the fused projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D).
+        """Splits the projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D); rotates q and k."""
 
-        q and k are rotated as Hugging Face does: with x1, x2 the halves of the first 2 * cos.shape[1] elements
-        of a head, [x1 * cos - x2 * sin, x2 * cos + x1 * sin]; the rest is copied. cos, sin (n, rot // 2), with
-        rot = 0 for learned positions. q is then multiplied by `scale`. q_norm and k_norm (D,) are the weights
-        of a per-head RMS norm before the rotation (Qwen3), or empty.
-        """
+    def hadamard(self, x: F32, flips: F32, out: F32) -> None:
+        """out (A, n, D) = H (flips * x) / sqrt(D), of x (A, n, d <= D) and flips (D,)."""
+
+    def hadamard_back(self, x: F32, flips: F32, out: F32) -> None:
+        """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
+
+    def encode_centres(self, x: F32, codes: U8, step: U16, t0: int) -> None:
+        """Stores means of x (G, n, D) in 4 bits and takes them off x."""
+
+    def encode_keys(self, x: F32, planes: U8, scale: U16, t0: int) -> None:
+        """Stores x (G, n, D) in planes of bits."""
+
+    def encode_interleaved(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
+        """Stores x (G, n, D) in codes of 1 to 4 bits, four tokens side by side."""

@@ -319,7 +319,6 @@ def iso(unix_s: float, zone: datetime.timezone) -> str:
 FORMS = {
     "header": lambda t, w: ["time,watts", *(f"{a:.3f},{b}" for a, b in zip(t, w, strict=True))],
     "ours": lambda t, w: ["time_unix_s,watts,VIN_w", *(f"{a:.3f},{b},{b}" for a, b in zip(t, w, strict=True))],
-    "none": lambda t, w: [f"{a:.3f},{b}" for a, b in zip(t, w, strict=True)],
     "milliseconds": lambda t, w: [
         "Power (W);Timestamp",
         *(f"{b};{a * 1e3:.0f}" for a, b in zip(t, w, strict=True)),
@@ -327,10 +326,6 @@ FORMS = {
     "utc": lambda t, w: [
         "Voltage\tPower\tTime",
         *(f"5.1\t{b}\t{iso(a, datetime.timezone.utc).replace('+00:00', 'Z')}" for a, b in zip(t, w, strict=True)),
-    ],
-    "tenths": lambda t, w: [
-        "time,watts",
-        *(f"{iso(a, datetime.timezone.utc)[:19]}.{round(a * 10) % 10}Z,{b}" for a, b in zip(t, w, strict=True)),
     ],
     "zone": lambda t, w: [
         "datetime,w",

@@ -21,9 +21,9 @@ from edgekv.weights.store import WeightStore
 MODEL = "demo"
 
 
-@pytest.fixture(params=["int4", "int8-32", "f32"])
-def store(request: pytest.FixtureRequest) -> WeightStore:
-    return random_store(load_shape("tiny", 2), WEIGHTS[request.param])
+@pytest.fixture
+def store() -> WeightStore:
+    return random_store(load_shape("tiny", 2), WEIGHTS["int4"])
 
 
 @pytest.fixture
@@ -69,8 +69,10 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     assert threads.product_threads(store, 3) == (3, 3)
 
 
-def test_products_are_the_same_with_any_number_of_threads(store: WeightStore) -> None:
+@pytest.mark.parametrize("weights", ["int4", "int8-32", "f32"])
+def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
     """Of one row, and of prompts whose rows are shared by several callers."""
+    store = random_store(load_shape("tiny", 2), WEIGHTS[weights])
     arch, c, rng = store.arch, store.arch.config, np.random.default_rng(0)
     plain = CpuOps(store, Threads(1, 1))
     for n_threads in (Threads(2, 2), Threads(1, 2), Threads(1, 4), Threads(2, 3)):

@@ -15,8 +15,6 @@ from edgekv.models import architecture
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2] / "models"
 INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
-
-
 MIN_ROTARY_POSITIONS = 8192
 Config = dict[str, Any]
 
@@ -68,11 +66,11 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
     """
     config = read_shape(shape)
     arch = architecture(config)
-    ropes, layers_key, positions_key = arch.config.ropes, arch.layers_key, arch.positions_key
-    if n_positions is None and ropes and all(rope.kind == "default" for rope in ropes):
-        n_positions = max(number(config, positions_key), MIN_ROTARY_POSITIONS)
-    config[layers_key] = n_layers or number(config, layers_key)
-    config[positions_key] = n_positions or number(config, positions_key)
+    ropes, trained = arch.config.ropes, config.get(arch.positions_key) or arch.config.max_positions
+    if ropes and all(rope.kind == "default" for rope in ropes):
+        trained = max(trained, MIN_ROTARY_POSITIONS)
+    config[arch.layers_key] = n_layers or arch.config.n_layers
+    config[arch.positions_key] = n_positions or trained
     return config
 
 
@@ -93,11 +91,3 @@ def read_shape(shape: str) -> Config:
 def shape_names() -> list[str]:
     """What `load_shape` knows."""
     return sorted({file.stem for folder in (CHECKOUT, INSTALLED) for file in folder.glob("*.json")})
-
-
-def number(config: Config, key: str) -> int:
-    """A positive whole number of the config."""
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} is {value!r} in the shape; a whole number above 0 is needed")
-    return value

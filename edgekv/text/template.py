@@ -58,7 +58,7 @@ class ChatTemplate:
 
     @classmethod
     def plain(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """A transcript with "User:" and "Assistant:", for models that bring no template."""
+        """Makes a transcript with "User:" and "Assistant:", for models that bring no template."""
         return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
 
     @classmethod
@@ -130,7 +130,7 @@ def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, s
 
 
 def find_template(tokenizer: pathlib.Path) -> str | None:
-    """The template of a tokenizer (its folder, or a file there), None where there is none.
+    """Returns the template of a tokenizer (its folder, or a file there), None where there is none.
 
     It is in chat_template.jinja, or in tokenizer_config.json (of several, the one named default). Raises
     ConfigError for a file that can't be read.
@@ -139,11 +139,14 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
     try:
         if (folder / "chat_template.jinja").is_file():
             return read_text(folder / "chat_template.jinja")
-        if (folder / "tokenizer_config.json").is_file():
-            return _declared(read_object(folder / "tokenizer_config.json", MAX_FILE_BYTES).get("chat_template"))
+        if not (folder / "tokenizer_config.json").is_file():
+            return None
+        value = read_object(folder / "tokenizer_config.json", MAX_FILE_BYTES).get("chat_template")
+        if isinstance(value, list):
+            value = {entry["name"]: entry["template"] for entry in value}.get("default")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
-    return None
+    return value if isinstance(value, str) else None
 
 
 def read_template(path: str) -> str:
@@ -151,18 +154,8 @@ def read_template(path: str) -> str:
     try:
         return read_text(user_path(path))
     except ValueError as error:
-        raise ConfigError(
-            f"chat_template={path!r}: {error}; give a UTF-8 Jinja file",
-            field="chat_template",
-            value=path,
-        ) from None
-
-
-def _declared(value: Any) -> str | None:
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        what = f"chat_template={path!r}: {error}; give a UTF-8 Jinja file"
+        raise ConfigError(what, field="chat_template", value=path) from None
 
 
 class ChatEncoder:
@@ -203,10 +196,9 @@ class ChatEncoder:
         if message["role"] == "assistant" or not isinstance(content, str):
             return message
         content = as_text(content, self._specials)
-        return {
-            **message,
-            "content": content if message.get("images") else without_places(content, self._tokenizer),
-        }
+        if not message.get("images"):
+            content = without_places(content, self._tokenizer)
+        return {**message, "content": content}
 
     def _names_as_text(self, value: Any) -> Any:
         """Tools and other variables with special tokens in their strings as text."""

@@ -68,7 +68,7 @@ server=
 
 # The prose that the demo model wrote, wherever the package put it.
 prose=$(python -c 'from edgekv.checkpoint.shipped import shipped; print(shipped("demo/prose.txt"))')
-verdict=$(edgekv eval --gate --model demo --text "$prose" --kv kivi2 --ctx 1024 --needles 2)
+verdict=$(edgekv eval --gate --model demo --text "$prose" --kv kivi2 --ctx 512 --needles 2)
 must 'verdict of the gate' "$verdict" '^recommended: --kv kivi2 '
 warned=$(edgekv run --ctx 1024 --kv kivi2 --prompt 'It was' --max-new-tokens 2 2>&1)
 must 'word on the verdict' "${warned//never gated/}" '^stopped'

@@ -251,6 +251,7 @@ class Engine:
         ]
         self.metrics.add(prompt_tokens=0, cached_tokens=0, generated_tokens=0, prefill_seconds=0, decode_seconds=0)
         self._count_jobs()
+        self._count_sessions()
 
     def start(self) -> None:
         """Starts the threads."""
@@ -316,6 +317,7 @@ class Engine:
             with self._changed:
                 self._active.remove(job)
                 self._count_jobs()
+            self._count_sessions()
             if end is not None:
                 job.channel.emit(end)
             if isinstance(end, EdgeKVError):
@@ -359,6 +361,8 @@ class Engine:
 
     def _count_jobs(self) -> None:
         self.metrics.set(queue_length=len(self._queue), active=len(self._active))
+
+    def _count_sessions(self) -> None:
         self.metrics.set(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
     def _echo_logprobs(self, job: Job, session: Session, n_top: int) -> None:

@@ -26,6 +26,7 @@ from edgekv.kernels.interface import Segment
 from edgekv.kernels.reference.loops import decoded as decoded_by_numpy
 from edgekv.kvcache.codec_ints import Int8, Symmetric4
 from edgekv.kvcache.codecs import Codec
+from edgekv.papers.h1b.codec import Int4
 from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 
 POISON, HUGE_F16 = 0x6B, 0x7BFF
@@ -46,6 +47,7 @@ GROUPS = {64: 64, 80: 64, 128: 128}  # of head_dim: tokens that share a range
 CODECS: dict[str, Callable[[int, int, int], Codec]] = {  # of heads, tokens, head_dim
     "int8": Int8,
     "4 bits": Symmetric4,
+    "4 bits with a zero": Int4,
     "keys in 2 bits": lambda g, n, d: KiviKeys(g, -(-n // 128) * 128, d, 2, GROUPS.get(d, 32)),
     "keys in 4 bits": lambda g, n, d: KiviKeys(g, -(-n // 128) * 128, d, 4, GROUPS.get(d, 32)),
     "values in 2 bits": lambda g, n, d: KiviValues(g, n, d, 2, d),
@@ -88,6 +90,25 @@ def test_symmetric_codes_are_as_specified(make: type[Int8], top: int) -> None:
     assert (scale[0, outside] == HUGE_F16).all()
     decoded = levels[3:35] * widened(scale)[0, 3:35, None]
     np.testing.assert_allclose(decoded_by_numpy(codec, 3, 35)[0], decoded, rtol=1e-6)
+
+
+def test_codes_with_a_zero_point_are_as_specified() -> None:
+    x, codec = awkward_rows(16, 24, 16), filled(Int4(1, 18, 24), reference)
+    codec.encode(x, 1)
+    codes, delta, zero = (codec.arrays[name][0] for name in ("codes", "delta", "zero"))
+    levels, steps = unpacked(codes, 4), widened(delta)
+    for t, row in enumerate(x[0], start=1):
+        step, lo, hi = float(steps[t]), min(row.min(), np.float32(0)), max(row.max(), np.float32(0))
+        exact = float(hi - lo) / 15
+        assert step == 65504 if exact > 65504 else exact <= step <= exact * (1 + 2**-10) + 2**-24
+        assert zero[t] == (round(float(-lo / np.float32(step))) if step else 0)
+        expected = [round(float(v / np.float32(step))) + int(zero[t]) if step else 0 for v in row]
+        np.testing.assert_array_equal(levels[t], np.clip(expected, 0, 15))
+    assert (codes[[0, 17]] == POISON).all()
+    p, out = np.eye(16, dtype=np.float32)[None], np.zeros((1, 16, 24), np.float32)
+    reference.sums(codec, p, 1, 17, out)
+    decoded = (levels[1:17] - zero[1:17, None]) * steps[1:17, None]
+    np.testing.assert_allclose(out[0], decoded, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -163,7 +184,8 @@ def test_numba_computes_the_same(
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     sums = out.copy()
     for backend, scores, result in ((reference, expected, sums), (cpu, s, out)):
-        backend.scores(codec, q, case.t0, case.t1, scores[:, :, inside(case)])
+        if codec.kind != "int4":  # of values alone
+            backend.scores(codec, q, case.t0, case.t1, scores[:, :, inside(case)])
         backend.sums(codec, p[:, :, inside(case)], case.t0, case.t1, result)
     largest = float(np.abs(x).max())  # rounding errors are relative to the sums over codes
     for got, wanted, weights in ((s, expected, np.abs(q)), (out, sums, p[:, :, inside(case)])):

@@ -29,7 +29,7 @@ LARGEST_F16 = np.float32(65504)
 
 
 def bound_scores(s: Array, cap: float | None) -> None:
-    """s = cap * tanh(s / cap), in place, in whatever memory it is; None: it stays."""
+    """Sets s (..., columns) to cap * tanh(s / cap), in place, in whatever memory it is; None: it stays."""
     if cap is not None:
         s *= np.float32(1 / cap)
         np.tanh(s, out=s)

@@ -99,7 +99,7 @@ def make_plan(
     sinks: F32 | None,
     cap: float | None,
 ) -> Plan:
-    """The plan of `attend`, whose arguments these are."""
+    """Returns the plan of `attend`, whose arguments these are: queries and out (H, n, D)."""
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
@@ -188,6 +188,7 @@ def attend(
     sinks: F32 | None = None,
     cap: float | None = None,
 ) -> None:
+    """Attends: queries and out (H, n, D), weights (G, R * n, tokens); see `interface.Kernels.attend`."""
     segments = [with_numbers(segment) for segment in segments]
     made = make_plan(queries, segments, visible, out, weights, sinks, cap)
     if made.parallel:

@@ -16,6 +16,7 @@ MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
+    """Stores means of x (G, n, D) and takes them off; codes (G, cap / 64, CENTRES, D / 2)."""
     n_items = x.shape[0] * x.shape[1] // BLOCK
     args = x, codes, step, t0, np.empty((n_items, x.shape[2]), np.float32)
     run(_centre_items, n_items, 8 * x.size, args)
@@ -107,6 +108,7 @@ LANES = simd.LANES
 
 
 def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    """Stores x (G, n, D) in planes (G, cap / 64, B, GROUPS, D / 8, 16); scale (G, cap)."""
     n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
     scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
     args = x, planes, scale, t0, GAUSS_STEP[bits], scratch
@@ -114,6 +116,7 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
+    """Stores x (G, n, D) in codes (G, cap / 64, 2 * b, D, 4); scale (G, cap)."""
     bits = codes.shape[2] // 2
     args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
     run(_encode_values, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)

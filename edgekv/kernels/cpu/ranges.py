@@ -46,6 +46,7 @@ ZERO = np.float32(0)
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1."""
     codec = as_numbers(codec, t0, t1)
     state = bound(codec)
     loops = state.loops
@@ -68,6 +69,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    """Adds p (G, M, t1 - t0) times tokens t0..t1 to out (G, M, D)."""
     codec = as_numbers(codec, t0, t1)
     state = bound(codec)
     loops = state.loops
@@ -128,6 +130,7 @@ PART = 64  # tokens of a head that are encoded together
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
+    """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
     if k.shape[1] > FEW_TOKENS or not loops_of(keys).put or not loops_of(values).put:
         keys.encode(k, t0)
         values.encode(v, t0)
@@ -147,6 +150,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
+    """Stores x (G, n, D) as tokens t0..: as the CPU does, or else as NumPy does."""
     loops = loops_of(codec)
     if loops.encode:
         loops.encode(codec, x, t0)

@@ -21,6 +21,7 @@ ZERO, ONE, LENGTH_EPS = np.array([0, 1, 1e-6], np.float32)
 
 
 def short_conv(x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None = None) -> None:
+    """Fills out (n, C) from x (n, 3C): a short convolution between two gates."""
     n, channels = out.shape
     scratch = np.empty(channels, np.float32)
     arrays = (array.reshape(-1) for array in (x, out, window, weight, NONE if bias is None else bias, scratch))
@@ -40,6 +41,7 @@ def gated_delta(
     norm: F32,
     eps: float,
 ) -> None:
+    """Fills out (n, V * Dv) by the gated delta rule; matrix (V, Dk, Dv) is changed."""
     n, (value_heads, key_dim, value_dim), convolved = len(x), matrix.shape, window.shape[1]
     key_heads = (convolved - value_heads * value_dim) // (2 * key_dim)
     sizes = n, key_heads, key_dim, value_heads, value_dim

@@ -30,6 +30,7 @@ def split_rope(
     k_norm: F32,
     eps: float,
 ) -> None:
+    """Splits qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D), rotated by cos, sin (n, rot // 2)."""
     (n_heads, n_tokens, head_dim), n_kv_heads = q.shape, k.shape[0]
     sizes = n_heads, n_kv_heads, head_dim, cos.shape[1]
     inputs = tuple(np.ascontiguousarray(x).reshape(-1) for x in (qkv, cos, sin, q_norm, k_norm))
@@ -90,11 +91,13 @@ ZERO, MINUS_ONE = np.float32(0), np.float32(-1)
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
+    """Fills out (A, n, D) with the transform of x (A, n, d)."""
     args = np.ascontiguousarray(x), flips, _scale(flips), out
     run(_rows, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
+    """Adds the inverse of `hadamard` of x (A, n, D) to out (A, n, d)."""
     args = np.array(x), flips, _scale(flips), out
     run(_back_rows, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
 

@@ -161,11 +161,13 @@ WIDTH = emit.REGISTER
 
 
 def encode_f16(x: F32, store: U16, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0.. of store (G, cap, D)."""
     args = np.ascontiguousarray(x), store, t0
     run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 def project(x: F32, matrix: F32) -> F32:
+    """Returns x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
     result: F32 = x @ matrix.T
     return result
 
@@ -267,7 +269,7 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 
 @fast_jit
 def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
-    """Adds the channels behind the last whole vector."""
+    """Adds to s (rows, n), whose rows are ``gap`` apart, the channels behind the last whole vector."""
     for m in range(rows):
         for t in range(n):
             score = get(s, m * gap + t)
@@ -278,7 +280,7 @@ def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s
 
 @fast_jit
 def add_rest(p: F32, gap: int, rows: int, values: U16 | I8 | F32, head_dim: int, n: int, out: F32) -> None:
-    """Adds the channels behind the last whole vector."""
+    """Adds to out (rows, head_dim) the channels behind the last whole vector."""
     for m in range(rows):
         for d in range(head_dim // WIDTH * WIDTH, head_dim):
             total = get(out, m * head_dim + d)

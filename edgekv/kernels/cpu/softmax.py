@@ -34,6 +34,7 @@ EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
 
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:
+    """Takes the softmax over columns lo[m]..hi[m] of each row of s (G, M, columns); lo, hi (M,)."""
     args = *flat(s), lo, hi, s.shape[2]
     run(_softmax_rows, s.shape[0] * s.shape[1], EXP_WORK * s.size, args)
 

@@ -35,6 +35,7 @@ def attend(
     sinks: F32 | None = None,
     cap: float | None = None,
 ) -> None:
+    """Attends: queries and out (H, n, D), weights (G, R * n, tokens); see `interface.Kernels.attend`."""
     n_heads, n, head_dim = queries.shape
     n_kv_heads = segments[0].keys.n_kv_heads
     q = queries.reshape(n_kv_heads, n_heads // n_kv_heads * n, head_dim)

@@ -141,7 +141,7 @@ def scores_centred(
 
 
 def to_half(x: npt.NDArray[np.floating]) -> U16:
-    """Bits of the nearest finite float16 of x >= 0."""
+    """Returns the bits of the nearest finite float16 of x >= 0, shape (*x.shape,)."""
     bits: U16 = np.minimum(x, LARGEST_F16).astype(np.float32).astype(np.float16).view(np.uint16)
     return bits
 
@@ -155,6 +155,7 @@ def centres_of(codes: U8, step: U16) -> F32:
 
 
 def score_planes(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    """Fills s (G, M, t1 - t0) with scores of queries q (G, M, D) and tokens t0..t1 of a codec."""
     a = codec.arrays
     levels = key_levels(a["planes"], codec.bits)
     stored = levels, a["scale"], codec.key_scale, a["centres"], a["centre_step"]

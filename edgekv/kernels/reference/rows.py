@@ -35,12 +35,12 @@ def values_f16(p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None
 
 
 def scores_f32(q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-    """`scores_f16` of keys in float32."""
+    """`scores_f16` of keys (G, cap, D) in float32."""
     s[:, :, s0 : s0 + t1 - t0] = q @ keys[:, t0:t1].transpose(0, 2, 1)
 
 
 def values_f32(p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
-    """`values_f16` of values in float32."""
+    """`values_f16` of values (G, cap, D) in float32."""
     out += p[:, :, s0 : s0 + t1 - t0] @ values[:, t0:t1]
 
 

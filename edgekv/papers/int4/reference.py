@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.reference.loops import Loops, round_up_to_f16
-from edgekv.kernels.reference.rows import values_f32
 from edgekv.types import F32, U8, U16
 
 
@@ -30,22 +29,16 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     codes[:, tokens] = levels[..., :half] | levels[..., half:] << 4
 
 
-def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: int, out: F32) -> None:
-    """out (G, M, D) += p[:, :, s0:] (G, M, t1 - t0) times tokens t0..t1."""
-    packed = codes[:, t0:t1]
+def decode(codec: Any, t0: int, t1: int) -> F32:
+    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
+    packed, delta, zero = (codec.arrays[name][:, t0:t1] for name in ("codes", "delta", "zero"))
     levels = np.concatenate([packed & 15, packed >> 4], axis=2).astype(np.float32)
-    step = delta[:, t0:t1].view(np.float16).astype(np.float32)
-    values = (levels - zero[:, t0:t1, None]) * step[..., None]
-    values_f32(p, s0, values, 0, t1 - t0, out)
+    values: F32 = (levels - zero[..., None]) * delta.view(np.float16).astype(np.float32)[..., None]
+    return values
 
 
 def _encode(codec: Any, x: F32, t0: int) -> None:
     encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
 
 
-def _sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    a = codec.arrays
-    values_int4(p, 0, a["codes"], a["delta"], a["zero"], t0, t1, out)
-
-
-LOOPS = {"int4": Loops(encode=_encode, sums=_sums)}
+LOOPS = {"int4": Loops(decode, _encode)}

@@ -251,10 +251,10 @@ def texts_of(session: Session) -> list[list[int]]:
 
 
 def test_sessions_one_after_the_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says the same twice, the CPU's text where nothing is rounded; the one before speaks once more afterwards."""
+    """Each says the same twice, the CPU's text where nothing is rounded; the one before speaks once more."""
     OnDevice.open("gpu")
     before: tuple[Session, list[list[int]]] | None = None
-    for family, scheme, form in pairs(family=FAMILIES, scheme=["h1b", *SCHEMES], form=["f32", "int8", "int4"]):
+    for family, scheme, form in pairs(family=FAMILIES, scheme=SCHEMES, form=["f32", "int8", "int4"]):
         config = golden_cases.CASES[family]
         longer = {key: CTX for key in ("max_position_embeddings", "n_positions") if key in config}
         monkeypatch.setitem(golden_cases.CASES, family, config | longer)

@@ -161,12 +161,6 @@ inline unsigned atomicInc(unsigned* at, unsigned most)
     *at = old >= most ? 0 : old + 1;
     return old;
 }
-template <class T, class U> T atomicAdd(T* at, U x)
-{
-    T old = *at;
-    *at += x;
-    return old;
-}
 inline unsigned atomicOr(unsigned* at, unsigned bits)
 {
     unsigned old = *at;
@@ -175,8 +169,6 @@ inline unsigned atomicOr(unsigned* at, unsigned bits)
 }
 template <class T> T __ldcg(const T* at) { return *at; }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class To, class From> To same_bits(From x)
 {
     To y;
@@ -185,7 +177,6 @@ template <class To, class From> To same_bits(From x)
 }
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
-inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 inline float __expf(float x) { return expf(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 

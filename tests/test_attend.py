@@ -108,7 +108,7 @@ OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
 if HAS_PAPERS:
     from edgekv.papers.evicting.mikv import TokenKeys
     from edgekv.papers.h1b.codec import Int4, SignSketch
-    from edgekv.papers.kivi.codec import KiviValues
+    from edgekv.papers.kivi import KiviValues
     from edgekv.papers.visual.codec import ChannelLevels, LevelSpan
 
     def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:

@@ -16,12 +16,11 @@ from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache import tiered
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.codec_ints import Int8, Symmetric4
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.codecs import F16, Codec, Float32, Int8, Symmetric4
 from edgekv.kvcache.tiered import Shape, TieredCache, TieredKnobs, exact_bytes, least_bytes
 from edgekv.papers.h1b.codec import Int4, SignSketch
-from edgekv.papers.kivi.codec import KiviKeys, KiviValues
+from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 
 Pair = tuple[Codec, Codec]

@@ -18,7 +18,7 @@ from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
-from edgekv.papers.kivi.codec import KiviValues
+from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
 

@@ -24,10 +24,9 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.interface import Segment
 from edgekv.kernels.reference.loops import decoded as decoded_by_numpy
-from edgekv.kvcache.codec_ints import Int8, Symmetric4
-from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.codecs import Codec, Int8, Symmetric4
 from edgekv.papers.h1b.codec import Int4
-from edgekv.papers.kivi.codec import KiviKeys, KiviValues
+from edgekv.papers.kivi import KiviKeys, KiviValues
 
 POISON, HUGE_F16 = 0x6B, 0x7BFF
 F64 = npt.NDArray[np.float64]

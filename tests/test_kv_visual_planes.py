@@ -122,7 +122,7 @@ def test_a_state_goes_on_as_if_it_had_not_stopped() -> None:
 def test_it_is_found_by_name_in_lists_too() -> None:
     names = "dense,visual=planes,visual=planes:k_bits=2,v_bits=2,visual_planes:seed=3"
     shown = [spec.short for spec in CacheSpec.parse_list(names)]
-    assert shown == ["dense", "visual=planes", "visual=planes:k_bits=2,v_bits=2", "visual=planes:seed=3"]
+    assert shown == ["f16", "visual=planes", "visual=planes:k_bits=2,v_bits=2", "visual=planes:seed=3"]
 
 
 @pytest.mark.parametrize("knob", ["k_bits=0", "v_bits=5", "key_scale=3.0", "text=q8"])

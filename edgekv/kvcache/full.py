@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codec_ints import Int8
-from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
+from edgekv.kvcache.codecs import Codec, Float32, Int8, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import Knobs, one_of
 from edgekv.types import F32
 

@@ -11,8 +11,7 @@ from importlib import metadata
 from edgekv.errors import CacheError, unknown
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.full import Dense
-from edgekv.kvcache.onebit import OneBit
-from edgekv.kvcache.planes import NO_SECOND_STAGE, Planes
+from edgekv.kvcache.planes import NO_SECOND_STAGE, OneBit, Planes
 from edgekv.kvcache.tiered import TieredCache
 
 ENTRY_POINTS = "edgekv.schemes"

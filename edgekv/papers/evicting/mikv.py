@@ -14,7 +14,7 @@ from edgekv.kvcache.cache import Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import Codec, in_package
 from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
 from edgekv.papers.evicting import LowestFirst, are_places, pick
-from edgekv.papers.kivi.codec import KiviValues
+from edgekv.papers.kivi import KiviValues
 from edgekv.types import F32, I64, Array
 
 SLOTS = ("key.half", "value.half", "position")

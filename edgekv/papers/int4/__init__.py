@@ -6,8 +6,7 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codec_ints import Symmetric4
-from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.codecs import Codec, Symmetric4
 from edgekv.kvcache.full import FullCache
 
 

@@ -5,13 +5,17 @@ all count or not: no branch depends on the data. Four runs of tokens are decoded
 must wait for the one before it.
 """
 
-import numpy as np
+from typing import Any
 
-from edgekv.kernels.cpu.compile import Scalar, jit
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.scalar import get
 from edgekv.kernels.interface import BLOCK
 from edgekv.papers.kvcomp.codebook import TABLE_BITS
-from edgekv.papers.kvcomp.cpu_bits import load_word, store_word
 from edgekv.types import U8, U16, U64
 
 RUNS = 4
@@ -108,3 +112,27 @@ def _total(bits: U16, start: int, n: int) -> Scalar:
     for i in range(n):
         total += np.int64(get(bits, start + i))
     return total
+
+
+_I64 = ir.IntType(64)
+
+
+@intrinsic
+def load_word(context: Any, array: Any, index: Any) -> Any:
+    """Bytes index..index + 8 of a flat uint8 array as a uint64, the first byte lowest."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(simd._pointer(context, builder, array, args, _I64), align=1)
+
+    return types.uint64(array, types.uint64), build
+
+
+@intrinsic
+def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
+    """Writes a uint64 to bytes index..index + 8 of a flat uint8 array, the lowest byte first."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], simd._pointer(context, builder, array, args, _I64), align=1)
+        return context.get_dummy_value()
+
+    return types.none(array, types.uint64, types.uint64), build

@@ -1,4 +1,4 @@
-"""Schemes that keep a fixed number of tokens per KV head, in f16, whatever the context: H2O, TOVA, StreamingLLM."""
+"""Schemes that keep a fixed number of tokens per KV head, in f16: H2O, TOVA, StreamingLLM, and their base."""
 
 from __future__ import annotations
 

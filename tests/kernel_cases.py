@@ -76,6 +76,12 @@ def cases(widths: tuple[int, ...]) -> list[Case]:
     ]
 
 
+def either_way(cases: Sequence[Any]) -> Any:
+    """Parametrizes ``case`` and ``min_parallel_work``: each case on one of the ways, in turns."""
+    ways = [(case, EITHER_WAY[(i + i // len(LENGTHS)) % 2]) for i, case in enumerate(cases)]
+    return pytest.mark.parametrize(("case", "min_parallel_work"), ways, ids=str)
+
+
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few cases, a value of each axis in each, in which every two values of two axes meet: for `parametrize`."""
     n = [len(values) for values in axes.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,6 +16,7 @@ from kernel_cases import (
     assert_close,
     cases,
     codec,
+    either_way,
     generator,
     inside,
     normal,
@@ -24,7 +26,6 @@ from kernel_cases import (
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch, scalar, simd
 from edgekv.kernels.cpu.scalar import as_float, float_to_half
-from edgekv.kernels.reference import rows as plain
 
 CASES = cases(HEAD_DIMS)
 SMALL = Case(d=12, length=70, g=2, r=3, n=2, t0=3, s0=2)
@@ -43,35 +44,22 @@ def as_float32(store: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return store.view(np.float16).astype(np.float32)
 
 
-def test_numpy_scores_are_dot_products() -> None:
-    case, rng = SMALL, generator(SMALL)
-    q, keys = normal(rng, case.g, case.m, case.d), half_store(rng, case)
-    s = poisoned_scores(case, contiguous=True)
-    plain.scores_f16(q, keys, case.t0, case.t1, s, case.s0)
-    expected = np.full(s.shape, np.nan)
-    for g, m, t in np.ndindex(case.g, case.m, case.length):
-        key = keys.view(np.float16)[g, case.t0 + t].astype(np.float64)
-        expected[g, m, case.s0 + t] = sum(q[g, m].astype(np.float64) * key)
-    assert_close(s, expected)
-    from_floats = poisoned_scores(case, contiguous=True)
-    plain.scores_f32(q, as_float32(keys), case.t0, case.t1, from_floats, case.s0)
-    assert_close(from_floats, expected)
+def stored(half: npt.NDArray[np.uint16]) -> tuple[Any, Any]:
+    """Codecs of float16 and of float32 with the same tokens (G, cap, D)."""
+    return codec("f16", half.shape, {"half": half}), codec("f32", half.shape, {"single": as_float32(half)})
 
 
-def test_numpy_values_are_added_with_their_weights() -> None:
+def test_numpy_scores_and_sums_are_products_with_the_numbers() -> None:
     case, rng = SMALL, generator(SMALL)
-    p, values = poisoned_scores(case, contiguous=True), half_store(rng, case)
-    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
-    out = normal(rng, case.g, case.m, case.d)
-    expected = out.astype(np.float64)
-    for g, m, t in np.ndindex(case.g, case.m, case.length):
-        value = values.view(np.float16)[g, case.t0 + t].astype(np.float64)
-        expected[g, m] += p[g, m, case.s0 + t] * value
-    from_floats = out.copy()
-    plain.values_f16(p, case.s0, values, case.t0, case.t1, out)
-    assert_close(out, expected)
-    plain.values_f32(p, case.s0, as_float32(values), case.t0, case.t1, from_floats)
-    assert_close(from_floats, expected)
+    q, half = normal(rng, case.g, case.m, case.d), half_store(rng, case)
+    numbers = half.view(np.float16)[:, case.t0 : case.t1].astype(np.float64)
+    p, before = rng.random((case.g, case.m, case.length), np.float32), normal(rng, case.g, case.m, case.d)
+    for tokens in stored(half):
+        s, out = np.empty((case.g, case.m, case.length), np.float32), before.copy()
+        reference.scores(tokens, q, case.t0, case.t1, s)
+        reference.sums(tokens, p, case.t0, case.t1, out)
+        assert_close(s, np.einsum("gmd,gtd->gmt", q.astype(np.float64), numbers))
+        assert_close(out, before + np.einsum("gmt,gtd->gmd", p.astype(np.float64), numbers))
 
 
 def test_numpy_encodes_to_nearest_even() -> None:
@@ -81,30 +69,22 @@ def test_numpy_encodes_to_nearest_even() -> None:
     assert store.ravel().tolist() == [struct.unpack("<H", struct.pack("<e", x))[0] for x in finite]
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("case", CASES, ids=str)
+@either_way(CASES)
 def test_numba_equals_numpy(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng = generator(case)
-    q, store = normal(rng, case.g, case.m, case.d), half_store(rng, case)
-    s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    plain.scores_f16(q, store, case.t0, case.t1, expected, case.s0)
-    span, columns, shape = (case.t0, case.t1), inside(case), store.shape
-    halves, floats = codec("f16", shape, {"half": store}), codec("f32", shape, {"single": as_float32(store)})
-    cpu.scores(halves, q, *span, s[:, :, columns])
-    assert_close(s, expected)
-    s[...] = np.nan
-    cpu.scores(floats, q, *span, s[:, :, columns])
-    assert_close(s, expected)
-
-    s[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
-    out = normal(rng, case.g, case.m, case.d)
-    expected, from_floats = out.copy(), out.copy()
-    plain.values_f16(s, case.s0, store, case.t0, case.t1, expected)
-    cpu.sums(halves, s[:, :, columns], *span, out)
-    cpu.sums(floats, s[:, :, columns], *span, from_floats)
-    assert_close(out, expected)
-    assert_close(from_floats, expected)
+    q, half, columns = normal(rng, case.g, case.m, case.d), half_store(rng, case), inside(case)
+    before = normal(rng, case.g, case.m, case.d)
+    for tokens in stored(half):
+        s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
+        for backend, scores in ((cpu, s), (reference, expected)):
+            backend.scores(tokens, q, case.t0, case.t1, scores[:, :, columns])
+        assert_close(s, expected)
+        s[:, :, columns] = rng.random((case.g, case.m, case.length), np.float32)
+        sums = [before.copy(), before.copy()]
+        for backend, out in zip((cpu, reference), sums, strict=True):
+            backend.sums(tokens, s[:, :, columns], case.t0, case.t1, out)
+        assert_close(*sums)
 
 
 @EITHER_PATH

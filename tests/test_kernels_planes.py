@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_cases import (
-    EITHER_PATH,
     Case,
     assert_close,
     cases,
     codec,
+    either_way,
     generator,
     inside,
     normal,
@@ -189,8 +189,7 @@ def test_quads_sum_what_they_stored(backend: Kernels, bits: int) -> None:
     assert low < error < high  # of a Gaussian's best uniform levels, made unbiased
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("case", CASES, ids=str)
+@either_way(CASES)
 def test_numba_stores_the_same_bits(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     k_bits = 1 + case.length % 4
@@ -200,8 +199,7 @@ def test_numba_stores_the_same_bits(case: Case, min_parallel_work: int, monkeypa
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("case", CASES, ids=str)
+@either_way(CASES)
 def test_numba_computes_the_same_scores_and_sums(
     case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_cases import (
-    EITHER_PATH,
     SIGN_BITS,
     Case,
     cases,
     codec,
+    either_way,
     generator,
     inside,
     normal,
@@ -65,8 +65,7 @@ def test_numpy_scores_are_products_of_signs() -> None:
     np.testing.assert_allclose(s, expected, rtol=1e-6)
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("case", CASES, ids=str)
+@either_way(CASES)
 def test_numba_equals_numpy_exactly(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng = generator(case)

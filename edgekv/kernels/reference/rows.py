@@ -24,26 +24,6 @@ def project(x: F32, matrix: F32) -> F32:
     return result
 
 
-def scores_f16(q: F32, keys: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    """s[:, :, s0:] (G, M, t1 - t0) = q (G, M, D) times tokens t0..t1 of keys (G, cap, D), float16 bits."""
-    scores_f32(q, _widen(keys[:, t0:t1]), 0, t1 - t0, s, s0)
-
-
-def values_f16(p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None:
-    """out (G, M, D) += p[:, :, s0:] times tokens t0..t1 of values (G, cap, D), float16 bits."""
-    values_f32(p, s0, _widen(values[:, t0:t1]), 0, t1 - t0, out)
-
-
-def scores_f32(q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-    """`scores_f16` of keys (G, cap, D) in float32."""
-    s[:, :, s0 : s0 + t1 - t0] = q @ keys[:, t0:t1].transpose(0, 2, 1)
-
-
-def values_f32(p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
-    """`values_f16` of values (G, cap, D) in float32."""
-    out += p[:, :, s0 : s0 + t1 - t0] @ values[:, t0:t1]
-
-
 def _widen(bits: U16) -> F32:
     return bits.view(np.float16).astype(np.float32)
 

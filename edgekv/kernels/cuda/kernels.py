@@ -95,6 +95,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         loops.encode(self, codec, x, t0)
 
     def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
+        """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
         if not (keys.kind == values.kind == "f16" and k.shape[1] == 1):
             keys.encode(k, t0)
             values.encode(v, t0)
@@ -116,6 +117,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         sinks: Array | None = None,
         cap: float | None = None,
     ) -> None:
+        """out (H, n, D) = attention of queries (H, n, D) over segments; weights (G, M, columns): probabilities."""
         if sinks is not None:
             raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
         n_heads, n, head_dim = queries.shape
@@ -139,9 +141,11 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         return tiled_planes.takes(self.driver, part.segment.keys, part.segment.values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
+        """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
         self.launch_scores(read_keys(codec), self._prepared(codec, queries), t0, t1, s)
 
     def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
+        """out (G, M, D) += p (G, M, t1 - t0) times a codec's tokens t0..t1."""
         self.launch_values(read_values(codec), p, t0, t1, out)
 
     def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
@@ -245,6 +249,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
             self.launch_values(part.values, p, part.segment.first, part.most, out)
 
     def softmax(self, s: Array, lo: I64, hi: I64) -> None:
+        """Makes rows of s (G, M, columns) sum to 1 over columns lo..hi (M,), 0 elsewhere."""
         n_kv_heads, rows, columns = s.shape
         launch = Launch(SMALL, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
         self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
@@ -308,7 +313,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
 
     def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:
-        """What kernels are given of the queries; the device's zeros stand for what there is not."""
+        """What kernels are given of queries (G, M, D); the device's zeros stand for what there is not."""
         nothing = self.driver.shift
         others = (nothing if x is None else x for x in (queries.codes, queries.scale))
         return queries.x, *others

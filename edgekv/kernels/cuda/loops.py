@@ -100,7 +100,7 @@ class Backend:
         self._constants: dict[tuple[Any, ...], Array] = {}
 
     def constant(self, x: Array | npt.NDArray[Any]) -> Array:
-        """A small operand that may come from the host, uploaded once for each value that it has."""
+        """A small operand such as (G, R) that may come from the host, uploaded once for each of its values."""
         if not isinstance(x, np.ndarray):
             return x
         key = x.shape, x.dtype.str, x.tobytes()
@@ -119,7 +119,7 @@ class Backend:
         return buffer[:size].reshape(shape)
 
     def buffers(self) -> list[Array]:
-        """What launches use beside their operands."""
+        """Arrays (size,) that launches use beside their operands."""
         return [*self._scratch.values(), *self._constants.values()]
 
     def splits(self, rounds: int, others: int, blocks: int = 8, beside: int = 0) -> int:

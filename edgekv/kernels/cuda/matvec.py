@@ -55,7 +55,7 @@ def matvec(
 
 
 def takes_packed(driver: Driver, bits: int, scales: Array | None, block: int) -> bool:
-    """Whether `packed_matvec` takes a matrix: packed, its rows not too long for a block's shared memory."""
+    """Whether `packed_matvec` takes a matrix with scales (rows, blocks): packed, its rows not too long."""
     return (
         driver.has_whole_tiles
         and bits < 16

@@ -27,12 +27,14 @@ from edgekv.kernels.interface import GAUSS_STEP, LARGEST_FOUR
 
 class PlaneKernels(Backend):
     def encode_centres(self, x: Array, codes: Array, step: Array, t0: int) -> None:
+        """Stores the means of x (G, n, D) from token t0 on and takes them off x."""
         n_kv_heads, n, d = x.shape
         check_width(d)
         launch = Launch(encode_program(), "encode_centres", (n // TILE, n_kv_heads), THREADS)
         self.driver.launch(launch, x, d, codes, step, step.shape[1], *place(self.driver, t0))
 
     def encode_keys(self, x: Array, planes: Array, scale: Array, t0: int) -> None:
+        """Stores x (G, n, D) in planes (G, blocks, bits, 4, D / 8, 16) from token t0 on."""
         n_kv_heads, n, d = x.shape
         bits = planes.shape[2]
         launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
@@ -40,6 +42,7 @@ class PlaneKernels(Backend):
         self.driver.launch(launch, x, d, bits, *store, *place(self.driver, t0))
 
     def encode_interleaved(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
+        """Stores x (G, n, D) in codes (G, blocks, 2 * bits, D, 4) from token t0 on."""
         n_kv_heads, n, d = x.shape
         bits = codes.shape[2] // 2
         levels = self.scratch("levels", x.shape, np.uint8)

@@ -49,6 +49,7 @@ class RopeKernels(Backend):
         k_norm: Array,
         eps: float,
     ) -> None:
+        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), rotated by position."""
         self.split_rope_halves(qkv, cos, sin, q, k, v, scale, q_norm, k_norm, eps, None)
 
     def split_rope_halves(
@@ -65,7 +66,7 @@ class RopeKernels(Backend):
         eps: float,
         halves: Halves | None,
     ) -> None:
-        """`split_rope`, and the same in halves. q None: the queries are wanted as halves only."""
+        """`split_rope` of qkv (n, (H + 2 G) * D), also in halves. q None: queries are wanted as halves only."""
         n_kv_heads, n, head_dim = k.shape
         n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
         tables = (cos, sin) if cos.size else (shift, shift)
@@ -82,11 +83,13 @@ class RopeKernels(Backend):
         self.driver.launch(launch, *arguments, float(scale), *norms, float(eps), *more)
 
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
+        """out (A, n, width) = the rotation of x (A, n, D)."""
         rows, n, d = x.shape
         x, stride = per_head(x)
         self._transform("hadamard", out.shape[2], rows * n, x, n, stride, d, flips, out)
 
     def hadamard_back(self, x: Array, flips: Array, out: Array) -> None:
+        """out (A, n, D) += the inverse rotation of x (A, n, width)."""
         rows, n, d = out.shape
         stride = out.strides[0] // out.itemsize
         self._transform("hadamard_back", x.shape[2], rows * n, contiguous(x), n, stride, d, flips, out)

@@ -16,6 +16,7 @@ class RowKernels(Backend):
     """Encoders and products of `edgekv.kernels.interface` for numbers as they are."""
 
     def encode_f16(self, x: Array, store: Array, t0: int) -> None:
+        """Stores x (G, n, D) in float16, from token t0 of store (G, capacity, D) on."""
         encode_numbers(self, "encode_f16", x, store, t0)
 
 

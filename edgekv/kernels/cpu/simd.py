@@ -52,18 +52,6 @@ def load(context: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
-def load_codes(context: Any, array: Any, index: Any, shift: Any, mask: Any) -> Any:
-    """(byte >> shift) & mask of bytes index.. of a flat uint8 array, as numbers."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = builder.zext(_load(context, builder, signature, args[:2], _I8), _INTS)
-        shift, mask = (_splat(builder, builder.trunc(arg, _I32), _INTS) for arg in args[2:])
-        return builder.sitofp(builder.and_(builder.lshr(wide, shift), mask), _VECTOR)
-
-    return vector(array, types.intp, types.intp, types.intp), build
-
-
-@intrinsic
 def load_signs(context: Any, array: Any, index: Any) -> Any:
     """Bit j is 1 where element index + j of a flat float32 array is >= 0; uint64."""
 
@@ -136,6 +124,23 @@ def multiply(context: Any, a: Any, b: Any) -> Any:
         return builder.fmul(*args)
 
     return vector(vector, vector), build
+
+
+@intrinsic
+def add_where(context: Any, planes: Any, index: Any, x: Any, so_far: Any) -> Any:
+    """so_far + x in the lanes whose bits are 1, so_far in the others: LANES bits of bytes index.. of `planes`."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.load(_pointer(context, builder, planes, args, ir.IntType(LANES)), align=1)
+        if LANES == 16:  # AVX-512 has registers for them
+            chosen = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+        else:
+            each = ir.Constant(_INTS, [1 << lane for lane in range(LANES)])
+            tested = builder.and_(_splat(builder, builder.zext(bits, _I32), _INTS), each)
+            chosen = builder.icmp_unsigned("!=", tested, ir.Constant(_INTS, [0] * LANES))
+        return builder.select(chosen, builder.fadd(args[3], args[2]), args[3])
+
+    return vector(planes, types.intp, vector, vector), build
 
 
 @intrinsic

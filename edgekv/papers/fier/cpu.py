@@ -7,8 +7,8 @@ import numpy as np
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Scalar, fast_jit
 from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
-from edgekv.kernels.cpu.masks import add_where
 from edgekv.kernels.cpu.scalar import as_float, get, put
+from edgekv.kernels.cpu.simd import add_where
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8, U16
 
@@ -75,9 +75,15 @@ def _score_word(
             w = simd.broadcast(weights, weight + d + 1)
             b0, b1 = add_where(signs, i + WORD_BYTES, w, b0), add_where(signs, j + WORD_BYTES, w, b1)
             w = simd.broadcast(weights, weight + d + 2)
-            c0, c1 = add_where(signs, i + 2 * WORD_BYTES, w, c0), add_where(signs, j + 2 * WORD_BYTES, w, c1)
+            c0, c1 = (
+                add_where(signs, i + 2 * WORD_BYTES, w, c0),
+                add_where(signs, j + 2 * WORD_BYTES, w, c1),
+            )
             w = simd.broadcast(weights, weight + d + 3)
-            d0, d1 = add_where(signs, i + 3 * WORD_BYTES, w, d0), add_where(signs, j + 3 * WORD_BYTES, w, d1)
+            d0, d1 = (
+                add_where(signs, i + 3 * WORD_BYTES, w, d0),
+                add_where(signs, j + 3 * WORD_BYTES, w, d1),
+            )
         for d in range(whole, head_dim):
             i, j, w = first + WORD_BYTES * d, second + WORD_BYTES * d, simd.broadcast(weights, weight + d)
             a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)

@@ -4,19 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cpu.compile import Args, Scalar, jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.compile import Scalar, jit
 from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
 from edgekv.kernels.cpu.tile import HEADER, TILE, decode_loop, decode_tokens, tiled
 from edgekv.types import F32, U8, U16
 
 ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
-
-
-def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
-    args = np.ascontiguousarray(x), codes, delta, zero, t0
-    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @decode_loop
@@ -49,21 +43,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
 
 
-def _encode(codec: Any, x: F32, t0: int) -> None:
-    encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
-
-
-LOOPS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put, encode=_encode)}
-
-
-@jit
-def _encode_tokens(first: int, last: int, args: Args) -> None:
-    x, codes, delta, zero, t0 = args
-    (_, n_tokens, head_dim), capacity = x.shape, codes.shape[1]
-    x, codes, delta, zero = x.reshape(-1), codes.reshape(-1), delta.reshape(-1), zero.reshape(-1)
-    for item in range(first, last):
-        token = item // n_tokens * capacity + t0 + item % n_tokens
-        _encode_token(x, item * head_dim, head_dim, codes, delta, zero, token)
+LOOPS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put)}
 
 
 @jit

@@ -71,7 +71,7 @@ class Workspace:
         return buffer[:size].reshape(shape)
 
     def buffers(self) -> list[Array]:
-        """Returns all buffers."""
+        """Returns all buffers. Each is flat, (size,)."""
         return list(self._buffers.values())
 
 
@@ -222,6 +222,7 @@ class LayerState(abc.ABC):
 
         The arrays are zero where nothing is written yet. Raises ValueError for counters that contradict each
         other and for fitted values that no conversation has.
+        Arrays are (n_kv_heads, ...) or as `layout` says.
         """
         vars(self).update(counters)
         if not self.consistent():
@@ -354,6 +355,7 @@ class KVCache(LayerState):
         """Takes what was trained for this layer of this scheme, by name, into the empty cache.
 
         ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
+        Parameters are (n_kv_heads, ...) or a number.
         """
         raise CacheError(
             f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"

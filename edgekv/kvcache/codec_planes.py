@@ -115,6 +115,7 @@ class CentredPlanes(Codec):
         return int(self.bits.sum()) * WORD * self.width // 8 + self.n_kv_heads * centres
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["planes"])
         self.key_scale = np.asarray(self.key_scale, like=arrays["planes"])
@@ -125,6 +126,7 @@ class CentredPlanes(Codec):
         self.heads = np.asarray(self.heads, like=arrays["planes"])
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         a = self.arrays
         rotated = self.rotation.forward(x * self.spread[:, None], self.kernels)
         self.kernels.encode_centres(rotated, a["centres"], a["centre_step"], t0)
@@ -133,7 +135,7 @@ class CentredPlanes(Codec):
 
 
 def bits_of_heads(bits: int | Sequence[int], n_kv_heads: int) -> tuple[I64, I64]:
-    """Bits of each head, and how many all heads before it have."""
+    """Bits of each head, and how many all heads before it have. Both (n_kv_heads,)."""
     each = np.broadcast_to(np.asarray(bits, np.int64), n_kv_heads).copy()
     return each, np.cumsum(each) - each
 
@@ -176,11 +178,13 @@ class InterleavedValues(Codec):
         return int((-(-(self.bits * self.head_dim + 16) // 8)).sum())
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["codes"])
         self.heads = np.asarray(self.heads, like=arrays["codes"])
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         a = self.arrays
         rotated = self.rotation.forward(x, self.kernels)
         for heads, planes in runs_of_heads(self.bits, a["codes"]):

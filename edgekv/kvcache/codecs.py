@@ -48,7 +48,7 @@ class Codec(abc.ABC):
         return n_tokens * self.token_bytes
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
-        """The allocated arrays of `layout`, and the kernels to use on them."""
+        """The allocated arrays of `layout`, and the kernels to use on them. Each is (n_kv_heads, ...)."""
         self.arrays, self.kernels = arrays, kernels
         self.backend_state = None
 

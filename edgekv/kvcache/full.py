@@ -60,12 +60,14 @@ class FullCache(CodecStore):
         return self.geometry.capacity - self.n_seen
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         self.key_codec.encode(keys, self.n_seen)
         self.value_codec.encode(values, self.n_seen)
         self.n_seen += keys.shape[1]
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_seen)
         self.n_seen += keys.shape[1]
 

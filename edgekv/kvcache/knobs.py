@@ -121,7 +121,7 @@ def are_factors(x: F32) -> bool:
 
 
 def require_factors(name: str, x: F32, source: str) -> None:
-    """Raises CacheError (field adapter) for what an adapter can't have learned."""
+    """Raises CacheError (field adapter) for what an adapter can't have learned. x: (n,) or any other shape."""
     if not are_factors(x):
         accepted = f"{LEAST_FACTOR:g} to {MOST_FACTOR:g}"
         raise CacheError(

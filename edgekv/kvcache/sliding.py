@@ -71,6 +71,7 @@ class SlidingCache(CodecStore):
         return min(self.size - self.window, self.size - self._slot)
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         n = keys.shape[1]
         self.require_room(n)
         self.n_seen += n
@@ -84,6 +85,7 @@ class SlidingCache(CodecStore):
         self.n_lost = max(self.n_lost, self.n_seen - self.size)
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         self.kernels.append(self.key_codec, self.value_codec, keys, values, self._slot)
         self.advance(keys.shape[1])
 

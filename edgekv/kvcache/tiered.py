@@ -150,7 +150,7 @@ class Tiers:
         self.log: list[tuple[int, str]] = []
 
     def bind(self, arena: Array, kernels: Kernels) -> None:
-        """Takes the arena, laid out for no tokens."""
+        """Takes the arena (n_bytes,), laid out for no tokens."""
         self._arena, self._kernels = arena, kernels
         self.log = []
         self._use(self._split_for(0))
@@ -269,10 +269,12 @@ class TieredKeys(Codec):
         return max((-(-store.block_bytes // WORD) for store, _, _ in parts), default=0)
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
         super().bind(arrays, kernels)
         self.tiers.bind(arrays["arena"], kernels)
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         self.tiers.reserve(t0, t0 + x.shape[1])
         for store, a, b in self.tiers.parts(t0, t0 + x.shape[1]):
             store.keys.encode(contiguous(x[:, a - t0 : b - t0]), a - store.first)
@@ -296,6 +298,7 @@ class TieredValues(Codec):
         return 0
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         for store, a, b in self.tiers.parts(t0, t0 + x.shape[1]):
             store.values.encode(contiguous(x[:, a - t0 : b - t0]), a - store.first)
 
@@ -473,10 +476,12 @@ class TieredCache(SinkWindowCache):
         return self.n_stored <= self.tiers.capacity
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self._reserve(keys.shape[1])
         super().append_prompt(keys, values)
 
     def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
+        """Returns attention (n_heads, n, head_dim), as `KVCache.attend`."""
         self._reserve(keys.shape[1])
         return super().attend(queries, keys, values, sinks)
 

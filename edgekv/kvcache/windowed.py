@@ -96,6 +96,7 @@ class SinkWindowCache(CodecStore):
         return total
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         taken = self._fill_sink(keys, values)
         for a in range(taken, keys.shape[1], EXTEND_TOKENS):
@@ -124,6 +125,7 @@ class SinkWindowCache(CodecStore):
         return free_sink or self._recent_capacity - self.n_recent
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         taken = self._fill_sink(keys, values)
         if taken < keys.shape[1]:
             self._append_recent(keys[:, taken:], values[:, taken:])

@@ -40,7 +40,7 @@ class Index(abc.ABC):
         """Bytes that a block takes, all heads together."""
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
-        """The allocated arrays of `layout`, and the kernels to use on them."""
+        """The allocated arrays of `layout`, and the kernels to use on them. Each is (n_kv_heads, ...)."""
         self.arrays, self.kernels = arrays, kernels
         self.backend_state = None
 
@@ -111,6 +111,7 @@ class Retrieval(FullCache):
         return self._index is None and super().is_static()
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         before = self.n_seen
         super().append_prompt(keys, values)
         self._extend_index(before)
@@ -122,6 +123,7 @@ class Retrieval(FullCache):
         return self._index.block - (self.n_seen + 1) % self._index.block
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         before = self.n_seen
         super().append(keys, values)
         self._extend_index(before)

@@ -84,7 +84,10 @@ class Evicting(KVCache):
         """What a scheme learns from a token's queries (n_kv_heads, n_rep, head_dim) and attention weights."""
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Where all heads drop the same tokens: whole runs, up to the last slot."""
+        """Where all heads drop the same tokens: whole runs, up to the last slot.
+
+        Keys and values (n_kv_heads, n, head_dim): a prompt's.
+        """
         n = keys.shape[1]
         self.require_room(n)
         a = 0
@@ -112,6 +115,7 @@ class Evicting(KVCache):
         return 1
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         self._make_room()
         heads = np.arange(len(self._target))
         self.arrays["key.half"][heads, self._target] = half_bits(keys[:, 0])
@@ -203,7 +207,10 @@ class LowestFirst(Evicting):
             mass += p[:, :, : self.n_used].sum(axis=1)
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
-        """The mass is that of the whole prompt before anything is evicted, as in the papers."""
+        """The mass is that of the whole prompt before anything is evicted, as in the papers.
+
+        Queries are (n_heads, n, head_dim).
+        """
         if not self.evicts:
             self.append_prompt(keys, values)
             return
@@ -212,7 +219,7 @@ class LowestFirst(Evicting):
         self._admit(keys, values, received)
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Without queries the new tokens have no mass."""
+        """Without queries the new tokens have no mass. Keys and values (n_kv_heads, n, head_dim): a prompt's."""
         self._admit(keys, values, np.zeros(keys.shape[:2], np.float32))
 
     def _admit(self, keys: F32, values: F32, mass: F32) -> None:
@@ -243,7 +250,10 @@ def are_places(positions: I32, n_seen: int) -> bool:
 
 
 def pick(slots: Array, n_used: int, new: Array, columns: I64) -> Array:
-    """One head's first ``n_used`` slots and then new tokens, at ascending columns, as the slots store them."""
+    """One head's first ``n_used`` slots and then new tokens, at ascending columns, as the slots store them.
+
+    Returns (k, head_dim), or (k,) of numbers per slot.
+    """
     m = int(np.searchsorted(columns, n_used))
     fresh = new[columns[m:] - n_used]
     return np.concatenate([slots[columns[:m]], half_bits(fresh) if slots.dtype == np.uint16 else fresh])
@@ -261,7 +271,10 @@ def ranks(mass: F32, positions: I32, visible: int, protected: int) -> F32:
 
 
 def lowest(mass: F32, positions: I32, visible: int, protected: int) -> I64:
-    """Per KV head the column of the token that leaves next: the least of `ranks`, of equals the earliest."""
+    """Per KV head the column of the token that leaves next: the least of `ranks`, of equals the earliest.
+
+    ranks (G, n); returns (G,).
+    """
     rank = ranks(mass, positions, visible, protected)
     least = rank == rank.min(axis=1, keepdims=True)
     column: I64 = np.where(least, positions, np.iinfo(np.int32).max).argmin(axis=1)
@@ -272,6 +285,7 @@ def highest(mass: F32, positions: I32, n: int, visible: int, protected: int) -> 
     """Per KV head the columns, ascending, of the at most ``n`` tokens that evicting one by one would leave.
 
     They leave in the order of `ranks`, of equals the earlier first.
+    Returns (G, k).
     """
     order = np.lexsort((positions, ranks(mass, positions, visible, protected)), axis=1)
     return np.sort(order[:, max(0, order.shape[1] - n) :], axis=1)

@@ -109,6 +109,7 @@ class MiKV(LowestFirst):
         return super().bytes_read() + self.n_low * sum(codec.token_bytes for _, codec in self._codecs())
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         if self.knobs.balance:
             per_head = len(keys), -1, keys.shape[2]
             q_max = np.abs(queries).reshape(per_head).max(axis=1)  # (n_kv_heads, head_dim)

@@ -81,6 +81,7 @@ class SnapKV(Evicting):
         return {**super().layout(), "query.half": (queries, "uint16")}
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         n = keys.shape[1]
         self.require_room(n)
         observed = min(n, self.observe)
@@ -94,7 +95,10 @@ class SnapKV(Evicting):
         self.n_observed = observed
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Without queries nobody votes: the latest tokens stay."""
+        """Without queries nobody votes: the latest tokens stay.
+
+        Keys and values (n_kv_heads, n, head_dim): a prompt's.
+        """
         self.n_observed = 0
         super().append_prompt(keys, values)
 

@@ -46,6 +46,7 @@ class SignSketch(Codec):
         return self.n_kv_heads * self.bits // 8
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
         super().bind(arrays, kernels)
         self.projection = np.asarray(self.projection, like=arrays["signs"])
         self.centre = np.asarray(self.centre, like=arrays["signs"])

@@ -23,6 +23,7 @@ ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
+    """Stores the signs of x (G, n, bits) as tokens t0.. of codes."""
     args = np.ascontiguousarray(x), codes, t0
     run(_pack_tokens, x.shape[0] * x.shape[1], x.size, args)
 

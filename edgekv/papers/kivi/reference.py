@@ -84,6 +84,7 @@ def _widen(bits: U16) -> F32:
 
 def _encode(store: Callable[[F32, U8, U16, U16, int], None]) -> Callable[[Any, F32, int], None]:
     def encode(codec: Any, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         store(x, codec.arrays["codes"], codec.arrays["step"], codec.arrays["low"], t0)
 
     return encode

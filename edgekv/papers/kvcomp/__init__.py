@@ -84,6 +84,7 @@ class KVComp(SinkWindowCache):
         super().allocate(kernels, workspace)
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         self.keys.fit(keys)
         self.values.fit(values)
         self.append_prompt(keys, values)

@@ -40,7 +40,10 @@ class Codebook:
 
     @classmethod
     def is_one(cls, lengths: U8, words: U16, table: U64) -> bool:
-        """Whether words and table are those of a complete prefix code with these lengths."""
+        """Whether words and table are those of a complete prefix code with these lengths.
+
+        lengths and words are (levels,).
+        """
         if not ((lengths > 0) & (lengths <= TABLE_BITS)).all() or (0.5 ** lengths.astype(float)).sum() != 1:
             return False
         expected = _canonical_words(lengths)
@@ -67,6 +70,7 @@ def code_lengths(counts: I64, longest: int = TABLE_BITS) -> U8:
     """Lengths of an optimal prefix code with no word longer than ``longest``, by package-merge.
 
     Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes" (1990).
+    counts (levels,).
     """
     leaves = [(int(count), (symbol,)) for symbol, count in enumerate(counts)]
     packages: list[tuple[int, tuple[int, ...]]] = []

@@ -95,6 +95,7 @@ class HuffmanCodec(Codec):
         return round(strings + self.n_kv_heads * (scales + 2 + 4 / self.block))
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
         super().bind(arrays, kernels)
         self._plain = [np.asarray(x, like=arrays["words"]) for x in (self.plain.words, self.plain.lengths)]
         self._plain_table = np.asarray(self.plain.table, like=arrays["table"])
@@ -130,6 +131,7 @@ class HuffmanCodec(Codec):
         self._use(Codebook.huffman(counts))
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
         a, first, n_blocks = self.arrays, t0 // self.block, x.shape[1] // self.block
         codes = self.quantise(x, t0)
         sizes = a["bits"][:, t0 : t0 + x.shape[1]].reshape(-1, n_blocks, self.block)  # a view
@@ -198,7 +200,7 @@ class HuffmanCodec(Codec):
         return lie_behind and bool((n_bits <= self.plain_bits).all() and (ends < len(self.pool)).all())
 
     def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
-        """What the kernels read."""
+        """What the kernels read. The pool is (words,)."""
         a = self.arrays
         tables = a["table"], self._plain_table, self.plain_bits
         return self.pool, a["offsets"], a["bits"], *tables, a["low"], a["step"]
@@ -219,6 +221,7 @@ class HuffmanKeys(HuffmanCodec):
         return {"low": channels, "step": channels, **super().layout()}
 
     def quantise(self, x: F32, t0: int) -> U8:
+        """Returns codes (n_kv_heads, n, head_dim) of x."""
         n_kv_heads, n, head_dim = x.shape
         blocks = slice(t0 // self.block, (t0 + n) // self.block)
         return self._levels(x.reshape(n_kv_heads, -1, self.block, head_dim), blocks).reshape(x.shape)
@@ -239,4 +242,5 @@ class HuffmanValues(HuffmanCodec):
         return {"low": tokens, "step": tokens, **super().layout()}
 
     def quantise(self, x: F32, t0: int) -> U8:
+        """Returns codes (n_kv_heads, n, head_dim) of x."""
         return self._levels(x, slice(t0, t0 + x.shape[1]))

@@ -19,6 +19,7 @@ WORD_BITS = np.uint64(64)
 def huffman_pack(
     codes: U8, words: U16, lengths: U8, plain: U8, offsets: U32, b0: int, block: int, pool: U64
 ) -> None:
+    """As the reference's, codes (G, n, D)."""
     args = codes, words, lengths, plain, offsets, b0, block, pool
     run(_pack_blocks, plain.size, PACK_WORK * codes.size, args)
 

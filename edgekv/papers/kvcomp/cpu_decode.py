@@ -50,6 +50,7 @@ def decode(
     """Decodes n <= BLOCK tokens of one block from token t on, in RUNS runs; returns how many tokens a run has.
 
     The codes of run r begin at codes[r * run_gap(head_dim)]; a block of plain_bits bits uses the table `plain`.
+    bits (capacity,): of each token of the head.
     """
     start = t // block * block
     before = _total(bits, start, t - start)

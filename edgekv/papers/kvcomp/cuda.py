@@ -27,6 +27,7 @@ def huffman_pack(
     block: int,
     pool: Array,
 ) -> None:
+    """As the reference's, codes (G, n, D)."""
     n_kv_heads, n, d = codes.shape
     launch = Launch(ENCODE, "huffman_pack", (n // block, n_kv_heads), PACK_THREADS)
     book = words, lengths, words.shape[1]

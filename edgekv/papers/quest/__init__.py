@@ -52,6 +52,7 @@ class PageIndex(Index):
         return self.n_kv_heads * self.head_dim * 4
 
     def encode(self, keys: Array, b0: int, b1: int) -> None:
+        """Bounds of pages b0..b1 of keys (n_kv_heads, capacity, head_dim): the largest, then the smallest."""
         pages = keys[:, b0 * self.block : b1 * self.block].view(np.float16).astype(np.float32)
         pages = pages.reshape(self.n_kv_heads, b1 - b0, self.block, self.head_dim)
         bounds = self.arrays["bounds"][:, b0:b1]  # a view

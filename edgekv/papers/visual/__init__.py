@@ -73,6 +73,7 @@ class Visual1(ImageSpans):
         return LevelSpan(*shape, knobs.bits, knobs.group), LevelSpan(*shape, knobs.bits, knobs.group)
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
+        """Packs a span's keys and values (n_kv_heads, n_tokens, head_dim)."""
         encode_span(packed, keys, values, self.knobs)
 
 

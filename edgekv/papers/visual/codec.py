@@ -47,13 +47,16 @@ class LevelSpan(Codec):
         return self.n_kv_heads * self.bits * -(-self.head_dim // 8) + ends
 
     def set_ends(self, lowest: F32, highest: F32) -> None:
-        """Where the lowest and the highest level lie: shapes that broadcast to those of ``low`` and ``step``."""
+        """Where the lowest and the highest level lie: shapes that broadcast to those of ``low`` and ``step``.
+
+        That is (heads, tokens).
+        """
         step = (highest - lowest) / np.float32(2**self.bits - 1)
         for name, ends in (("low", lowest), ("step", step)):
             self.arrays[name][:] = ends.astype(np.float16).view(np.uint16)
 
     def encode(self, x: F32, t0: int) -> None:
-        """Codes of tokens t0..: round to nearest, clipped to the ends."""
+        """Codes of tokens t0..: round to nearest, clipped to the ends. x (n_kv_heads, n, head_dim)."""
         encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
 
     def decode(self, t0: int, t1: int) -> F32:
@@ -83,7 +86,7 @@ class ChannelLevels(LevelSpan):
         return low, step
 
     def encode(self, x: F32, t0: int) -> None:
-        """As levels 0, 1, .. of (x - low) / step; code 0 where step is 0."""
+        """As levels 0, 1, .. of (x - low) / step; code 0 where step is 0. x (n_kv_heads, n, head_dim)."""
         low, step = self._ends(t0, t0 + x.shape[1])
         position = np.where(step > 0, (x - low) / np.where(step > 0, step, 1), 0)
         zero, one = (np.full((1, 1), end, np.float16).view(np.uint16) for end in (0, 1))

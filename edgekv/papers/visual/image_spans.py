@@ -191,6 +191,7 @@ class ImageSpans(CodecStore):
         return run.span.exact or run.span.packed
 
     def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         before = self.n_seen
         for run in self._runs(before, before + keys.shape[1]):
@@ -210,6 +211,7 @@ class ImageSpans(CodecStore):
         )
 
     def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         before = self.n_seen
         for run in self._runs(before, before + keys.shape[1]):
             part = slice(run.start - before, run.stop - before)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from browsing import HINT, launched
 from PIL import Image
-from serving import Server, serving
+from serving import Server, get, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CTX = 320
@@ -79,13 +79,10 @@ def replaced(page: Any, text: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=lines, content_type="text/event-stream"))
 
 
-def changed(page: Any, **props: Any) -> None:
+def changed(page: Any, server: Server, **props: Any) -> None:
     """The server says that it can do more."""
-
-    def fulfill(route: Any) -> None:
-        route.fulfill(json=route.fetch().json() | props)
-
-    page.route("**/props", fulfill)
+    answer = get(server, "/props") | props
+    page.route("**/props", lambda route: route.fulfill(json=answer))
     page.reload()
 
 
@@ -294,8 +291,8 @@ def test_stop_keeps_what_was_said(page: Any) -> None:
     expect(page.locator(".assistant .body")).to_have_text(re.compile(re.escape(text.split()[0])))
 
 
-def test_settings_are_sent_and_kept(page: Any) -> None:
-    changed(page, loras=["mine"])
+def test_settings_are_sent_and_kept(page: Any, server: Server) -> None:
+    changed(page, server, loras=["mine"])
     page.locator("#settings").click()
     page.locator("#temperature").fill("0")
     page.locator("#max-tokens").fill("5")
@@ -394,11 +391,11 @@ def test_on_a_phone(browser: Any, server: Server) -> None:
     page.close()
 
 
-def test_images(page: Any, tmp_path: pathlib.Path) -> None:
+def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
     """Chosen, dropped, pasted; a large one is made smaller; removed again."""
     expect(page.locator("#attach")).to_be_hidden()
     replaced(page, "Noise, and a red bar")
-    changed(page, modalities={"vision": True})
+    changed(page, server, modalities={"vision": True})
     expect(page.locator("#attach")).to_be_visible()
     noise = np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")

@@ -17,7 +17,7 @@ def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int
     """
     bits, arrays = 8 * codes.shape[2] // width, (codes, *scales)
     return Reader(
-        f"{rows}<Integers<{bits}, {meaning}>>", "rows", arrays, codes.shape[1], width, tiles=2 if bits < 8 else 1
+        f"{rows}<Integers<{bits}, {meaning}>>", "rows", arrays, codes.shape[1], width, tiles=2 if bits < 4 else 1
     )
 
 

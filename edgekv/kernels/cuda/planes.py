@@ -66,7 +66,7 @@ def _read_keys(codec: Any) -> Reader:
     a, bits = codec.arrays, int(codec.bits.max())
     arrays = a["planes"], a["scale"], a["centres"], a["centre_step"], codec.heads
     macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits))
-    return Reader("RowKeys<PlaneRow>", "planes", arrays, a["scale"].shape[1], codec.width, macros)
+    return Reader("RowKeys<PlaneRow, 16>", "planes", arrays, a["scale"].shape[1], codec.width, macros)
 
 
 def _rounded(tools: Tools, codec: Any, q: Array) -> Queries:
@@ -83,7 +83,7 @@ def _read_values(codec: Any) -> Reader:
     bits = int(codec.bits.max())
     macros = ("VALUE_BITS", bits), ("VALUE_HEADS", int(codec.bits.min() < bits))
     store = (codes, scale, codec.heads), scale.shape[1], codes.shape[3], macros
-    return Reader("RowValues<InterleavedRow>", "planes", *store, rotation=codec.rotation)
+    return Reader("RowValues<InterleavedRow, 16>", "planes", *store, rotation=codec.rotation)
 
 
 LOOPS = {"centred_planes": Loops(_read_keys, queries=_rounded), "interleaved": Loops(values=_read_values)}

@@ -300,8 +300,8 @@ def test_the_commands(name: str, folder: Folder, capsys: pytest.CaptureFixture[s
         return capsys.readouterr().out
 
     assert "planes: " in out("warm")
-    assert "kv auto: " in out("budget", "--kv-budget", "200k", "--kv", "auto", "--ctx", "512")
+    assert "steps" in out("budget", "--kv-budget", "300k", "--kv", "auto", "--ctx", "512")
     assert "onebit" in out("bench", "--ctx", "64", "--tokens", "2")
     assert json.loads(out("info", "--json"))["sliding_window"] == 40
-    for option in (["--kv-budget", "600k"], ["--kv", "auto"], ["--kv", "auto", "--kv-budget", "200k"]):
+    for option in (["--kv-budget", "600k"], ["--kv", "auto"], ["--kv", "auto", "--kv-budget", "300k"]):
         assert out("run", "--prompt", "It was", "--max-new-tokens", "4", *option)

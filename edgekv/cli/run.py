@@ -28,17 +28,19 @@ from edgekv.cli.options import (
 from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.grammar import read_schema
+from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.options import Options
+from edgekv.engine.options import Options, default_ctx
 from edgekv.engine.report import RunReport
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
+from edgekv.engine.state import require_room
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter, NoMeter
-from edgekv.text.template import ChatTemplate
+from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision import picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
@@ -148,6 +150,19 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     add_power_options(parser)
 
 
+def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
+    """Raise ContextError for a prompt that can't fit, before anything large is loaded."""
+    if is_saved(arguments) or arguments.overflow != "stop":
+        return
+    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
+    ctx = arguments.ctx or default_ctx(model.config)
+    if (
+        len(prompt.encode(errors="replace")) + 2 > ctx and model.tokenizer_path is not None
+    ):  # a token is a byte or more
+        tokenizer = open_tokenizer(model)
+        require_room(len(tokenizer.encode(without_places(prompt, tokenizer))), ctx, model.config.max_positions)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     given = arguments.prompt is not None or arguments.prompt_file is not None
@@ -158,6 +173,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.image:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [picture(path) for path in arguments.image]
+    if isinstance(prompt, str) and not images:
+        require_fit(arguments, prompt)
     bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin

@@ -91,7 +91,7 @@ class Layers:
         for a in range(0, depth, FILL_TOKENS):
             n = min(FILL_TOKENS, depth - a)
             k = gpu.normal(HEADS, n, HEAD_DIM) + 2 * gpu.normal(HEADS, 1, HEAD_DIM)
-            first.extend(k, gpu.normal(HEADS, n, HEAD_DIM))
+            first.append_prompt(k, gpu.normal(HEADS, n, HEAD_DIM))
         n_layers = max(2, min(most, -(-L2_TIMES * gpu.l2_bytes // max(first.bytes_read(), 1))))
         caches = [first, *(clone(gpu, spec, depth, first, kernels) for _ in range(n_layers - 1))]
         rows = [[gpu.normal(HEADS, 1, HEAD_DIM) for _ in caches] for _ in range(3)]
@@ -318,7 +318,7 @@ def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]
             cache.allocate(decoder.kernels, decoder.workspace)
             for a in range(0, depth, FILL_TOKENS):
                 shape = c.n_kv_heads, min(FILL_TOKENS, depth - a), c.head_dim
-                cache.extend(gpu.normal(*shape), gpu.normal(*shape))
+                cache.append_prompt(gpu.normal(*shape), gpu.normal(*shape))
         yield {"scheme": text, "depth": depth, **_decode(gpu, decoder, caches, weights.token_bytes)}
         del caches
         cupy.get_default_memory_pool().free_all_blocks()

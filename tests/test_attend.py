@@ -168,7 +168,7 @@ def visible(p: Problem, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
 
 
 def attended(
-    backend: Any, p: Problem, segments: list[Segment], weights: bool, cap: float | None = None
+    backend: Any, p: Problem, segments: list[Segment], weights: bool = True, **options: Any
 ) -> tuple[F32, F32 | None]:
     last = segments[-1]
     q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
@@ -176,16 +176,16 @@ def attended(
     n_tokens = sum(segment.stop - segment.first for segment in segments)
     kept = np.full((p.g, p.r * p.n, n_tokens), np.nan, np.float32) if weights else None
     end = last.position + last.stop - last.first
-    backend.attend(q, segments, visible(p, end), out, kept, cap=cap)
+    backend.attend(q, segments, visible(p, end), out, kept, **options)
     return out, kept
 
 
-def assert_same(p: Problem, segments: list[Segment], bound: float, cap: float | None = None) -> None:
-    expected, expected_weights = attended(reference, p, segments, True, cap)
-    out, weights = attended(cpu, p, segments, True, cap)
+def assert_same(p: Problem, segments: list[Segment], bound: float, **options: Any) -> None:
+    expected, expected_weights = attended(reference, p, segments, **options)
+    out, weights = attended(cpu, p, segments, **options)
     np.testing.assert_allclose(out, expected, rtol=0, atol=bound)
     np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=5e-5)
-    np.testing.assert_array_equal(attended(cpu, p, segments, False, cap)[0], out)
+    np.testing.assert_array_equal(attended(cpu, p, segments, False, **options)[0], out)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,6 @@ def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(p, [Segment(keys, values, 0, p.length, p.n, positions=where)], 4e-6)
 
 
-def with_sinks(backend: Any, p: Problem, segments: list[Segment], sinks: F32 | None) -> tuple[F32, F32]:
-    q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
-    end = segments[-1].position + segments[-1].stop - segments[-1].first
-    out = np.full(q.shape, np.nan, np.float32)
-    kept = np.full((p.g, p.r * p.n, sum(s.stop - s.first for s in segments)), np.nan, np.float32)
-    backend.attend(q, segments, visible(p, end), out, kept, sinks)
-    return out, kept
-
-
 @pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
 def test_sinks(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink takes its share of every head's weights; one of -inf takes none."""
@@ -254,12 +245,9 @@ def test_sinks(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = packed(p, of_scheme("planes")(p), rng)
     segments = [Segment(*exact(p, 9, rng), 1, 5, 0), Segment(*pair, 0, p.length, 4)]
     sinks = np.linspace(-2, 9, p.g * p.r, dtype=np.float32)
-    expected, expected_weights = with_sinks(reference, p, segments, sinks)
-    out, weights = with_sinks(cpu, p, segments, sinks)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=bound_of("planes"))
-    np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=5e-5)
-    none = with_sinks(cpu, p, segments, np.full_like(sinks, -np.inf))
-    plain = with_sinks(cpu, p, segments, None)
+    assert_same(p, segments, bound_of("planes"), sinks=sinks)
+    none = attended(cpu, p, segments, sinks=np.full_like(sinks, -np.inf))
+    plain = attended(cpu, p, segments)
     for one, other in zip(none, plain, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -269,8 +257,8 @@ def test_a_sink_is_a_token_without_a_value(backend: Any) -> None:
     p = PROBLEMS[4]
     pair = exact(p, p.length, np.random.default_rng(0))
     segments, sinks = [Segment(*pair, 0, p.length)], np.linspace(-1, 7, p.g * p.r, dtype=np.float32)
-    plain, plain_weights = with_sinks(backend, p, segments, None)
-    out, weights = with_sinks(backend, p, segments, sinks)
+    plain, plain_weights = attended(backend, p, segments)
+    out, weights = attended(backend, p, segments, sinks=sinks)
     q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
     lo, hi = visible(p, p.length)
     for head, j in np.ndindex(p.g * p.r, p.n):

@@ -55,7 +55,6 @@ def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
     assert {"EXT5V", "BATT"}.isdisjoint(meter.rails)
     assert meter.read().power_w["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
     assert trees.total_w(meter) == pytest.approx(trees.PMIC_W, abs=1e-4)
-    assert meter.correction is not None
     assert meter.correction.joules(10.0, 1.0) == pytest.approx(1.1451 * 10 + 0.5879)
     other = re.sub(r"\((\d+)\)", lambda match: f"({99 - int(match[1])})", trees.PMIC.replace("0V8_SW", "0V8_SYS"))
     trees.fake_vcgencmd(pi, trees.pmic_script(other))  # early firmware, other indices
@@ -212,7 +211,6 @@ def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
     with pytest.raises(MeterRefused, match="udev rule"):
         Rapl.probe(root)
     rule = power_file("99-edgekv-power.rules")
-    assert rule is not None
     assert 'KERNEL=="intel-rapl:*"' in rule.read_text()
 
 
@@ -351,7 +349,6 @@ def test_profiles_name_known_meters(tmp_path: pathlib.Path) -> None:
     assert find_profile(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
     trees.write_tree(tmp_path, trees.model("NVIDIA Jetson Nano 2GB Developer Kit"))
     found = find_profile(tmp_path)
-    assert found is not None
     assert found.meters == []
 
 
@@ -392,7 +389,6 @@ def test_clock_limits(
 def test_a_pi_s_flags(pi: pathlib.Path, tmp_path: pathlib.Path) -> None:
     trees.fake_vcgencmd(pi, trees.pmic_script(throttled="0x50004"))
     found = throttle(tmp_path)
-    assert found is not None
     assert found.now == {"throttled"}
     assert found.ever == {"under-voltage": 1, "frequency capped": 0, "throttled": 1, "soft temperature limit": 0}
     trees.fake_vcgencmd(pi, "exit 1")

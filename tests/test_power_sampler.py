@@ -48,7 +48,6 @@ def test_a_known_signal_in_real_time() -> None:
     window, _, start, end = sample(lambda: watts(time.perf_counter() - origin), 1.0)
     grid = np.linspace(start - origin, end - origin, 100_001)
     exact = np.mean([watts(t) for t in grid]) * (end - start)
-    assert window.error_j is not None
     assert abs(window.joules - exact) <= window.error_j + 0.01 * exact
 
 
@@ -92,7 +91,6 @@ def test_a_sensor_that_vanishes_in_mid_run() -> None:
     end = time.perf_counter()
     meter.stop()
     window = meter.window(start, end)
-    assert window.longest_gap_s is not None
     assert window.longest_gap_s > 0.2
     assert window.joules == pytest.approx(4.0 * (end - start))
     assert meter.about().losses["no such device"] > 1
@@ -122,7 +120,6 @@ def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: py
     meter.stop()
     assert meter._thread.is_alive()
     window = meter.window(start, end)
-    assert window.longest_gap_s is not None
     assert window.longest_gap_s > 0.2
     release.set()
     meter._thread.join(60)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from traceback import walk_tb
 from typing import Any
 
-import openai
 import pytest
 from serving import DEMO, asked, engine_of
 
@@ -33,16 +32,9 @@ def loaded() -> Iterator[Session]:
         yield session
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, times: int) -> None:
-    """The next ``times`` answers raise it."""
-    left, answer = [error] * times, Engine.answer
-
-    def answer_or_fail(self: Engine, job: Any) -> Any:
-        if left:
-            raise left.pop()
-        return answer(self, job)
-
-    monkeypatch.setattr(Engine, "answer", answer_or_fail)
+def raise_first(errors: list[BaseException]) -> None:
+    if errors:
+        raise errors.pop(0)
 
 
 WHOSE = [
@@ -55,12 +47,8 @@ WHOSE = [
 @pytest.mark.parametrize("place", ["engine.Engine.answer", "prompts.RequestEncoder.ids"])
 def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's thread and, of a prompt's ids, in the endpoint."""
-    errors = [error for error, _, _ in WHOSE]
-
-    def fail(*_: object) -> None:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(f"edgekv.server.{place}", fail)
+    errors: list[BaseException] = [error for error, _, _ in WHOSE]
+    monkeypatch.setattr(f"edgekv.server.{place}", lambda *_: raise_first(errors))
     with asked(loaded, raising=True) as client:
         for error, status, code in WHOSE:
             answer = client.post("/v1/completions", json=ANSWER)
@@ -73,7 +61,8 @@ def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.Monk
 
 def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is raised may be no Exception, as a Rust library's."""
-    failing(monkeypatch, BaseException("a panic"), times=1)
+    works, errors = Engine.answer, [BaseException("a panic")]
+    monkeypatch.setattr(Engine, "answer", lambda *job: raise_first(errors) or works(*job))
     with asked(loaded) as client:
         answer = client.post("/v1/completions", json=ANSWER)
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, FAILED)
@@ -134,16 +123,6 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(run())
     assert "".join(began).startswith("abcdaca")
     assert Counter(began) == {"a": 100, "b": 1, "c": 2, "d": 1}
-
-
-def test_openais_client_asks_again(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, MemoryBudgetError("out of memory"), times=1)
-    with asked(loaded, raising=True) as http:
-        client = openai.OpenAI(base_url="http://localhost/v1", api_key="x", max_retries=1, http_client=http)
-        assert client.completions.create(**ANSWER).choices[0].text  # type: ignore[call-overload]
-        failing(monkeypatch, MemoryBudgetError("out of memory"), times=2)
-        with pytest.raises(openai.InternalServerError, match="out of memory"):
-            client.completions.create(**ANSWER)  # type: ignore[call-overload]
 
 
 def test_the_log_has_every_cause_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -390,8 +390,3 @@ def test_the_formats_of_known_templates() -> None:
     assert find_format("{{ '[TOOL_CALLS]' }}") is TOOL_FORMATS["mistral"]
     assert find_format("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is TOOL_FORMATS["mistral-args"]
     assert find_format("""{% if tools %}{{ '"parameters": ' }}{% endif %}""") is TOOL_FORMATS["llama3"]
-
-
-def test_the_seeds_of_several_answers() -> None:
-    request = read({"model": "m", "messages": USER, "n": 2, "seed": 7}, ChatRequest)
-    assert [request.sampling(i).seed for i in range(2)] == [7, 8]

@@ -22,7 +22,6 @@ from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
-from edgekv.engine.state import EmbeddingSpan, keep_spans, slice_spans
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.arrays import to_host
 from edgekv.server.prompts import RequestEncoder
@@ -208,7 +207,6 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
     n_layers = base.config.n_layers
     assert (report.visual_cache_bytes, report.text_cache_bytes) == (visual * n_layers, text * n_layers)
     assert report.cache_bytes == (visual + text) * n_layers
-    assert report.images is not None
     assert (report.images.n, report.images.tokens) == (2, 2 * N)
     assert report.images.seconds > 0
     assert f"{2 * N} image tokens" in report.notes[-1]
@@ -318,16 +316,6 @@ def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
         session.generate([*ids[FIRST[0] :], 5], temperature=0.0)
 
 
-def test_clipped_and_selected() -> None:
-    span = EmbeddingSpan(3, np.arange(10, dtype=np.float32)[:, None], "visual")
-    (part,) = slice_spans([span], 5, 9)
-    assert (part.start, part.rows[:, 0].tolist()) == (0, [2, 3, 4, 5])
-    assert slice_spans([span], 0, 3) == slice_spans([span], 13, 20) == []
-    (part,) = keep_spans([span], [0, 1, 4, 11, 12, 13])
-    assert (part.start, part.rows[:, 0].tolist()) == (2, [1, 8, 9])
-    assert keep_spans([span], [0, 1, 20]) == []
-
-
 @pytest.mark.parametrize("shape", [(4,), (0, 64), (4, 63), (1, 4, 64)])
 def test_embeddings_of_another_shape(base: Session, shape: tuple[int, ...]) -> None:
     with pytest.raises(ContextError, match=r"this model takes \(n, 64\), n of 1 or more"):
@@ -349,16 +337,8 @@ def test_embeddings_on_a_device(device: OnDevice, name: str, tmp_path: pathlib.P
     np.testing.assert_allclose(*xs, atol=1e-6)
 
 
-def corrupted_onnx(folder: pathlib.Path) -> None:
-    (folder / "vision.onnx").write_bytes(b"no graph")
-
-
-def other_size(folder: pathlib.Path) -> None:
-    (folder / "vision.onnx").write_bytes(cases.vision_onnx(30, 30))
-
-
-def other_input(folder: pathlib.Path) -> None:
-    (folder / "vision.onnx").write_bytes(cases.vision_onnx(name="image"))
+def graph(content: bytes) -> object:
+    return lambda folder: (folder / "vision.onnx").write_bytes(content)
 
 
 def without(name: str) -> object:
@@ -374,21 +354,27 @@ def config(**changes: object) -> object:
     [
         (without("vision.onnx"), ImageError, "has no vision.onnx, without which images can't be read"),
         (without("preprocessor_config.json"), ImageError, "has no preprocessor_config.json"),
-        (corrupted_onnx, CheckpointError, r"vision.onnx: onnxruntime can't open it \(.*\); export it again"),
+        (graph(b"no graph"), CheckpointError, r"vision.onnx: onnxruntime can't open it \(.*\); export it again"),
         (
-            other_size,
+            graph(cases.vision_onnx(30, 30)),
             CheckpointError,
             r"takes images of \[30, 30\], preprocessor_config.json makes them \[24, 24\]",
         ),
-        (other_input, CheckpointError, r"has the inputs .*; accepted: pixel_values, float32"),
+        (
+            graph(cases.vision_onnx(name="image")),
+            CheckpointError,
+            r"has the inputs .*; accepted: pixel_values, float32",
+        ),
+        (graph(cases.vision_onnx(endless=True)), CheckpointError, "onnxruntime can't run it"),
         (config(projector_hidden_act="tanh"), ConfigError, "activation 'tanh' is not supported"),
         (config(image_token_index=None), ImageError, "takes no images, its model_type is llava"),
     ],
-    ids=["no encoder", "no preprocessing", "damaged", "size", "input", "activation", "no token"],
+    ids=["no encoder", "no preprocessing", "damaged", "size", "input", "endless", "activation", "no token"],
 )
 def test_models_that_lack_a_part(
-    copied: pathlib.Path, change: object, error: type[EdgeKVError], message: str
+    copied: pathlib.Path, change: object, error: type[EdgeKVError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("edgekv.vision.model.MAX_SECONDS", 0.3)
     change(copied)
     session = Session.load(copied, weights="f32")
     assert session.logits([1, 5, 6]).shape == (3, 96)  # text needs none of it
@@ -402,13 +388,6 @@ def test_without_onnxruntime(folder: pathlib.Path, monkeypatch: pytest.MonkeyPat
     session = Session.load(folder, weights="f32")
     with pytest.raises(ImageError, match=r"need onnxruntime, .*: pip install 'edgekv\[vision\]'"):
         session.generate([1, 5], images=IMAGES[:1], temperature=0.0)
-
-
-def test_a_graph_that_never_ends(copied: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (copied / "vision.onnx").write_bytes(cases.vision_onnx(endless=True))
-    monkeypatch.setattr("edgekv.vision.model.MAX_SECONDS", 0.3)
-    with pytest.raises(CheckpointError, match="onnxruntime can't run it"):
-        Session.load(copied, weights="f32").generate([1, 5], images=IMAGES[:1], temperature=0.0)
 
 
 @pytest.mark.parametrize(

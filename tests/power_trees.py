@@ -112,9 +112,6 @@ ORIN_NANO = hwmon(
 AGX_ORIN = hwmon(
     "1-0040", 3, {1: ("VDD_GPU_SOC", 20000, 200), 2: ("VDD_CPU_CV", 20000, 100), 3: ("VIN_SYS_5V0", 5000, 800)}
 ) | hwmon("1-0041", 4, {1: ("NC", 0, 0), 2: ("VDDQ_VDD2_1V8AO", 5000, 300), 3: ("NC", 0, 0)})
-XAVIER_NX = hwmon(
-    "7-0040", 2, {1: ("VDD_IN", 5000, 1000), 2: ("VDD_CPU_GPU_CV", 5000, 300), 3: ("VDD_SOC", 5000, 200)}
-)
 NANO = iio("6-0040", {0: ("POM_5V_IN", 2003), 1: ("POM_5V_GPU", 0), 2: ("POM_5V_CPU", 320)})
 
 

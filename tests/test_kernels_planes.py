@@ -22,15 +22,7 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.interface import (
-    CENTRE,
-    CENTRES,
-    GAUSS_STEP,
-    GROUPS,
-    Kernels,
-    place_of,
-)
-from edgekv.kernels.reference import planes as interleaved_values
+from edgekv.kernels.interface import CENTRE, CENTRES, GAUSS_STEP, GROUPS, Kernels, place_of
 from edgekv.kernels.reference import planes as plain
 from edgekv.kvcache.codec_planes import Rotation, runs_of_heads
 
@@ -178,9 +170,7 @@ def test_quads_sum_what_they_stored(backend: Kernels, bits: int) -> None:
     p = np.zeros((case.g, case.capacity, case.capacity), np.float32)
     p[:] = np.eye(case.capacity)
     out = np.zeros((case.g, case.capacity, case.d), np.float32)
-    interleaved_values.values_interleaved(
-        p, 0, store.quads, store.value_scale, 0, case.capacity, out
-    )  # one token a row
+    plain.values_interleaved(p, 0, store.quads, store.value_scale, 0, case.capacity, out)  # one token a row
     assert not out[0, 5].any()
     length = np.square(x.astype(float)).sum(2)
     np.testing.assert_allclose((out * x.astype(float)).sum(2), length, rtol=2e-3)  # not shrunk
@@ -220,9 +210,9 @@ def test_numba_computes_the_same_scores_and_sums(
     assert_close(sums[1], sums[0], 2e-3)  # a weight on the border of two 8-bit codes may take the other
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("d", [20, 36, 64])  # vectors of 4, 8 or 16 channels, and what is left of them
+@pytest.mark.parametrize(("d", "bits"), [(20, 1), (36, 2), (64, 3), (20, 4), (36, 4), (64, 1)])
 def test_sums_of_any_channels_rows_and_blocks_are_the_same(d: int, bits: int) -> None:
+    """Vectors of 4, 8 or 16 channels, and what is left of them."""
     rng, capacity = np.random.default_rng(bits), 640
     codes, scale = np.zeros((1, capacity // BLOCK, 2 * bits, d, 4), np.uint8), np.zeros((1, capacity), np.uint16)
     reference.encode_interleaved(normal(rng, 1, capacity, d), codes, scale, 0)

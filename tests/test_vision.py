@@ -158,19 +158,6 @@ def _rows(session: Session, piece: int | Embeddings) -> F32:
     return piece.rows if isinstance(piece, Embeddings) else session._runner.decoder.embed([piece], 0)
 
 
-def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Session) -> None:
-    """Tokens whose cache was dropped go in again with the next prompt, images among them."""
-    base.reset()
-    pieces = base.prompt(TEXT, IMAGES[:2])
-    whole = base.logits(pieces)
-    base.reset()
-    base.prefill(pieces[:-2])
-    for cache in base.caches:
-        cache.truncate(FIRST[0] + 3)
-    np.testing.assert_allclose(base.logits(pieces[-2:]), whole[-2:], atol=1e-4)
-    base.reset()
-
-
 def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     session = base.fork(kv=VISUAL)
     pieces = base.prompt(TEXT, IMAGES[:2])
@@ -341,6 +328,12 @@ def graph(content: bytes) -> object:
     return lambda folder: (folder / "vision.onnx").write_bytes(content)
 
 
+def projector_of_another_decoder(folder: pathlib.Path) -> None:
+    weights = {f"multi_modal_projector.{n}": a for n, a in cases.projector().items()}
+    weights["multi_modal_projector.linear_2.weight"] = np.zeros((60, 64), np.float32)
+    cases.save_file(weights, folder / "projector.safetensors")
+
+
 def without(name: str) -> object:
     return lambda folder: (folder / name).unlink()
 
@@ -366,10 +359,10 @@ def config(**changes: object) -> object:
             r"has the inputs .*; accepted: pixel_values, float32",
         ),
         (graph(cases.vision_onnx(endless=True)), CheckpointError, "onnxruntime can't run it"),
+        (projector_of_another_decoder, CheckpointError, r"linear_2.weight' has shape \(60, 64\)"),
         (config(projector_hidden_act="tanh"), ConfigError, "activation 'tanh' is not supported"),
         (config(image_token_index=None), ImageError, "takes no images, its model_type is llava"),
     ],
-    ids=["no encoder", "no preprocessing", "damaged", "size", "input", "endless", "activation", "no token"],
 )
 def test_models_that_lack_a_part(
     copied: pathlib.Path, change: object, error: type[EdgeKVError], message: str, monkeypatch: pytest.MonkeyPatch
@@ -403,16 +396,6 @@ def test_text_configs(copied: pathlib.Path, text: dict[str, str] | None, message
     config(text_config=text)(copied)
     with pytest.raises((ConfigError, CheckpointError), match=message or r"expects?|asks for \(32000, 4096\)"):
         Session.load(copied)
-
-
-def test_a_projector_of_another_decoder(copied: pathlib.Path) -> None:
-    from safetensors.numpy import save_file
-
-    weights = {f"multi_modal_projector.{n}": a for n, a in cases.projector().items()}
-    weights["multi_modal_projector.linear_2.weight"] = np.zeros((60, 64), np.float32)
-    save_file(weights, copied / "projector.safetensors")
-    with pytest.raises(CheckpointError, match=r"linear_2.weight' has shape \(60, 64\)"):
-        Session.load(copied, weights="f32").generate([1], images=IMAGES[:1], temperature=0.0)
 
 
 def test_an_unknown_placeholder(copied: pathlib.Path) -> None:

@@ -141,11 +141,8 @@ def energy_text(energy: Energy | None) -> str:
 
 
 def _prompt(r: Prompt) -> tuple[str, ...]:
-    speed = (f"{r.tokens_per_s:.1f}", f"{r.first_token_s:.2f} s")
-    return (
-        *(f"`{r.shape}`", f"`{r.kv}`", str(r.tokens), *speed),
-        *(format_bytes(r.peak_memory_bytes), energy_text(r.energy)),
-    )
+    speed, memory = (f"{r.tokens_per_s:.1f}", f"{r.first_token_s:.2f} s"), format_bytes(r.peak_memory_bytes)
+    return f"`{r.shape}`", f"`{r.kv}`", str(r.tokens), *speed, memory, energy_text(r.energy)
 
 
 def _skipped(board: Board) -> list[str]:

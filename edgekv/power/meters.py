@@ -126,16 +126,13 @@ class PowerMeter(abc.ABC):
 
     def require_reading(self, remedy: str) -> None:
         """Raise MeterRefused if none of a few readings succeeds."""
-        for attempt in range(READ_ATTEMPTS):
+        for _ in range(READ_ATTEMPTS):
             try:
                 self.read()
-            except (OSError, ValueError) as error:  # noqa: PERF203
-                if attempt == READ_ATTEMPTS - 1:
-                    raise MeterRefused(
-                        f"{self.name} is here but can't be read ({reason(error)}): {remedy}"
-                    ) from None
-            else:
                 return
+            except (OSError, ValueError) as error:  # noqa: PERF203
+                why = reason(error)
+        raise MeterRefused(f"{self.name} is here but can't be read ({why}): {remedy}")
 
 
 class FileMeter(PowerMeter):
@@ -528,18 +525,16 @@ class Nvml(PowerMeter):
         return Reading(power, energy)
 
     def throttle(self) -> Throttle | None:
-        library, limits = self._library, set()
+        library, bits = self._library, 0
         try:
             for handle in self._handles.values():
-                bits = library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-                limits |= {
-                    text
-                    for name, text in NVML_LIMITS.items()
-                    if bits & getattr(library, f"nvmlClocksThrottleReason{name}")
-                }
+                bits |= library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            masks = {
+                text: getattr(library, f"nvmlClocksThrottleReason{name}") for name, text in NVML_LIMITS.items()
+            }
         except (library.NVMLError, AttributeError):
             return None
-        return Throttle(now=frozenset(limits))
+        return Throttle(now=frozenset(text for text, mask in masks.items() if bits & mask))
 
     def _working(self, read: Callable[[Any], float]) -> Callable[[Any], float] | None:
         """Return ``read`` itself if every GPU answers it."""

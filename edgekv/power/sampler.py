@@ -280,9 +280,7 @@ def read_log(path: pathlib.Path) -> tuple[F64, F64, int]:
         lines = read_regular(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise PowerError(
-            f"--power-csv {path}: can't be read ({why}); give the log of a meter: {ACCEPTED}"
-        ) from None
+        raise PowerError(f"--power-csv {path}: can't be read ({why}); {ACCEPTED}") from None
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     if not lines:
         raise PowerError(f"--power-csv {path}: holds no line; {ACCEPTED}")

@@ -303,7 +303,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         ("short", DEMO, "int4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "int4", "not UTF-8"),
         ("absent", DEMO, "int4", "cannot be read"),
-        ("long", DEMO, "int8", "rounds weights to 4 bits"),
+        ("long", DEMO, "int8", "these are to be int8"),
         ("long", store, "auto", "is a store"),
     ]
     for name, model, weights, part in cases:

@@ -69,7 +69,6 @@ def asked(
     *,
     raising: bool = False,
     limits: "ServerLimits | None" = None,
-    strict_model: bool = False,
     origins: Sequence[str] = (),
     **options: Any,
 ) -> "Iterator[TestClient]":
@@ -85,7 +84,6 @@ def asked(
         api_key=None,
         hosts=["localhost"],
         limits=limits or ServerLimits(),
-        strict_model=strict_model,
         origins=origins,
     )
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=raising) as client:

@@ -17,8 +17,8 @@ from serving import DEMO, asked, engine_of
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat, EventStream, ResponsesFormat
-from edgekv.server.engine import AnswerEnd, Channel, Engine, Usage, jobs_of
+from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat, EventStream
+from edgekv.server.engine import AnswerEnd, Channel, Engine, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import FAILED, CompletionRequest, RequestError
@@ -100,7 +100,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
 
     def answer(self: Engine, job: Any) -> AnswerEnd:
         began.append(names[job.channel])
-        return AnswerEnd(job.index, "stop", Usage())
+        return AnswerEnd(job.index, "stop", {})
 
     async def run() -> None:
         engine = engine_of(loaded)
@@ -154,7 +154,6 @@ def test_the_log_has_every_cause_once(caplog: pytest.LogCaptureFixture) -> None:
 ENDPOINTS: list[tuple[str, type[AnswerFormat], dict[str, Any]]] = [
     ("/v1/completions", CompletionFormat, {"prompt": "It was"}),
     ("/v1/chat/completions", ChatFormat, {"messages": [{"role": "user", "content": "Sing"}]}),
-    ("/v1/responses", ResponsesFormat, {"input": "It was"}),
 ]
 
 
@@ -184,10 +183,7 @@ def test_an_answer_that_cannot_be_built_says_so(
                 patch.setattr(form, method, fail)
                 lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            if path == "/v1/responses":
-                assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
-            else:
-                assert (events[-1]["error"]["type"], lines[-2]) == ("server_error", "data: [DONE]")
+            assert (events[-1]["error"]["type"], lines[-2]) == ("server_error", "data: [DONE]")
             assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
     monkeypatch.setattr(form, "take", fail)
     with asked(loaded, raising=True) as client, pytest.raises(KeyError, match="a bug"):  # also for uvicorn's log
@@ -203,9 +199,6 @@ def test_what_ends_a_stream_is_logged_unless_it_is_the_client(
     class Builder:
         def opening(self) -> list[dict[str, Any]]:
             return [{}]
-
-        def encoded(self, value: object) -> bytes:
-            return b"data: {}\n\n"
 
     async def run() -> None:
         async def send(message: object) -> None:

@@ -122,21 +122,13 @@ def test_cached_tokens_are_counted_once(http: TestClient) -> None:
     assert timings["cache_n"] < 150
 
 
-def test_models_and_names(client: openai.OpenAI, http: TestClient, session: Session) -> None:
+def test_models_and_names(client: openai.OpenAI, http: TestClient) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "edgekv"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-9")
-    warning = '299 edgekv "there is no model gpt-9??: demo answers"'
-    for name, warned in (('gpt-9\u00df"', warning), ("demo", None)):
-        raw = client.completions.with_raw_response.create(model=name, prompt="x", max_tokens=1)
-        assert (raw.headers.get("warning"), raw.parse().model) == (warned, "demo")
+    assert complete(client, model='gpt-9\u00df"').model == "demo"
     assert http.get("/health").json()["status"] == "ok"
-    with asked(session, strict_model=True) as strict, openai_client(strict) as client:
-        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
-            complete(client, model="gpt-9")
-        with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
-            client.embeddings.create(model="gpt-9", input="x")
 
 
 def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
@@ -152,10 +144,6 @@ def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
         answer = chat(client, "Who?", response_format=form, temperature=1, seed=seed, max_tokens=80)
         assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
         assert answer.choices[0].finish_reason == "stop"
-    text: Any = {"format": {"type": "json_schema", "name": "person", "schema": schema}}
-    response = client.responses.create(model="demo", input="Who?", text=text, temperature=0)
-    assert response.status == "completed"
-    assert 0 <= json.loads(response.output_text)["age"] <= 99
 
 
 def test_metrics_are_prometheus(http: TestClient, client: openai.OpenAI) -> None:
@@ -176,42 +164,11 @@ def samples(http: TestClient) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def test_an_echo_has_the_prompts_log_probabilities(client: openai.OpenAI, session: Session) -> None:
-    """As programs ask that measure a model: echo, log probabilities, and no token more."""
-    ids = session.encode(PROMPT)
-    answer = complete(client, PROMPT, echo=True, logprobs=3, max_tokens=0)
-    choice, expected = answer.choices[0], log_softmax(session.logits(ids))
-    session.reset()
-    assert choice.text == PROMPT
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
-    found = choice.logprobs
-    assert found.token_logprobs[0] is None
-    assert found.token_logprobs[1:] == pytest.approx(
-        [float(expected[i, token]) for i, token in enumerate(ids[1:])], abs=0.02
-    )
-    assert [len(top) for top in found.top_logprobs[1:]] == [3] * (len(ids) - 1)
-    assert len(found.tokens) == len(found.text_offset) == len(ids)
-    more = complete(client, ids, echo=True, logprobs=0, max_tokens=3)
-    assert more.usage.prompt_tokens_details.cached_tokens == 0  # its echo read all of it
-    assert more.choices[0].text.startswith(PROMPT)
-    assert len(more.choices[0].logprobs.tokens) == len(ids) + 3
-    assert complete(client, PROMPT, echo=True).choices[0].text == PROMPT + complete(client, PROMPT).choices[0].text
-
-
 def test_log_probabilities_take_memory_of_the_request(client: openai.OpenAI) -> None:
     """A request of 1 MB could else ask for gigabytes of them."""
-    options: Any = {"prompt": [[5] * 900] * 100, "echo": True, "max_tokens": 0}
     with pytest.raises(openai.APIStatusError, match="or ask for fewer") as error:
-        complete(client, **options, logprobs=20)
-    assert error.value.status_code == 413
-    with pytest.raises(openai.APIStatusError, match="or ask for fewer"):
         sea(client, n=128, logprobs=True, top_logprobs=20, max_tokens=900)
+    assert error.value.status_code == 413
 
 
 def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
@@ -290,37 +247,6 @@ def test_embeddings(client: openai.OpenAI, session: Session) -> None:
     raw = client.embeddings.with_raw_response.create(model="demo", input="A ship.", encoding_format="base64")
     packed = json.loads(raw.text)["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(packed), "<f4") == pytest.approx(expected[1], abs=1e-6)
-
-
-def test_responses(client: openai.OpenAI) -> None:
-    asks: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 8}
-    whole: Any = client.responses.create(input=SEA, **asks)
-    assert whole.output_text == sea(client).choices[0].message.content
-    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert whole.usage.output_tokens == 8
-    with client.responses.stream(input=[{"role": "user", "content": SEA}], **asks) as stream:
-        events: list[Any] = list(stream)
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == whole.output_text
-    assert events[-1].type == "response.incomplete"
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    parts = [{"type": "input_text", "text": text} for text in ("Tell me ", "of the sea.")]
-    items: Any = [{"role": "user", "content": parts}, *[item.model_dump() for item in whole.output]]
-    longer: Any = client.responses.create(model="demo", instructions="Be brief.", input=items, max_output_tokens=4)
-    assert longer.usage.input_tokens > whole.usage.input_tokens
-    sent: dict[str, Any] = {
-        "instructions": "Be brief.",
-        "max_output_tokens": 4,
-        "metadata": {"who": "me"},
-        "temperature": 0.25,
-        "tool_choice": {"type": "function", "name": "f"},
-        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
-        "top_p": 0.5,
-        "text": {"format": {"type": "text"}},
-    }
-    for options in (sent, {**sent, "tool_choice": "none", "reasoning": {"effort": "low"}}):
-        back = client.responses.create(model="demo", input="x", **options).model_dump(exclude_none=True)
-        assert {name: back[name] for name in options} == options
 
 
 def test_progress_and_timings(http: TestClient) -> None:
@@ -425,39 +351,22 @@ BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blam
     ({"frequency_penalty": 9}, "frequency_penalty", "from -2 to 2"),
     ({"temperature": -1}, "temperature", "temperature=-1.0"),
     ({"temperature": "hot"}, "temperature", "is 'hot'; accepted: float"),
-    ({"max_tokens": 0}, "max_tokens", "1 or more"),
+    ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"stop": [""]}, "stop[0]", ">= 1"),
     ({"chat_template_kwargs": {"messages": []}}, "messages", "which the server does"),
     (said(content="word " * 5000), "messages", "context is 1024"),
 ]
 
 
-def format_of(**more: Any) -> dict[str, Any]:
-    return {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", **more}}}
-
-
-def item(**fields: Any) -> dict[str, Any]:
-    return {"input": [{"role": "user", **fields}]}
-
-
 ELSEWHERE: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, which is to blame, what is answered
-    ("completions", {"prompt": [5, 99999], "echo": True, "logprobs": 1}, "prompt", "vocabulary"),
+    ("completions", {"prompt": [5, 99999]}, "prompt", "vocabulary"),
+    ("completions", {"prompt": "x", "echo": True}, "echo", "accepted: false"),
     ("completions", {"prompt": "x", "best_of": 2}, "best_of", "accepted: 1"),
     ("embeddings", {"input": "word " * 5000}, "input", "context is 1024"),
     ("embeddings", {"input": [[99999]]}, "input", "vocabulary"),
     ("embeddings", {"input": ["x", [1]]}, "input", "a list of up to 128 such"),
     ("embeddings", {"input": "x", "dimensions": 5}, "dimensions", "what this model has"),
     ("embeddings", {"input": "x", "encoding_format": "f"}, "encoding_format", "accepted: base64, float"),
-    ("responses", {"instructions": "x", **item()}, "input[0].content", "missing"),
-    ("responses", item(content=[3]), "input[0].content[0]", "input_text"),
-    ("responses", {"input": [{"type": "web"}]}, "input[0].type", "function_call_output"),
-    ("responses", {"input": [{"type": "function_call", "name": 3}]}, "input[0].name", "accepted: str"),
-    ("responses", item(content=[{"type": "input_image", "image_url": DATA}]), "input", "takes no images"),
-    ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", ">= 1"),
-    ("responses", {"input": "x", "tools": [{"type": "web"}]}, "tools[0].type", "accepted: function"),
-    ("responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id", "nothing is stored"),
-    ("responses", format_of(), "text.format.schema", "is missing"),
-    ("responses", format_of(schema={"type": 3}), "text.format", "can't be followed"),
 ]
 
 
@@ -568,8 +477,7 @@ def test_every_accepted_field_of_a_request() -> None:
     }
     ask = read(body, ChatRequest)
     assert ask.turns() == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
-    ask.fill(SamplingParams(temperature=0.25))
-    params = ask.sampling()
+    params = ask.sampling(SamplingParams(temperature=0.25))
     assert (params.temperature, params.top_p, params.seed) == (0.25, 0.5, 2**64 - 3)
     assert (ask.stops, ask.schema) == (("x",), {"type": "object"})
     with pytest.raises(RequestError, match="unknown field 'stream_options"):

@@ -85,14 +85,6 @@ def test_two_pictures_and_a_next_turn(client: openai.OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens > 512
 
 
-def test_an_image_of_the_responses_api(client: openai.OpenAI) -> None:
-    image = {"type": "input_image", "image_url": url(drawn(1)), "detail": "auto"}
-    items: Any = [{"role": "user", "content": [image, {"type": "input_text", "text": "Describe the picture."}]}]
-    answer = client.responses.create(model="scenes", input=items, temperature=0, max_output_tokens=60)
-    chat = ask(client, turn("Describe the picture.", url(drawn(1))))
-    assert answer.output_text == chat.choices[0].message.content
-
-
 BAD = {
     "https://example.org/x.png": "nothing is fetched",
     "file:///etc/passwd": "nothing is fetched",

@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds, size, yes
+from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds, size
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
@@ -65,9 +65,6 @@ OPTIONS = {
     "max_connections": count(
         "open at once; beyond them the one that has been silent longest goes (default %(default)s)", default=512
     ),
-    "strict_model": yes(
-        "refuse requests for a model of another name (default: answer them, with a Warning header)"
-    ),
 }
 """What only a server is told."""
 
@@ -110,7 +107,6 @@ def serve_command(arguments: argparse.Namespace) -> int:
         api_key=api_key,
         hosts=hosts,
         limits=limits,
-        strict_model=arguments.strict_model,
         origins=arguments.cors,
     )
     server = BoundedServer(app, limits, engine.stop)

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API has them: completions, chats, responses and embeddings, whole or as server-sent events.
+"""Answers as OpenAI's API has them: completions, chats and embeddings, whole or as server-sent events.
 
 Source: https://platform.openai.com/docs/api-reference.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
-import dataclasses
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece, PromptProgress, Usage
-from edgekv.server.parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece
+from edgekv.server.parser import AnswerParser, Call, Content, Delta, Reasoning
 from edgekv.server.prompts import EncodedPrompt, RequestEncoder
-from edgekv.server.requests import FAILED, ChatRequest, EmbeddingRequest, Request, RequestError, ResponsesChat
+from edgekv.server.requests import FAILED, ChatRequest, EmbeddingRequest, Request, RequestError
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
@@ -47,7 +47,6 @@ class Answer:
             names=names,
             forced=bool(tools and tools.forced),
         )
-        self.prompt_ids = prompt.ids
         self.content = self.reasoning = ""
         self.n_reasoning = 0  # tokens, with those of the marks around it
         self.calls: list[Json] = []
@@ -79,26 +78,26 @@ class Answer:
                 self.content += delta.text
             elif isinstance(delta, Reasoning):
                 self.reasoning += delta.text
-            elif isinstance(delta, CallBegin):
-                function = {"name": delta.name, "arguments": ""}
-                self.calls.append({"id": delta.id, "type": "function", "function": function})
             else:
-                self.calls[delta.number]["function"]["arguments"] += delta.text
+                self.calls.append(_call_json(delta))
         return deltas
+
+
+def _call_json(call: Call) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class AnswerFormat:
     """One request's answers. In a stream: `opening`, `take` for every event, `closing`; else `take` and `whole`.
 
-    A format has `opening`, `delta`, `end`, `closing` and `whole`; those here are of completions and chats, whose
-    choices are the answers.
+    A format has its names, the text of a choice in a chunk (`delta`) and in a whole answer (`text`), and how log
+    probabilities stand there.
     """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     no_text: ClassVar[Json]
-    last_line = b"data: [DONE]\n\n"
 
     def __init__(
         self, model: str, request: Request, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
@@ -106,7 +105,7 @@ class AnswerFormat:
         self._request, self._tokenizer = request, encoder.tokenizer
         self._base: Json = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
         self._answers = [Answer(request, prompt, encoder) for prompt in prompts for _ in range(request.n)]
-        self._usage, self._n_open = Usage(), len(self._answers)
+        self._usage, self._n_open = Counter[str](), len(self._answers)
         self._timings: Json = {}  # of the latest event
 
     @property
@@ -116,87 +115,74 @@ class AnswerFormat:
 
     def take(self, event: Event) -> list[Json]:
         """Take an event; return the chunks that it makes."""
-        if isinstance(event, PromptProgress):
-            return self.progress(event.values)
         assert isinstance(event, (Piece, AnswerEnd))
+        if isinstance(event, Piece) and event.progress:
+            return [self._chunk(prompt_progress=event.progress)]
         i, answer = event.index, self._answers[event.index]
         self._timings = {"timings": event.timings} if event.timings else {}
         if isinstance(event, Piece):
-            answer.logprobs += self._entries(answer, event)
-            return self.delta(i, answer.push(event))
+            offset = len(answer.content)
+            for found in event.logprobs:
+                top = [self._entry(*pair) for pair in found.top]
+                entry = self._entry(found.token, found.logprob)
+                answer.logprobs.append(entry | {"top_logprobs": top} | self.place(offset))
+                offset += len(entry["token"])
+            return self._chunks(i, answer.push(event))
         self._n_open -= 1
         deltas = answer.end(event.reason)
         again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted with the first answer
-        self._usage += dataclasses.replace(event.usage, reasoning=answer.n_reasoning, **again)
-        return self.end(i, deltas)
+        self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
+        last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
+        return [*self._chunks(i, deltas), self._chunk(last, **self._timings)]
 
     def opening(self) -> list[Json]:
         """Return the first chunks of a stream."""
         return []
 
-    def progress(self, values: Json) -> list[Json]:
-        """Return the chunks that say how far a prompt is read."""
-        return [self._chunk(prompt_progress=values)]
-
-    def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        """Return the chunks of a piece of the i-th answer."""
-        raise NotImplementedError
-
-    def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        """Return the chunks at its end; deltas: of what was held back."""
-        chunks, answer = self.delta(i, deltas) if deltas else [], self._answers[i]
-        last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
-        return [*chunks, self._chunk(last, **self._timings)]
-
     def closing(self) -> list[Json]:
         """Return the last chunks."""
         options = self._request.stream_options
-        return [self._chunk(usage=self._usage.as_json())] if options and options.include_usage else []
+        return [self._chunk(usage=usage_json(self._usage))] if options and options.include_usage else []
 
     def whole(self) -> Json:
         """Return the answers in one piece, once all events were taken."""
-        choices = [self._choice(i, self._text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
-        rest = {"object": self.whole_object, "choices": choices, "usage": self._usage.as_json()}
+        choices = [self._choice(i, self.text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
+        rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage)}
         return {**self._base, **rest, **self._timings}
 
-    def failed(self, error: RequestError) -> list[Json]:
-        """Return the chunks that end a stream with an error."""
-        return [error.as_json()]
+    def delta(self, delta: Delta) -> Json:
+        """Return what a choice of a chunk has of it."""
+        raise NotImplementedError
 
-    def encoded(self, chunk: Json) -> bytes:
-        """Return a chunk as a server-sent event."""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-    def _text(self, answer: Answer) -> Json:
+    def text(self, answer: Answer) -> Json:
         """Return the text of a whole answer as a choice has it."""
         raise NotImplementedError
 
-    def _logprobs(self, entries: Sequence[Json]) -> Json:
+    def place(self, offset: int) -> Json:
+        """Return what a log probability has beside its token, whose first character is the offset-th."""
+        return {}
+
+    def logprobs(self, entries: Sequence[Json]) -> Json:
+        """Return the log probabilities of tokens as a choice has them."""
         return {"content": entries, "refusal": None}
 
+    def _chunks(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
+        new = self._answers[i].new_logprobs
+        return [self._chunk(self._choice(i, self.delta(delta), new()), **self._timings) for delta in deltas]
+
     def _choice(self, i: int, text: Json, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
-        logprobs = self._logprobs(entries) if entries else None
+        logprobs = self.logprobs(entries) if entries else None
         return {"index": i, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self._base, "object": self.chunk_object, "choices": choices, **more}
 
-    def _entries(self, answer: Answer, piece: Piece) -> Iterator[Json]:
-        """Yield the log probabilities of a piece's tokens; None stands for the first of an echoed prompt."""
-        for n, found in enumerate(piece.logprobs):
-            if found is None:
-                yield self._entry(answer.prompt_ids[n], None) | {"top_logprobs": None}
-            else:
-                top = [self._entry(*pair) for pair in found.top]
-                yield self._entry(found.token, found.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float | None) -> Json:
+    def _entry(self, token: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token)
         text = data.decode("utf-8", errors="replace")
         if not text and token < self._tokenizer.vocab_size:
             text = self._tokenizer.piece(token)
-        least = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return {"token": text, "logprob": least, "bytes": list(data)}
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
 
 
 class CompletionFormat(AnswerFormat):
@@ -205,26 +191,21 @@ class CompletionFormat(AnswerFormat):
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
     no_text: ClassVar[Json] = {"text": ""}
 
-    def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        choice = self._choice(i, {"text": text}, self._answers[i].new_logprobs())
-        return [self._chunk(choice, **self._timings)]
+    def delta(self, delta: Delta) -> Json:
+        assert isinstance(delta, Content)
+        return {"text": delta.text}
 
-    def _text(self, answer: Answer) -> Json:
+    def text(self, answer: Answer) -> Json:
         return {"text": answer.content}
 
-    def _entries(self, answer: Answer, piece: Piece) -> Iterator[Json]:
-        offset = len(answer.content)
-        for entry in super()._entries(answer, piece):
-            yield entry | {"text_offset": offset}
-            offset += len(entry["token"])
+    def place(self, offset: int) -> Json:
+        return {"text_offset": offset}
 
-    def _logprobs(self, entries: Sequence[Json]) -> Json:
-        tops = [each["top_logprobs"] for each in entries]
+    def logprobs(self, entries: Sequence[Json]) -> Json:
         return {
             "tokens": [each["token"] for each in entries],
             "token_logprobs": [each["logprob"] for each in entries],
-            "top_logprobs": [top and {t["token"]: t["logprob"] for t in top} for top in tops],
+            "top_logprobs": [{t["token"]: t["logprob"] for t in each["top_logprobs"]} for each in entries],
             "text_offset": [each["text_offset"] for each in entries],
         }
 
@@ -239,160 +220,27 @@ class ChatFormat(AnswerFormat):
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(self._choice(i, role)) for i in range(len(self._answers))]
 
-    def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        new = self._answers[i].new_logprobs
-        choices = [self._choice(i, {"delta": _delta_json(delta)}, new()) for delta in deltas]
-        return [self._chunk(choice, **self._timings) for choice in choices]
+    def delta(self, delta: Delta) -> Json:
+        if isinstance(delta, Call):
+            return {"delta": {"tool_calls": [{"index": delta.number, **_call_json(delta)}]}}
+        return {"delta": {"content" if isinstance(delta, Content) else "reasoning_content": delta.text}}
 
-    def _text(self, answer: Answer) -> Json:
+    def text(self, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
         if answer.reasoning.strip():
             message["reasoning_content"] = answer.reasoning.strip()
         return {"message": message | ({"tool_calls": answer.calls} if answer.calls else {})}
 
 
-def _delta_json(delta: Delta) -> Json:
-    """Return OpenAI's delta of a chunk."""
-    if isinstance(delta, Content):
-        return {"content": delta.text}
-    if isinstance(delta, Reasoning):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, CallArguments):
-        return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
-    function = {"name": delta.name, "arguments": ""}
-    return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
-
-
-class ResponsesFormat(AnswerFormat):
-    """POST /v1/responses: items of the kinds reasoning, message, function_call, and the events that build them."""
-
-    prefix, last_line = "resp_", b""
-
-    def __init__(
-        self, model: str, request: Request, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
-    ) -> None:
-        super().__init__(model, request, prompts, encoder)
-        assert isinstance(request, ResponsesChat)
-        tools = request.tools_allowed
-        self._base = {
-            "id": self._base["id"],
-            "object": "response",
-            "created_at": self._base["created"],
-            "model": model,
-            **dict.fromkeys(("error", "incomplete_details", "instructions", "max_output_tokens")),
-            "metadata": {},
-            "parallel_tool_calls": bool(tools and tools.several),
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": request.top_p,
-            "truncation": "disabled",
-            **request.sent,
-            "store": False,
-        }
-        self._items: list[Json] = []
-        self._n_events = 0
-
-    def opening(self) -> list[Json]:
-        response = self._response("in_progress")
-        return [self._event(kind, response=response) for kind in ("created", "in_progress")]
-
-    def progress(self, values: Json) -> list[Json]:
-        return []
-
-    def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        return [event for delta in deltas for event in self._events(delta)]
-
-    def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        return [*self.delta(i, deltas), *self._close(self._status)]
-
-    def closing(self) -> list[Json]:
-        return [self._event(self._status, response=self.whole())]
-
-    def whole(self) -> Json:
-        usage = self._usage.as_json()
-        names = {"prompt": "input", "completion": "output"}
-        counts = {f"{new}_tokens": usage[f"{old}_tokens"] for old, new in names.items()}
-        details = {f"{new}_tokens_details": usage[f"{old}_tokens_details"] for old, new in names.items()}
-        usage = {**counts, **details, "total_tokens": usage["total_tokens"]}
-        why = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        return self._response(self._status) | {"usage": usage, "incomplete_details": why}
-
-    def failed(self, error: RequestError) -> list[Json]:
-        failure = {"error": {"code": "server_error", "message": str(error)}}
-        return [self._event("failed", response=self._response("failed") | failure)]
-
-    def encoded(self, chunk: Json) -> bytes:
-        return f"event: {chunk['type']}\n".encode() + super().encoded(chunk)
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._answers[0].reason == "length" else "completed"
-
-    def _response(self, status: str) -> Json:
-        return {**self._base, "status": status, "output": [dict(item) for item in self._items]}
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        self._n_events += 1
-        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
-
-    def _events(self, delta: Delta) -> Iterator[Json]:
-        """Yield the events of more of an item, or of the next one's beginning."""
-        if isinstance(delta, CallBegin):
-            item = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
-            yield from self._open("fc", item)
-        elif isinstance(delta, CallArguments):
-            self._items[-1]["arguments"] += delta.text
-            yield self._change("function_call_arguments.delta", delta=delta.text)
-        else:
-            is_message = isinstance(delta, Content)
-            kind, part = ("message", "output_text") if is_message else ("reasoning", "reasoning_text")
-            more: Json = {"logprobs": []} if is_message else {}
-            if not (self._is_open and self._items[-1]["type"] == kind):
-                if not delta.text.strip():
-                    return
-                head: Json = {"role": "assistant"} if is_message else {"summary": []}
-                yield from self._open("msg" if is_message else "rs", {"type": kind, **head, "content": []})
-                empty: Json = {"type": part, "text": "", **({"annotations": [], **more} if is_message else {})}
-                self._items[-1]["content"].append(empty)
-                yield self._change("content_part.added", content_index=0, part=dict(empty))
-            self._items[-1]["content"][0]["text"] += delta.text
-            yield self._change(f"{part}.delta", content_index=0, delta=delta.text, **more)
-
-    @property
-    def _is_open(self) -> bool:
-        return bool(self._items) and self._items[-1]["status"] == "in_progress"
-
-    def _open(self, prefix: str, item: Json) -> Iterator[Json]:
-        yield from self._close()
-        self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
-        yield self._item_event("added")
-
-    def _close(self, status: str = "completed") -> Iterator[Json]:
-        """Yield the end of the item that is open."""
-        if not self._is_open:
-            return
-        item = self._items[-1]
-        if item["type"] == "function_call":
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._change("function_call_arguments.done", **done)
-        else:
-            part = dict(item["content"][0])
-            more: Json = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._change(f"{part['type']}.done", content_index=0, text=part["text"], **more)
-            yield self._change("content_part.done", content_index=0, part=part)
-        item["status"] = status
-        yield self._item_event("done")
-
-    def _item_event(self, kind: str) -> Json:
-        place = len(self._items) - 1
-        return self._event(f"output_item.{kind}", output_index=place, item=copy.deepcopy(self._items[-1]))
-
-    def _change(self, kind: str, **fields: Any) -> Json:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+def usage_json(usage: Counter[str]) -> Json:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage["prompt"],
+        "completion_tokens": usage["completion"],
+        "total_tokens": usage["prompt"] + usage["completion"],
+        "prompt_tokens_details": {"cached_tokens": usage["cached"]},
+        "completion_tokens_details": {"reasoning_tokens": usage["reasoning"]},
+    }
 
 
 class EmbeddingFormat:
@@ -401,29 +249,28 @@ class EmbeddingFormat:
     def __init__(
         self, model: str, request: EmbeddingRequest, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
     ) -> None:
-        self._model, self._request, self._n = model, request, len(prompts)
-        self._vectors: list[EmbeddingVector] = []
+        self._model, self._is_base64 = model, request.encoding_format == "base64"
+        self._n_tokens, self._n_open = sum(len(prompt.ids) for prompt in prompts), len(prompts)
+        self._data: list[Json] = []
 
     @property
     def is_done(self) -> bool:
         """Whether the last vector has come."""
-        return len(self._vectors) == self._n
+        return self._n_open == 0
 
     def take(self, event: Event) -> None:
-        """Take an event."""
+        """Take a vector, as numbers or as base64 of float32."""
         assert isinstance(event, EmbeddingVector)
-        self._vectors.append(event)
+        values: Any = event.values
+        if self._is_base64:
+            values = base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
+        self._data.append({"object": "embedding", "index": event.index, "embedding": values})
+        self._n_open -= 1
 
     def whole(self) -> Json:
-        """Return all vectors, as numbers or as base64 of float32."""
-        n_tokens, data = sum(vector.n_tokens for vector in self._vectors), []
-        for vector in self._vectors:
-            values: Any = vector.values
-            if self._request.encoding_format == "base64":
-                values = base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
-            data.append({"object": "embedding", "index": vector.index, "embedding": values})
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+        """Return all vectors."""
+        usage = {"prompt_tokens": self._n_tokens, "total_tokens": self._n_tokens}
+        return {"object": "list", "data": self._data, "model": self._model, "usage": usage}
 
 
 async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat | EmbeddingFormat) -> Json | None:
@@ -468,13 +315,9 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        answers: AnswerFormat,
-        headers: Mapping[str, str] | None = None,
-        on_end: Callable[[], object] = lambda: None,
+        self, channel: Channel, answers: AnswerFormat, on_end: Callable[[], object] = lambda: None
     ) -> None:
-        super().__init__(headers={**HEADERS, **(headers or {})})
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._channel, self._answers, self._on_end = channel, answers, on_end
 
@@ -490,36 +333,44 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
         async for line in self._lines():
-            if start:
-                await send(start)
-                start = {}
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lines(self) -> AsyncIterator[bytes]:
         """Yield all that is sent. What fails while it is built is logged, and ends the stream as an error."""
-        answers = self._answers
         try:
-            for value in answers.opening():
-                yield answers.encoded(value)
-            while not answers.is_done:
-                try:
-                    event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
-                except asyncio.TimeoutError:
-                    yield b": waiting\n\n"
-                    continue
-                if isinstance(event, EdgeKVError):
-                    values = answers.failed(event) if isinstance(event, RequestError) else []
-                    break
-                for value in answers.take(event):
-                    yield answers.encoded(value)
-            else:
-                values = answers.closing()
+            async for chunk in self._chunks():
+                yield as_event(chunk) if chunk else b": waiting\n\n"
+        except RequestError as error:
+            yield as_event(error.as_json())
         except Exception:
             LOG.exception("a stream failed")
-            values = answers.failed(RequestError(500, FAILED, "internal_error"))
-        for value in values:
-            yield answers.encoded(value)
-        if answers.last_line:
-            yield answers.last_line
+            yield as_event(RequestError(500, FAILED, "internal_error").as_json())
+        yield b"data: [DONE]\n\n"
+
+    async def _chunks(self) -> AsyncIterator[Json]:
+        """Yield the chunks; an empty one where none came for long. Raises the error that ended a job."""
+        answers, sent_s = self._answers, time.monotonic()
+        for chunk in answers.opening():
+            yield chunk
+        while not answers.is_done:
+            chunks: list[Json] = []
+            with contextlib.suppress(asyncio.TimeoutError):
+                event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
+                if isinstance(event, EdgeKVError):
+                    raise event
+                chunks = answers.take(event)
+            if not chunks and time.monotonic() - sent_s >= HEARTBEAT_S:  # perhaps a tool call, which comes whole
+                chunks = [{}]
+            for chunk in chunks:
+                sent_s = time.monotonic()
+                yield chunk
+        for chunk in answers.closing():
+            yield chunk
+
+
+def as_event(chunk: Json) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -30,7 +30,6 @@ from edgekv.server.answers import (
     CompletionFormat,
     EmbeddingFormat,
     EventStream,
-    ResponsesFormat,
     whole_answer,
 )
 from edgekv.server.engine import Channel, Engine, jobs_of
@@ -44,15 +43,14 @@ from edgekv.server.requests import (
     bad_field,
     parse_json,
     read,
-    read_response,
     request_error,
 )
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
 STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the process
 OPEN_PATHS = ("/", "/health")  # need no key
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
 PAGE_SCRIPTS = ("data.js", "view.js", "main.js")
-_UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
 
 
 def build_app(
@@ -62,12 +60,10 @@ def build_app(
     api_key: str | None,
     hosts: list[str] | None,
     limits: ServerLimits,
-    strict_model: bool = False,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
     """name: the model's, in answers. hosts: names by which the server may be called (None: any).
 
-    strict_model: a request for a model of another name is refused, else answered with a warning.
     origins: of pages elsewhere that may call it from a browser.
     """
 
@@ -78,7 +74,7 @@ def build_app(
         engine.stop()
         await run_in_threadpool(engine.join, STOPPING_S)
 
-    server = _Server(engine, name, limits, strict_model)
+    server = _Server(engine, name, limits)
     routes = [
         Route("/", server.page),
         Route("/health", server.health),
@@ -89,7 +85,6 @@ def build_app(
         Route("/v1/models/{model:path}", server.model),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completion, methods=["POST"]),
-        Route("/v1/responses", server.responses, methods=["POST"]),
         Route("/v1/embeddings", server.embeddings, methods=["POST"]),
     ]
     app = Starlette(
@@ -105,7 +100,7 @@ def build_app(
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["Warning", "Retry-After"],
+        expose_headers=["Retry-After"],
     )
 
 
@@ -161,8 +156,8 @@ class Guard:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, limits: ServerLimits, strict_model: bool) -> None:
-        self._engine, self._name, self._limits, self._strict_model = engine, name, limits, strict_model
+    def __init__(self, engine: Engine, name: str, limits: ServerLimits) -> None:
+        self._engine, self._name, self._limits = engine, name, limits
         self._loras = tuple(engine.session.model.loras)
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
 
@@ -234,9 +229,6 @@ class _Server:
     async def completion(self, request: Request) -> Response:
         return await self._answer(request, lambda body: read(body, CompletionRequest), CompletionFormat)
 
-    async def responses(self, request: Request) -> Response:
-        return await self._answer(request, read_response, ResponsesFormat)
-
     async def embeddings(self, request: Request) -> Response:
         def check(body: Any) -> EmbeddingRequest:
             given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
@@ -252,18 +244,17 @@ class _Server:
         """Return an answer, whole or as a stream."""
         engine = self._engine
 
-        def encode(body: Any) -> Any:
-            given = check(body)
-            if form is not EmbeddingFormat:
-                given.fill(engine.sampling)
-            return given, engine.prompts.encode(given), *self._named(given.model)
+        def encode(data: bytearray) -> Any:
+            given = check(parse_json(data))
+            return given, engine.prompts.encode(given)
 
         with contextlib.ExitStack() as held:
             body = held.enter_context(contextlib.closing(BodyShare(self._bodies)))
             data = await read_body(request, self._limits, body)
             async with self._encoders:  # of bodies in threads, where they are more than their bytes
                 body.parse(data)
-                given, prompts, lora, headers = await run_in_threadpool(lambda: encode(parse_json(data)))
+                given, prompts = await run_in_threadpool(encode, data)
+            lora = given.model if given.model in self._loras else None  # any other name is this model's
             lengths, nbytes = [len(each.ids) for each in prompts], 0
             if form is not EmbeddingFormat:
                 nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
@@ -271,33 +262,15 @@ class _Server:
             channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
             engine.submit(jobs_of(channel, given, prompts, lora))
             if isinstance(answers, AnswerFormat) and given.stream:
-                return EventStream(channel, answers, headers, held.pop_all().close)
+                return EventStream(channel, answers, held.pop_all().close)
             whole = await whole_answer(request.receive, channel, answers)
-            return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
-
-    def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
-        """The LoRA that a request's model names, and headers of the answer.
-
-        Raises RequestError where it must be a true name.
-        """
-        if model in self._loras:
-            return model, {}
-        if model == self._name:
-            return None, {}
-        if self._strict_model:
-            names = ", ".join(repr(name) for name in (self._name, *self._loras))
-            message = f"the model {model[:60]!r} does not exist; this server has {names}"
-            raise RequestError(404, message, "model_not_found", "model")
-        asked, own = (
-            text.encode("ascii", "replace").decode().translate(_UNQUOTABLE) for text in (model[:60], self._name)
-        )
-        return None, {"Warning": f'299 edgekv "there is no model {asked}: {own} answers"'}
+            return Response(status_code=499) if whole is None else JSONResponse(whole)
 
 
 async def _as_json(request: Request, error: Exception) -> Response:
     """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path[:60]}: {error.detail}"
+        message = f"{request.method} {request.url.path[:60]}: {error.detail}; ask one of {', '.join(PATHS)}"
         error = RequestError(error.status_code, message, "not_found")
     fault = RequestError(500, FAILED, "internal_error")
     refusal = request_error(error) if isinstance(error, EdgeKVError) else fault

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -19,7 +19,7 @@ from edgekv.engine.generation import Step
 from edgekv.engine.grammar import Constraint, Grammar, JsonSchema
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.report import FinishReason
-from edgekv.engine.sampling import Sampler, TokenLogprob, token_logprob
+from edgekv.engine.sampling import Sampler, TokenLogprob
 from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError, PowerError
 from edgekv.kvcache import CacheSpec
@@ -42,63 +42,34 @@ from edgekv.text.template import ChatTemplate
 from edgekv.vision.prompt import Prompt
 
 LOG = logging.getLogger("edgekv.server")
-LOGITS_AT_ONCE = 64  # tokens of an echoed prompt whose logits are in memory
 INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Usage:
-    """Tokens of one answer: ``cached`` of the prompt's were not computed, ``reasoning`` are in the completion."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-    reasoning: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Usage(*(a + b for a, b in pairs))
-
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
-
-
-@dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text that can be shown, of the answer ``index``, made of ``n_tokens`` of its own.
+    """More of the answer ``index``: text that can be shown, made of ``n_tokens``, or how far its prompt is read.
 
-    logprobs: of its tokens, if asked for; None for the first of an echoed prompt, which follows nothing.
+    logprobs: of its tokens, if asked for.
     """
 
     index: int
-    text: str
-    logprobs: Sequence[TokenLogprob | None] = ()
+    text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
     timings: dict[str, Any] | None = None
     n_tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptProgress:
-    """How far the prompt of the answer ``index`` is read."""
-
-    index: int
-    values: dict[str, Any]
+    progress: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerEnd:
-    """The end of the answer ``index``: OpenAI's finish reason."""
+    """The end of the answer ``index``: OpenAI's finish reason.
+
+    usage: tokens, ``prompt`` and ``completion``, and ``cached`` of the prompt's that were not computed.
+    """
 
     index: int
     reason: FinishReason
-    usage: Usage
+    usage: Mapping[str, int]
     timings: dict[str, Any] | None = None
 
 
@@ -108,10 +79,9 @@ class EmbeddingVector:
 
     index: int
     values: Sequence[float]
-    n_tokens: int
 
 
-Event = Piece | PromptProgress | AnswerEnd | EmbeddingVector | EdgeKVError
+Event = Piece | AnswerEnd | EmbeddingVector | EdgeKVError
 
 
 class Cancelled(Exception):
@@ -296,17 +266,10 @@ class Engine:
             finally:
                 self.pool.release(session)
             self.metrics.add(prompt_tokens=len(ids))
-            return EmbeddingVector(job.index, values, len(ids))
+            return EmbeddingVector(job.index, values)
         prompt = self._images.placed(ids, job.prompt.images)
         session, new = self.pool.acquire(prompt, job.lora)
         try:
-            if request.echoes and request.n_logprobs is not None:
-                self._echo_logprobs(job, session, request.n_logprobs)
-                new = session.align(prompt)
-            elif request.echoes:
-                job.channel.emit(Piece(job.index, job.prompt.text))
-            if request.echoes and request.max_tokens == 0:
-                return AnswerEnd(job.index, "length", Usage(len(ids)))
             return self._generate(job, request, session, new)
         finally:
             self.pool.release(session)
@@ -365,33 +328,22 @@ class Engine:
     def _count_sessions(self) -> None:
         self.metrics.set(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
-    def _echo_logprobs(self, job: Job, session: Session, n_top: int) -> None:
-        """Emit the prompt with the log probabilities of its tokens, for which all of it is read again."""
-        session.rewind(0)
-        ids, found = job.prompt.ids, list[TokenLogprob | None]([None])
-        for a in range(0, len(ids) - 1, LOGITS_AT_ONCE):
-            job.channel.check()
-            b = min(a + LOGITS_AT_ONCE, len(ids) - 1)
-            rows = session.logits(ids[a:b])
-            found += [token_logprob(row, i, n_top) for row, i in zip(rows, ids[a + 1 : b + 1], strict=True)]
-        job.channel.emit(Piece(job.index, job.prompt.text, found))
-
     def _generate(
         self, job: Job, request: ChatRequest | CompletionRequest, session: Session, new: Prompt
     ) -> AnswerEnd:
         prompts, made, meter = self.prompts, list[Step](), _Meter(self._power)
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
-        sampler = Sampler(request.sampling(job.choice), session.config.vocab_size, request.n_logprobs)
-        n_held = len(session.tokens)
-        n_prompt = n_held + sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
-        n_read = n_held if request.echoes and request.n_logprobs is not None else 0  # for the echo, a moment ago
-        timings = Timings(session, n_prompt, n_read)
+        sampler = Sampler(
+            request.sampling(self.sampling, job.choice), session.config.vocab_size, request.n_logprobs
+        )
+        n_prompt = len(session.tokens) + sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
+        timings = Timings(session, n_prompt)
         n_sent = 0  # of the tokens that were made
 
         def progress(layer: int, n_layers: int) -> None:
             job.channel.check()
             if request.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
-                job.channel.emit(PromptProgress(job.index, values))
+                job.channel.emit(Piece(job.index, progress=values))
 
         def current(count_bytes: bool) -> dict[str, Any] | None:
             return timings.as_json(count_bytes) if request.timings_per_token else None
@@ -448,19 +400,19 @@ class Engine:
             self.prompts.remember(text, ids)
         return len(ids)
 
-    def _count(self, session: Session, n_prompt: int, n_cached: int, energy: Window | None) -> Usage:
+    def _count(self, session: Session, n_prompt: int, n_cached: int, energy: Window | None) -> dict[str, int]:
         report = session.report()
         n_decoded = len(report.decode_latencies_s)
         n_made = n_decoded + (report.time_to_first_token_s is not None)
-        usage = Usage(n_prompt, n_cached if n_made else 0, n_made)
-        self.metrics.add(prompt_tokens=usage.prompt, cached_tokens=usage.cached, generated_tokens=usage.completion)
+        n_cached = n_cached if n_made else 0
+        self.metrics.add(prompt_tokens=n_prompt, cached_tokens=n_cached, generated_tokens=n_made)
         self.metrics.add(prefill_seconds=report.prefill_s or 0, decode_seconds=sum(report.decode_latencies_s))
         self.metrics.set(tokens_per_second=report.decode_tokens_per_s)
         if self._power and energy is not None:
             per_token = 1e3 * energy.joules / n_decoded if n_decoded else None
             estimated = self._power.about().estimate
             self.metrics.set(estimated, watts=energy.average_w, millijoules_per_token=per_token)
-        return usage
+        return {"prompt": n_prompt, "cached": n_cached, "completion": n_made}
 
 
 def _stopped() -> RequestError:
@@ -494,13 +446,10 @@ class _Meter:
 
 
 class Timings:
-    """Where an answer is, by the names of llama.cpp's server.
+    """Where an answer is, by the names of llama.cpp's server. n_prompt: tokens of the whole prompt."""
 
-    n_prompt: tokens of the whole prompt; n_read: those of them that were computed for its echo.
-    """
-
-    def __init__(self, session: Session, n_prompt: int, n_read: int) -> None:
-        self._session, self._n_prompt, self._n_read = session, n_prompt, n_read
+    def __init__(self, session: Session, n_prompt: int) -> None:
+        self._session, self._n_prompt = session, n_prompt
         self._begun_s = self._counted_s = time.perf_counter()
         self._first_s = self._latest_s = 0.0  # when tokens were made
         self._n_made = 0
@@ -509,7 +458,7 @@ class Timings:
     @property
     def n_cached(self) -> int:
         """Tokens of the prompt that need not be computed, once it is being read."""
-        return max(0, self._n_prompt - self._n_read - self._session.n_read)
+        return max(0, self._n_prompt - self._session.n_read)
 
     def add_token(self) -> None:
         """Count a token."""

@@ -14,6 +14,7 @@ from edgekv.server.prompts import END_THINK, THINK, ToolFormat
 
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps not all of it yet
+STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # texts, and what opens and closes
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # Mistral's templates take no other
 
@@ -33,27 +34,20 @@ class Reasoning:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallBegin:
-    """The ``number``-th call: its arguments follow."""
+class Call:
+    """The ``number``-th call of a tool: arguments is JSON, or as far as it came where the answer was cut off."""
 
     number: int
     id: str
     name: str
+    arguments: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class CallArguments:
-    """More of the JSON of a call's arguments."""
-
-    number: int
-    text: str
-
-
-Delta = Content | Reasoning | CallBegin | CallArguments
+Delta = Content | Reasoning | Call
 
 
 class AnswerParser:
-    """Takes text in pieces of any length; gives what is certain of it so far.
+    """Takes text in pieces of any length; gives what is certain of it so far, and calls once they are whole.
 
     thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
     can be called. forced: the text is calls and nothing else. plain: all of it is content.
@@ -71,7 +65,7 @@ class AnswerParser:
         self._form, self._names, self._forced = form, names, forced
         self.is_cut = False  # once it has ended: within a call
         self._held, self._out = "", list[Delta]()
-        self._call: _Call | None = None
+        self._name: str | None = None  # of a call whose arguments stand alone
         self._n_calls = 0
         self._is_first = True  # nothing was given yet
         opening = self._reasoning if thinks else self._opening
@@ -87,13 +81,8 @@ class AnswerParser:
         self._held += text
         while self._held and self._read(last):
             pass
-        if last and self._call is not None:
-            self.is_cut = True
-            if self._call.number is None:
-                name = NAME.match(self._call.text)
-                self._begin_cut(name[1] if name else "", whole=bool(name and name[2]))
         if last and self._forced and not self._n_calls and not self.is_cut:
-            self._begin_cut("", whole=False)
+            self._cut("", whole=False)
         deltas, self._out = self._out, []
         return deltas
 
@@ -153,7 +142,7 @@ class AnswerParser:
             return False
         self._held = text
         if text.startswith("{"):
-            self._call, self._read = _Call(), self._calling
+            self._read = self._calling
         elif text:
             self._read = self._content
         return bool(text)
@@ -162,88 +151,68 @@ class AnswerParser:
         """A bare name, and a mark behind which its arguments stand."""
         head, found, after = self._held.partition(form.args)
         name, has_id, _ = head.partition("[CALL_ID]")
-        if found:
-            self._call, self._read = _Call(is_bare=True, number=self._begin(name.strip())), self._calling
-            self._held = after.lstrip()
+        if after := after.lstrip():
+            self._name, self._held, self._read = name.strip(), after, self._calling
         elif last:
-            self._begin_cut(name, whole=bool(has_id))
-        return bool(found)
+            self._cut(name.strip(), whole=bool(has_id or found))
+        return bool(after)
 
     def _calling(self, last: bool) -> bool:
-        assert self._call is not None
-        call, end = self._call, self._call.scan(self._held)
-        call.text, self._held = call.text + self._held[:end], self._held[end:]
-        if call.number is None and (head := HEAD.match(call.text)) and (name := _json(head[1])):
-            call.number, call.n_given = self._begin(name), head.end()
-        if call.number is not None:
-            stop = call.arguments_end or len(call.text)
-            if stop > call.n_given:
-                self._out.append(CallArguments(call.number, call.text[call.n_given : stop]))
-                call.n_given = stop
-        if call.depth:
+        """An object: a name with its arguments, or these alone."""
+        end = object_end(self._held)
+        if not end and not last:
             return False
-        if call.number is None:
-            self._whole(call.text)
-        self._call, self._read = None, self._content if call.is_bare else self._between
+        text, self._held = (self._held[:end], self._held[end:]) if end else (self._held, "")
+        self.is_cut = not end
+        head = HEAD.match(text)
+        if self._name is not None:
+            self._call(self._name, text)
+        elif head and (name := _json(head[1])):
+            arguments = text[head.end() :]
+            self._call(name, arguments[: object_end(arguments) or len(arguments)])
+        elif end:
+            self._any_order(text)
+        else:
+            found = NAME.match(text)
+            self._cut(found[1] if found else "", whole=bool(found and found[2]))
+        self._read = self._between if self._name is None else self._content
+        self._name = None
         return True
 
-    def _whole(self, text: str) -> None:
+    def _any_order(self, text: str) -> None:
         """A call in another order of its fields; what is no call is content."""
         value = _json(text)
         given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(given, dict) and isinstance(value.get("name"), str):
-            self._out.append(CallArguments(self._begin(value["name"]), json.dumps(given, ensure_ascii=False)))
+            self._call(value["name"], json.dumps(given, ensure_ascii=False))
         else:
             self._give(Content(text))
 
-    def _begin_cut(self, name: str, whole: bool) -> None:
+    def _cut(self, name: str, whole: bool) -> None:
         """A call that was cut off before its arguments: given where only one has this name, or begins with it."""
         self.is_cut, self._held = True, ""
         fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
         if len(fitting) == 1:
-            self._begin(fitting[0])
+            self._call(fitting[0], "")
 
-    def _begin(self, name: str) -> int:
-        number, self._n_calls = self._n_calls, self._n_calls + 1
-        self._out.append(CallBegin(number, "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH)), name))
-        return number
+    def _call(self, name: str, arguments: str) -> None:
+        id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+        self._out.append(Call(self._n_calls, id, name, arguments))
+        self._n_calls += 1
 
     def _give(self, delta: Content | Reasoning) -> None:
         if delta.text and not (self._forced and isinstance(delta, Content)):
             self._out.append(delta)
 
 
-@dataclasses.dataclass
-class _Call:
-    """The JSON object of one call as it grows. is_bare: the arguments alone; number: once its name is known."""
-
-    is_bare: bool = False
-    number: int | None = None
-    text: str = ""
-    n_given: int = 0  # characters of the text
-    depth: int = 0
-    arguments_end: int | None = None
-    in_string: bool = False
-    is_escaped: bool = False
-
-    def scan(self, more: str) -> int:
-        """Follow braces and strings; return how many characters of ``more`` belong to the object."""
-        for i, letter in enumerate(more):
-            if self.is_escaped:
-                self.is_escaped = False
-            elif self.in_string:
-                self.is_escaped, self.in_string = letter == "\\", letter != '"'
-            elif letter == '"':
-                self.in_string = True
-            elif letter in "{[":
-                self.depth += 1
-            elif letter in "}]":
-                self.depth -= 1
-                if self.depth == 1 and self.arguments_end is None and not self.is_bare:
-                    self.arguments_end = len(self.text) + i + 1
-                if self.depth == 0:
-                    return i + 1
-        return len(more)
+def object_end(text: str) -> int:
+    """Return how many characters the object takes that the text begins with; 0: it has no end yet."""
+    depth = 0
+    for found in STRUCTURE.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end()
+    return 0
 
 
 def possible_start(text: str, mark: str) -> int:

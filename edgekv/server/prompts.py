@@ -33,12 +33,11 @@ THINK, END_THINK = "<think>", "</think>"
 class EncodedPrompt:
     """A prompt's token ids.
 
-    text: what an echo brings back. thinks: the answer begins within the model's reasoning. images: the bytes of
+    thinks: the answer begins within the model's reasoning. images: the bytes of
     files, in the order of their places among the ids.
     """
 
     ids: list[int]
-    text: str = ""
     thinks: bool = False
     images: tuple[bytes, ...] = ()
 
@@ -63,20 +62,14 @@ class RequestEncoder:
         """Return the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
-        field, echoes = request.names.get("prompt", "prompt"), getattr(request, "echo", False)
-        pairs = [(self.ids(prompt, field), self._text(prompt) if echoes else "") for prompt in request.prompts]
-        return [EncodedPrompt(*pair) for pair in pairs]
+        field = request.names.get("prompt", "prompt")
+        return [EncodedPrompt(self.ids(prompt, field)) for prompt in request.prompts]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
         """Return a text's ids, or ids as they are. Raises RequestError, which blames the field."""
         if isinstance(text, str):
             return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
         return self._checked(list(text), field)
-
-    def _text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return self.tokenizer.decode([token for token in prompt if token < self.tokenizer.vocab_size])
 
     def remember(self, text: str, ids: list[int]) -> None:
         """Keep an answer's own tokens: the next request brings back its text alone."""

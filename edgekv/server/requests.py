@@ -1,6 +1,6 @@
 """Requests of OpenAI's API: JSON's bytes to structs that msgspec checks, and what each asks of the model.
 
-Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings, responses), and what
+Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings), and what
 llama.cpp's server adds to it (top_k, min_p, chat_template_kwargs, return_progress, timings_per_token). Null is as
 good as absent; absent settings are the model's own; a field that is not declared is refused.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -30,8 +30,6 @@ SAMPLING = [
     each.name for each in dataclasses.fields(SamplingParams) if each.name not in ("seed", "repetition_window")
 ]
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
-TEXT_PARTS, IMAGE_PART = ("input_text", "output_text", "text"), "input_image"
-NOT_SENT_BACK = ("model", "input", "stream", "include", "stream_options", "prompt_cache_retention")
 T = TypeVar("T", bound=Struct)
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -185,10 +183,9 @@ class Tool(StrictStruct):
 
 
 class NamedTool(StrictStruct):
-    """The tool that must be called: a chat names its function, the responses API its name alone."""
+    """The tool that must be called."""
 
-    function: CalledFunction | None = None
-    name: str = ""
+    function: CalledFunction
     type: Literal["function"] = "function"
 
 
@@ -248,7 +245,7 @@ class Request(IgnoredFields, kw_only=True):
     stream_options: StreamOptions | None = None
     return_progress: bool = False
     timings_per_token: bool = False
-    max_tokens: Count | None = None
+    max_tokens: Positive | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -263,24 +260,18 @@ class Request(IgnoredFields, kw_only=True):
     response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
-        self.sampling()
+        self.sampling(SamplingParams())
         form = self.response_format
         if form and form.type == "json_schema" and self.schema is None:
-            name = self.names.get("schema", "response_format.json_schema")
+            name = "response_format.json_schema.schema"
             raise RequestError(400, f"{name!r} is missing", param=name)
 
-    def fill(self, defaults: SamplingParams) -> None:
-        """Take the model's own settings where the request says nothing."""
-        for name in SAMPLING:
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(defaults, name))
-
-    def sampling(self, choice: int = 0) -> SamplingParams:
-        """Return the settings of the n-th answer: a seed counts up."""
+    def sampling(self, defaults: SamplingParams, choice: int = 0) -> SamplingParams:
+        """Return the settings of the n-th answer: a seed counts up. defaults: where the request says nothing."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed % (1 << 64) + choice
         try:
-            return SamplingParams(**given, seed=seed)
+            return dataclasses.replace(defaults, **given, seed=seed)
         except ConfigError as error:
             raise RequestError(400, str(error), param=error.field) from None
 
@@ -305,11 +296,6 @@ class Request(IgnoredFields, kw_only=True):
         raise NotImplementedError
 
     @property
-    def echoes(self) -> bool:
-        """Whether the prompt comes back before its answer."""
-        return False
-
-    @property
     def tools_allowed(self) -> Tools | None:
         """The tools in the prompt, if any."""
         return None
@@ -321,8 +307,7 @@ class Request(IgnoredFields, kw_only=True):
         """
         if self.n_logprobs is None:
             return 0
-        most = max_new_tokens if self.max_tokens is None else self.max_tokens
-        n_tokens = sum(min(most, ctx - length + 1) + (length if self.echoes else 0) for length in lengths)
+        n_tokens = sum(min(self.max_tokens or max_new_tokens, ctx - length + 1) for length in lengths)
         return LOGPROB_BYTES * (1 + self.n_logprobs) * self.n * n_tokens
 
 
@@ -351,8 +336,6 @@ class ChatRequest(Request, kw_only=True):
             raise RequestError(400, message, param=fixed[0])
         if (n := len(self.images)) > MAX_IMAGES:
             raise RequestError(400, f"{n} images; accepted: up to {MAX_IMAGES}", param=self.names["images"])
-        if self.max_tokens == 0:
-            raise bad_field("max_tokens", 0, "a whole number of 1 or more")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.top_logprobs and not self.logprobs:
             raise RequestError(400, "'top_logprobs' needs \"logprobs\": true", param="top_logprobs")
@@ -361,11 +344,7 @@ class ChatRequest(Request, kw_only=True):
 
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates take them. Raises RequestError."""
-        return [message.as_turn(self.place(i)) for i, message in enumerate(self.messages)]
-
-    def place(self, i: int) -> str:
-        """Return the i-th message's name in errors."""
-        return f"messages[{i}]"
+        return [message.as_turn(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     @property
     def images(self) -> list[str]:
@@ -392,8 +371,7 @@ class ChatRequest(Request, kw_only=True):
             return None
         can = () if choice == "none" else functions
         if isinstance(choice, NamedTool):
-            name = choice.function.name if choice.function else choice.name
-            can = tuple(each for each in functions if each.name == name)
+            can = tuple(each for each in functions if each.name == choice.function.name)
         return Tools(functions, can, forced, several is True if forced else several is not False)
 
 
@@ -402,7 +380,7 @@ class CompletionRequest(Request, kw_only=True):
 
     prompt: Texts
     logprobs: Top | None = None
-    echo: bool = False
+    echo: Literal[False] = False
     best_of: Literal[1] = 1
     suffix: Literal[""] = ""
 
@@ -411,8 +389,6 @@ class CompletionRequest(Request, kw_only=True):
         if (n := len(self.prompts)) * self.n > MAX_CHOICES:
             many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
             raise RequestError(400, f"{many}: ask in parts", param="n")
-        if self.max_tokens == 0 and not self.echo:
-            raise bad_field("max_tokens", 0, "1 or more, 0 with echo")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -422,10 +398,6 @@ class CompletionRequest(Request, kw_only=True):
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        return self.echo
 
 
 class EmbeddingRequest(StrictStruct):
@@ -444,148 +416,6 @@ class EmbeddingRequest(StrictStruct):
     def prompts(self) -> list[str | list[int]]:
         """One text or several."""
         return listed(self.input, "input")
-
-
-# The responses API in its simple form: each request brings its whole conversation, as nothing is stored.
-
-
-class TextFormat(JsonSchema):
-    """As ResponseFormat, its schema without a level between."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
-class TextOptions(StrictStruct):
-    format: TextFormat | None = None
-    verbosity: Any = None  # changes nothing here
-
-
-class Effort(StrictStruct):
-    effort: str | None = None
-    summary: Any = None  # none are made
-
-
-class FunctionTool(Function, tag_field="type", tag="function"):
-    """What the model may call."""
-
-
-class FunctionCall(CalledFunction):
-    """What an earlier answer called."""
-
-    call_id: str = ""
-
-
-class ResponsesRequest(IgnoredFields, kw_only=True):
-    """POST /v1/responses; the last fields change nothing here."""
-
-    model: str
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool = False
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | NamedTool = "auto"
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Effort | None = None
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-    include: Any = None
-    stream_options: Any = None
-    max_tool_calls: Any = None
-    top_logprobs: Literal[0] = 0
-
-    def messages(self) -> Iterator[tuple[Message, str]]:
-        """Yield the input as messages, with calls in the assistant's before them, and their names in errors."""
-        if self.instructions:
-            yield Message("system", self.instructions), "instructions"
-        if isinstance(self.input, str):
-            yield Message("user", self.input), "input"
-            return
-        answer: Message | None = None  # the assistant's, if it is the latest
-        for i, item in enumerate(self.input):
-            kind, place = item.get("type", "message"), f"input[{i}]"
-            if kind == "reasoning":  # what an earlier answer thought is not shown to the model again
-                continue
-            if kind == "function_call":
-                given = {name: item.get(name) for name in ("name", "arguments", "call_id")}
-                called = read(given, FunctionCall, place)
-                if answer is None:
-                    answer = Message("assistant")
-                    yield answer, place
-                answer.tool_calls = [*(answer.tool_calls or ()), ToolCall(called, called.call_id)]
-                continue
-            if kind == "message":
-                given = {"role": item.get("role"), "content": _content(item.get("content"), place)}
-            elif kind == "function_call_output":
-                output = _content(item.get("output"), place)
-                given = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
-            else:
-                raise bad_field(f"{place}.type", kind, "message, function_call, function_call_output, reasoning")
-            message = read(given, Message, place)
-            answer = message if message.role == "assistant" else None
-            yield message, place
-
-
-class ResponsesChat(ChatRequest, kw_only=True):
-    """The chat that a request to /v1/responses is. sent: what comes back with its answer; places: of `place`."""
-
-    names: ClassVar = {
-        "prompt": "input",
-        "images": "input",
-        "json_schema": "text.format",
-        "schema": "text.format.schema",
-    }
-
-    sent: dict[str, Any]
-    places: list[str]
-
-    def place(self, i: int) -> str:
-        return self.places[i]
-
-
-def read_response(body: Any) -> ResponsesChat:
-    """Return the body of a request to /v1/responses. Raises RequestError."""
-    if isinstance(body, dict) and body.get("previous_response_id") is not None:
-        message = "nothing is stored here: send the whole conversation as 'input', without previous_response_id"
-        raise RequestError(400, message, param="previous_response_id")
-    request = read(body, ResponsesRequest)
-    messages, places = zip(*request.messages(), strict=True) if request.input else ((), ())
-    form = request.text and request.text.format
-    return ResponsesChat(
-        model=request.model,
-        messages=list(messages),
-        places=list(places),
-        max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        stream=request.stream,
-        tools=[Tool(tool) for tool in request.tools or ()],
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        response_format=ResponseFormat(form.type, form) if form else None,
-        sent={name: value for name, value in body.items() if value is not None and name not in NOT_SENT_BACK},
-    )
-
-
-def _content(content: Any, place: str) -> Any:
-    """Return the parts of a message as those of a chat."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in TEXT_PARTS:
-            parts.append({"type": "text", "text": part.get("text")})
-        elif kind == IMAGE_PART and isinstance(part.get("image_url"), str):
-            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
-        else:
-            accepted = f"{', '.join(TEXT_PARTS)}, {IMAGE_PART} with an image_url"
-            raise bad_field(f"{place}.content[{i}]", part, accepted)
-    return parts
 
 
 def parse_json(data: bytes | bytearray) -> Any:

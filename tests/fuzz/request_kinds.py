@@ -22,7 +22,6 @@ from edgekv.server.requests import (
     listed,
     parse_json,
     read,
-    read_response,
 )
 from edgekv.text.template import ChatTemplate
 
@@ -157,18 +156,6 @@ CHAT: dict[str, Any] = {
     "logprobs": True,
     "top_logprobs": 2,
 }
-RESPONSES: dict[str, Any] = {
-    "model": "m",
-    "instructions": "Be brief.",
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
-        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": "1"},
-    ],
-    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-    "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
-    "max_output_tokens": 3,
-}
 EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_format": "base64", "dimensions": 3}
 
 
@@ -176,10 +163,9 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
     kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
         "chat": (CHAT, lambda body: read(body, ChatRequest)),
         "completion": (
-            {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
+            {**REQUEST, "prompt": [1, 2], "logprobs": 2},
             lambda body: read(body, CompletionRequest),
         ),
-        "responses": (RESPONSES, read_response),
         "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
     }
     body, asked = kinds[rng.choice(sorted(kinds))]

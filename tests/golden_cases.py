@@ -40,7 +40,6 @@ GPT2: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-SHORT = {"max_position_embeddings": 32}  # scaled types are tested beyond the trained positions
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -156,7 +155,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "llama31": LLAMA | {"num_key_value_heads": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
     "rope-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-    "rope-dynamic": LLAMA | SHORT | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "rope-yarn": LLAMA
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "rope-longrope": LLAMA | {"rope_scaling": LONGROPE},

@@ -157,18 +157,12 @@ def write(name: str, folder: pathlib.Path, base: dict[str, Any] = BASE) -> tuple
 
 PACKED = np.load(pathlib.Path(__file__).parent / "golden" / "packed.npz")
 COMPRESSED = {"quantization_config": {"quant_method": "compressed-tensors"}}
-BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 LIBRARIES: dict[str, tuple[dict[str, Any], str, str | None]] = {  # config, kind, exact format
     "w4a16": (COMPRESSED, "compressed-tensors 4-bit", "int4"),
     "w4a16-asymmetric": (COMPRESSED, "compressed-tensors 4-bit", "int4-32-zeros"),
     "w8a16": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
     "int8": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
     "w8a16-float": (COMPRESSED, "FP8", None),
-    "nf4": (BNB, "bitsandbytes nf4", None),
-    "nf4-nested": (BNB, "bitsandbytes nf4", None),
-    "fp4": (BNB, "bitsandbytes fp4", None),
-    "mlx-4": ({"quantization": {"group_size": 64, "bits": 4}}, "MLX 4-bit", None),
-    "mlx-8": ({"quantization": {"bits": 4, "m": {"group_size": 32, "bits": 8}}}, "MLX 8-bit", None),
 }
 
 

@@ -90,7 +90,7 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
     for part in ("rope_scaling", "rope_parameters", "text_config"):
         inner = base.get(part, {})
         cases += [base | {part: inner | {field: value}} for field in (*inner, "factor", "type") for value in ODD]
-    kinds = ("linear", "dynamic", "yarn", "longrope", "llama3", "default")
+    kinds = ("linear", "yarn", "longrope", "llama3", "default")
     inner = {**LLAMA3, **LONGROPE, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32}
     for kind in kinds:
         for field in inner:

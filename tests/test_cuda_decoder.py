@@ -63,7 +63,7 @@ def open_caches(decoder: Any, text: str, capacity: int = CAPACITY) -> list[KVCac
 
 
 REPLAYED = ["llama2-gqa", "mistral", "qwen3", "gpt2", "gemma3-options", "gemma2-options"]
-STEPPED = ["rope-dynamic", "phi3-longrope"]  # change with the length
+STEPPED = ["phi3-longrope"]  # changes with the length
 
 
 @pytest.mark.parametrize("name", REPLAYED + STEPPED)

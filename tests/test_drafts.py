@@ -139,7 +139,7 @@ def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("case", "weights"),
     [
-        ("rope-dynamic", "f32"),
+        ("phi3-longrope", "f32"),
         ("mistral", "int8"),
         ("gpt2", "int4"),
         ("mixtral", "f32"),
@@ -156,7 +156,7 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     session.reset()
     session._runner.drafts = Scripted(plain)
     assert [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)] == plain
-    assert (session.report().drafts.accepted > 0) == (case != "rope-dynamic")
+    assert (session.report().drafts.accepted > 0) == (case != "phi3-longrope")
 
 
 @pytest.mark.parametrize("overflow", ["stop", "slide"])

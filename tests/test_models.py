@@ -14,7 +14,6 @@ from edgekv.errors import ImageError
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4
-LENGTH_DEPENDENT = {"rope-dynamic"}  # earlier keys keep the rotation of a shorter sequence
 SWITCHING = {"rope-longrope", "phi3-longrope"}  # all keys are computed again beyond 32 tokens
 
 
@@ -32,12 +31,11 @@ def test_logits_and_text_are_those_of_transformers(name: str, device: str, tmp_p
     tokens = golden_cases.tokens(name)
     whole = session.logits(tokens)
     np.testing.assert_allclose(whole[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
-    if name not in LENGTH_DEPENDENT:
-        session.reset()
-        parts = [session.logits(tokens[:17]), session.logits(tokens[17:41])]
-        parts += [session.logits([token]) for token in tokens[41:]]
-        first = 17 if name in SWITCHING else 0  # from the second chunk on a sequence is long
-        np.testing.assert_allclose(np.concatenate(parts)[first:], whole[first:], atol=TOLERANCE, rtol=0)
+    session.reset()
+    parts = [session.logits(tokens[:17]), session.logits(tokens[17:41])]
+    parts += [session.logits([token]) for token in tokens[41:]]
+    first = 17 if name in SWITCHING else 0  # from the second chunk on a sequence is long
+    np.testing.assert_allclose(np.concatenate(parts)[first:], whole[first:], atol=TOLERANCE, rtol=0)
     if name != "rope-longrope":  # of which transformers computes the keys again for phi3 alone
         session.reset()
         expected = GOLDEN[f"{name}/greedy"].tolist()

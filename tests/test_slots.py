@@ -21,7 +21,7 @@ from edgekv.engine.decoder import FEW_ROWS
 
 
 @pytest.mark.parametrize(
-    ("case", "kv"), [("llama31", "dense"), ("llama31", "onebit"), ("gpt2", "onebit"), ("rope-dynamic", "h2o")]
+    ("case", "kv"), [("llama31", "dense"), ("llama31", "onebit"), ("gpt2", "onebit"), ("rope-yarn", "h2o")]
 )
 def test_a_pass_of_several_conversations(case: str, kv: str, tmp_path: pathlib.Path) -> None:
     """Of different lengths, their tokens in one pass of the linear layers."""

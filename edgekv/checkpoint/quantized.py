@@ -1,18 +1,16 @@
 """Weights of published quantized checkpoints as the plain matrices that they stand for, unpacked when read.
 
 Each method that config.json may name is a function of METHODS. Sources of the layouts: AutoGPTQ, GPTQModel,
-AutoAWQ, bitsandbytes, mlx-lm, compressed-tensors, transformers.
+AutoAWQ, compressed-tensors, transformers.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import ml_dtypes
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
@@ -34,25 +32,16 @@ E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 MX_BIAS, MX_MOST = 128, 254  # of the exponents, for twice the numbers; and the largest that is a number
 PLAIN = "int8-32"  # format of what a packed checkpoint leaves unpacked, mostly the language-model head
 IGNORED = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
-SIDE = Annotated[int, Meta(ge=1, le=1 << 20)]
-BLOCK_SIZE = Annotated[int, Meta(ge=1, le=1 << 16)]
+Side = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class Quantization(Struct):
-    """quantization_config, or mlx's quantization: what the tensors' shapes do not say."""
+    """quantization_config: what the tensors' shapes do not say."""
 
-    quant_method: str | None = None
     bits: Annotated[int, Meta(ge=2, le=8)] | None = None
-    group_size: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     checkpoint_format: str | None = None
     version: str | None = None
-    mode: str | None = None
-    weight_block_size: Annotated[list[SIDE], Meta(min_length=2, max_length=2)] | None = None
-
-    @classmethod
-    def read(cls, raw: Any, where: str) -> Quantization:
-        """Reads the object ``where`` of a config.json. Raises ConfigError as `read_fields`."""
-        return read_fields(raw, cls, f"config.json: {where}", "give the checkpoint's own config.json")
+    weight_block_size: Annotated[list[Side], Meta(min_length=2, max_length=2)] | None = None
 
     def width(self, method: str, *accepted: int) -> int:
         """Returns the bits of a weight. Raises ConfigError for other than ``accepted``."""
@@ -60,6 +49,69 @@ class Quantization(Struct):
         if bits not in accepted:
             raise _unsupported("bits", bits, f"accepted for {method}: {', '.join(map(str, accepted))}")
         return bits
+
+
+class Module:
+    """The checkpoint's tensors of one linear layer, by the ends of their names.
+
+    parts: those that hold the packed matrix. What has another shape or type than a layout needs raises
+    CheckpointError.
+    """
+
+    ENDS = (
+        *(".weight", ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv"),
+        *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    )
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self.tensors, self.name = tensors, name
+        self.parts = [tensors[name + end] for end in self.ENDS if end in self]
+
+    def __contains__(self, end: str) -> bool:
+        return self.name + end in self.tensors
+
+    def words(self, end: str) -> Words:
+        """Returns 32-bit words (r, n)."""
+        array = self.matrix(end)
+        if array.dtype.itemsize != 4 or array.dtype.kind not in "iu":
+            raise self.wrong(end, "a matrix of 32-bit words")
+        return array.view(np.uint32)
+
+    def matrix(self, end: str) -> Array:
+        """Returns an array (r, n) that is not empty."""
+        array = self.tensors[self.name + end].read()
+        if array.ndim != 2 or not array.size:
+            raise self.wrong(end, "a matrix")
+        return array
+
+    def shaped(self, end: str, *shapes: tuple[int, ...]) -> Array:
+        """Returns an array of one of the shapes, such as (rows, 1) or (rows,)."""
+        array = self.tensors[self.name + end].read()
+        if array.shape not in shapes:
+            raise self.wrong(end, " or ".join(map(str, shapes)))
+        return array
+
+    def group_of(self, columns: int, groups: int) -> I64 | None:
+        """Returns each column's group (columns,); None where the groups are neighbours of one size."""
+        end = next((end for end in (".g_idx", ".weight_g_idx") if end in self), None)
+        if end is None:
+            return None
+        found = self.shaped(end, (columns,)).astype(np.int64)
+        if found.min() < 0 or found.max() >= groups:
+            raise self.wrong(end, f"numbers of {groups} groups")
+        return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
+
+    def wrong(self, end: str, accepted: str) -> CheckpointError:
+        """Makes the error for a tensor of another type or shape than ``accepted`` says."""
+        tensor = self.tensors[self.name + end]
+        return tensor.error(
+            f"is {tensor.dtype} {tensor.shape}, expected {accepted}: download the checkpoint again"
+        )
+
+
+def modules(tensors: Tensors, end: str) -> Iterator[Module]:
+    """Yields the modules that have a tensor of this end."""
+    return (Module(tensors, name.removesuffix(end)) for name in tensors if name.endswith(end))
 
 
 class QuantizedTensor(Tensor):
@@ -72,15 +124,9 @@ class QuantizedTensor(Tensor):
     nearest_format = "int8-32"  # loses little
 
     def __init__(
-        self,
-        parts: Sequence[Tensor],
-        module: str,
-        kind: str,
-        shape: tuple[int, int],
-        values: Rows,
-        shared: int = 1,
+        self, parts: list[Tensor], module: str, kind: str, shape: tuple[int, int], values: Rows, shared: int = 1
     ) -> None:
-        self.kind, self.parts, self._values = kind, list(parts), values
+        self.kind, self.parts, self._values = kind, parts, values
         nbytes = sum(part.nbytes for part in parts) // shared
         super().__init__(parts[0].path, f"{module}.weight", "F16", shape, nbytes)
 
@@ -105,33 +151,29 @@ class GroupedTensor(QuantizedTensor):
     """Whole numbers times the scale of their group of columns.
 
     bits: of a number as it is stored. numbers: rows lo..hi, (hi - lo, columns), less half the range. scales (rows,
-    groups). zeros: zero points (rows, groups), less half the range; None: all are 0. group_of: of each column,
-    (columns,); None: groups are ``group`` neighbours.
+    groups). zeros: zero points (rows, groups), less half the range; None: all are 0.
     """
 
     def __init__(
-        self,
-        parts: Sequence[Tensor],
-        module: str,
-        kind: str,
-        shape: tuple[int, int],
-        bits: int,
-        numbers: Rows,
-        scales: Array,
-        zeros: Codes | None,
-        group: int,
-        group_of: I64 | None = None,
+        self, module: Module, kind: str, bits: int, columns: int, numbers: Rows, scales: Array, zeros: Codes | None
     ) -> None:
-        name = f"{kind} {bits}-bit" + (" act-order" if group_of is not None else "")
-        super().__init__(parts, module, name, shape, lambda lo, hi: self._codes(lo, hi) * self._scaled(lo, hi))
+        rows, groups = scales.shape
+        if columns % groups:
+            raise module.parts[0].error(f"has {columns} columns, which {groups} groups do not divide")
+        group, group_of = columns // groups, module.group_of(columns, groups)
+        name = f"{kind} {bits}-bit" + ("" if group_of is None else " act-order")
+        super().__init__(module.parts, module.name, name, (rows, columns), self._unpacked)
         self._numbers, self._scales, self._zeros = numbers, scales, zeros
-        self._columns = np.arange(shape[1]) // group if group_of is None else group_of
-        self._block = next((size for size in BLOCKS if group % size == 0), 0)
+        self._columns = np.arange(columns) // group if group_of is None else group_of
+        self._block = next((size for size in BLOCKS if group % size == 0 or groups == 1), 0)
         centred = zeros is None or not zeros.any()
         if self._block and group_of is None and (bits == 4 or centred):
             fits = centred or zeros is None or (zeros.min() >= -8 and zeros.max() <= 7)
             size, end = "" if self._block == 128 else "-32", "" if centred or not fits else "-zeros"
             self.exact_format = self.nearest_format = f"int{bits if fits else 8}{size}{end}"
+
+    def _unpacked(self, lo: int, hi: int) -> F32:
+        return self._codes(lo, hi) * self._scaled(lo, hi)
 
     def _codes(self, lo: int, hi: int) -> Codes:
         """(hi - lo, columns), zero points taken off."""
@@ -162,67 +204,8 @@ class GroupedTensor(QuantizedTensor):
         return zeros
 
 
-class Module:
-    """The checkpoint's tensors of one linear layer, by the ends of their names.
-
-    What has another shape or type than a layout needs raises CheckpointError.
-    """
-
-    def __init__(self, tensors: Tensors, name: str) -> None:
-        self.tensors, self.name = tensors, name
-
-    def __contains__(self, end: str) -> bool:
-        return self.name + end in self.tensors
-
-    def parts(self, *ends: str) -> list[Tensor]:
-        """Returns those that are there."""
-        return [self.tensors[self.name + end] for end in ends if end in self]
-
-    def words(self, end: str) -> Words:
-        """Returns 32-bit words (r, n)."""
-        array = self.matrix(end)
-        if array.dtype.itemsize != 4 or array.dtype.kind not in "iu":
-            raise self.wrong(end, "a matrix of 32-bit words")
-        return array.view(np.uint32)
-
-    def matrix(self, end: str) -> Array:
-        """Returns an array (r, n) that is not empty."""
-        array = self.tensors[self.name + end].read()
-        if array.ndim != 2 or not array.size:
-            raise self.wrong(end, "a matrix")
-        return array
-
-    def shaped(self, end: str, *shapes: tuple[int, ...]) -> Array:
-        """Returns an array of one of the shapes, such as (rows, 1) or (rows,)."""
-        array = self.tensors[self.name + end].read()
-        if array.shape not in shapes:
-            raise self.wrong(end, " or ".join(map(str, shapes)))
-        return array
-
-    def group_of(self, end: str, columns: int, groups: int) -> I64 | None:
-        """Returns each column's group (columns,); None where the groups are neighbours of one size."""
-        if end not in self:
-            return None
-        found = self.shaped(end, (columns,)).astype(np.int64)
-        if found.min() < 0 or found.max() >= groups:
-            raise self.wrong(end, f"numbers of {groups} groups")
-        return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
-
-    def wrong(self, end: str, accepted: str) -> CheckpointError:
-        """Makes the error for a tensor of another type or shape than ``accepted`` says."""
-        tensor = self.tensors[self.name + end]
-        return tensor.error(
-            f"is {tensor.dtype} {tensor.shape}, expected {accepted}: download the checkpoint again"
-        )
-
-
-def modules(tensors: Tensors, end: str) -> Iterator[Module]:
-    """Yields the modules that have a tensor of this end."""
-    return (Module(tensors, name.removesuffix(end)) for name in tensors if name.endswith(end))
-
-
-def unpack(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
-    """Unpacks words (r, n) to (r, n * 32 // bits) numbers, the low bits first.
+def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
+    """Unpacks words (r, n) to (r, n * 32 // bits) numbers, the low bits first, and takes half the range off.
 
     order: the numbers of a word are its order[0]th, order[1]th, ...
     """
@@ -231,12 +214,6 @@ def unpack(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes
         shifts = shifts[np.argsort(order)]
     numbers = np.ascontiguousarray(words)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     codes: Codes = numbers.reshape(len(words), -1).astype(np.int16)
-    return codes
-
-
-def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
-    """Unpacks words (r, n) as `unpack`, and takes half the range off."""
-    codes = unpack(words, bits, order)
     codes -= np.int16(1 << (bits - 1))
     return codes
 
@@ -245,13 +222,12 @@ def gptq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
     """qweight (columns packed, rows); zero points are stored less 1, but for checkpoint_format gptq_v2."""
     bits, add = settings.width("gptq", 4, 8), 0 if settings.checkpoint_format == "gptq_v2" else 1
     for module in modules(tensors, ".qweight"):
-        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), bits)
-        zeros += np.int16(add)
+        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), bits) + np.int16(add)
 
         def numbers(lo: int, hi: int, words: Words = words) -> Codes:
             return centred(words[:, lo:hi].T, bits)
 
-        yield _transposed(module, "GPTQ", (words.shape[1], len(words) * 32 // bits), bits, numbers, zeros)
+        yield _transposed(module, "GPTQ", bits, (words.shape[1], len(words) * 32 // bits), numbers, zeros)
 
 
 def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
@@ -267,20 +243,17 @@ def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
             codes: Codes = whole[:, lo % 8 : lo % 8 + hi - lo].T
             return codes
 
-        yield _transposed(module, "AWQ", (words.shape[1] * 8, len(words)), 4, numbers, zeros)
+        yield _transposed(module, "AWQ", 4, (words.shape[1] * 8, len(words)), numbers, zeros)
 
 
 def _transposed(
-    module: Module, kind: str, shape: tuple[int, int], bits: int, numbers: Rows, zeros: Codes
+    module: Module, kind: str, bits: int, shape: tuple[int, int], numbers: Rows, zeros: Codes
 ) -> GroupedTensor:
     """GPTQ's and AWQ's: zeros (groups, rows) less half the range, and scales (groups, rows)."""
     (rows, columns), groups = shape, len(zeros)
-    if columns % groups:
-        raise module.wrong(".qzeros", f"rows that divide {columns} columns")
     module.shaped(".qzeros", (groups, rows * bits // 32))
-    scales, group_of = module.shaped(".scales", (groups, rows)), module.group_of(".g_idx", columns, groups)
-    parts, group = module.parts(".qweight", ".qzeros", ".scales", ".g_idx"), columns // groups
-    return GroupedTensor(parts, module.name, kind, shape, bits, numbers, scales.T, zeros.T, group, group_of)
+    scales = module.shaped(".scales", (groups, rows))
+    return GroupedTensor(module, kind, bits, columns, numbers, scales.T, zeros.T)
 
 
 def compressed(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
@@ -297,24 +270,18 @@ def _packed_rows(module: Module) -> GroupedTensor:
     """pack-quantized: (rows, columns packed) less half the range, scales (rows, groups)."""
     words, scales = module.words(".weight_packed"), module.matrix(".weight_scale")
     rows, columns = (int(n) for n in module.shaped(".weight_shape", (2,)).astype(np.int64))
-    width, groups = words.shape[1], scales.shape[1]
-    bits = next((b for b in (4, 8) if -(-columns * b // 32) == width), 0)
-    if not bits or len(words) != rows or len(scales) != rows or columns % groups:
+    bits = next((b for b in (4, 8) if -(-columns * b // 32) == words.shape[1]), 0)
+    if not bits or len(words) != rows or len(scales) != rows:
         raise module.wrong(".weight_packed", f"{rows} rows of {columns} columns in 4 or 8 bits")
     zeros = None
     if ".weight_zero_point" in module:  # (rows packed, groups)
-        packed = module.words(".weight_zero_point")
-        if packed.shape != (-(-rows * bits // 32), groups):
-            raise module.wrong(".weight_zero_point", f"{rows} rows of {groups} groups in {bits} bits")
-        zeros = centred(packed.T, bits).T[:rows]
+        module.shaped(".weight_zero_point", (-(-rows * bits // 32), scales.shape[1]))
+        zeros = centred(module.words(".weight_zero_point").T, bits).T[:rows]
 
     def numbers(lo: int, hi: int) -> Codes:
         return centred(words[lo:hi], bits)[:, :columns]
 
-    ends = ".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point", ".weight_g_idx"
-    group, group_of = columns // groups, module.group_of(".weight_g_idx", columns, groups)
-    parts, kind, shape = module.parts(*ends), "compressed-tensors", (rows, columns)
-    return GroupedTensor(parts, module.name, kind, shape, bits, numbers, scales, zeros, group, group_of)
+    return GroupedTensor(module, "compressed-tensors", bits, columns, numbers, scales, zeros)
 
 
 def _plain_int8(module: Module) -> GroupedTensor:
@@ -324,13 +291,11 @@ def _plain_int8(module: Module) -> GroupedTensor:
     weight = module.matrix(".weight")
     rows, columns = weight.shape
     scales = module.shaped(".weight_scale", (rows, 1), (rows,)).reshape(rows, 1)
-    parts, group = module.parts(".weight", ".weight_scale"), -(-columns // 128) * 128
 
     def numbers(lo: int, hi: int) -> Codes:
         return weight[lo:hi].astype(np.int16)
 
-    kind, shape = "compressed-tensors", (rows, columns)
-    return GroupedTensor(parts, module.name, kind, shape, 8, numbers, scales, None, group)
+    return GroupedTensor(module, "compressed-tensors", 8, columns, numbers, scales, None)
 
 
 def float8(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
@@ -363,89 +328,7 @@ def _float8(module: Module, weight: U8, end: str, sides: list[int]) -> Quantized
         found: F32 = numbers * scale[np.arange(lo, hi) // high][:, np.arange(columns) // wide]
         return found
 
-    return QuantizedTensor(module.parts(".weight", end), module.name, "FP8", (rows, columns), values)
-
-
-class QuantState(Struct):
-    """bitsandbytes' own, JSON in a tensor."""
-
-    quant_type: str
-    blocksize: BLOCK_SIZE
-    shape: Annotated[list[SIDE], Meta(min_length=2, max_length=2)]
-    nested_blocksize: BLOCK_SIZE | None = None
-    nested_offset: float = 0.0
-
-
-def bitsandbytes(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """4-bit weights; what is in 8 bits has outliers apart, and is refused."""
-    if any(name.endswith(".SCB") for name in tensors):
-        raise _unsupported("load_in_8bit", True, "accepted for bitsandbytes: 4 bits")
-    for end in (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"):
-        yield from (_normal_float(module, f".weight{end}") for module in modules(tensors, f".weight{end}"))
-
-
-def _normal_float(module: Module, end: str) -> QuantizedTensor:
-    """nf4 and fp4: numbers of a table of 16 times the largest of a block, perhaps packed too."""
-    try:
-        state = msgspec.json.decode(module.tensors[module.name + end].raw().tobytes(), type=QuantState)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise module.wrong(end, "bitsandbytes' quant_state") from None
-    rows, columns = state.shape
-    codes = module.tensors[f"{module.name}.weight"].read().reshape(-1)
-    if codes.size != -(-rows * columns // 2) or codes.dtype != np.uint8:
-        raise module.wrong(".weight", f"{rows} x {columns} numbers in 4 bits")
-    table, n_blocks = to_float32(module.shaped(".weight.quant_map", (16,))), -(-rows * columns // state.blocksize)
-    largest = module.shaped(".weight.absmax", (n_blocks,))
-    ends = [".weight", end, ".weight.quant_map", ".weight.absmax"]
-    if state.nested_blocksize is not None:
-        steps = module.shaped(".weight.nested_absmax", (-(-n_blocks // state.nested_blocksize),))
-        outer = to_float32(module.shaped(".weight.nested_quant_map", (256,)))
-        if largest.dtype != np.uint8:
-            raise module.wrong(".weight.absmax", "bytes")
-        each = to_float32(steps)[np.arange(n_blocks) // state.nested_blocksize]
-        largest = outer[largest] * each + np.float32(state.nested_offset)
-        ends += [".weight.nested_absmax", ".weight.nested_quant_map"]
-    largest = to_float32(largest)
-
-    def values(lo: int, hi: int) -> F32:
-        first, stop = lo * columns, hi * columns
-        pairs = codes[first // 2 : -(-stop // 2)]
-        halves = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)  # the high half first
-        numbers = table[halves[first % 2 : first % 2 + stop - first]]
-        found: F32 = numbers * largest[np.arange(first, stop) // state.blocksize]
-        return found.reshape(hi - lo, -1)
-
-    kind = f"bitsandbytes {state.quant_type}"
-    return QuantizedTensor(module.parts(*ends), module.name, kind, (rows, columns), values)
-
-
-def mlx(tensors: Tensors, settings: Quantization, raw: Mapping[str, Any]) -> Iterator[QuantizedTensor]:
-    """MLX's affine: (rows, columns packed), each group of columns with a scale and a bias.
-
-    raw: the whole settings, where a module may have its own under its name.
-    """
-    if settings.mode not in (None, "affine"):
-        raise ConfigError(f"config.json: quantization: mode is {short_repr(settings.mode)}; accepted: affine")
-    for module in modules(tensors, ".scales"):
-        own = raw.get(module.name)
-        yield _affine(module, Quantization.read(own, module.name) if isinstance(own, dict) else settings)
-
-
-def _affine(module: Module, settings: Quantization) -> QuantizedTensor:
-    bits, group, words = settings.width("mlx", 2, 4, 8), settings.group_size or 64, module.words(".weight")
-    rows, columns = len(words), words.shape[1] * 32 // bits
-    if group < 1 or columns % group:
-        raise module.wrong(".weight", f"columns that {group} divides")
-    scales, biases = (module.shaped(end, (rows, columns // group)) for end in (".scales", ".biases"))
-
-    def values(lo: int, hi: int) -> F32:
-        factors, terms = (to_float32(np.ascontiguousarray(of[lo:hi]))[..., None] for of in (scales, biases))
-        numbers = unpack(words[lo:hi], bits).reshape(hi - lo, -1, group)
-        found: F32 = (numbers * factors + terms).reshape(hi - lo, -1)
-        return found
-
-    parts = module.parts(".weight", ".scales", ".biases")
-    return QuantizedTensor(parts, module.name, f"MLX {bits}-bit", (rows, columns), values)
+    return QuantizedTensor(module.parts, module.name, "FP8", (rows, columns), values)
 
 
 class MxFp4Tensor(QuantizedTensor):
@@ -453,7 +336,7 @@ class MxFp4Tensor(QuantizedTensor):
 
     exact_format = nearest_format = "fp4-32"
 
-    def __init__(self, parts: Sequence[Tensor], module: str, codes: U8, exponents: U8, shared: int) -> None:
+    def __init__(self, parts: list[Tensor], module: str, codes: U8, exponents: U8, shared: int) -> None:
         self._codes, self._exponents = codes, exponents
         shape = len(codes), MX_BLOCK * codes.shape[1]
         super().__init__(parts, module, "MXFP4", shape, self._unpacked, shared)
@@ -498,7 +381,6 @@ METHODS: dict[str, Callable[[Tensors, Quantization], Iterator[QuantizedTensor]]]
     "compressed-tensors": compressed,
     "fp8": float8,
     "fbgemm_fp8": float8,
-    "bitsandbytes": bitsandbytes,
     "mxfp4": mxfp4,
 }
 
@@ -511,9 +393,13 @@ def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     method = quantization_method(config)
     if method is None:
         return tensors
-    where = "quantization" if method == "mlx" else "quantization_config"
-    read = functools.partial(mlx, raw=config[where]) if method == "mlx" else METHODS[method]
-    packed = {tensor.name: tensor for tensor in read(tensors, Quantization.read(config[where], where))}
+    settings = read_fields(
+        config["quantization_config"],
+        Quantization,
+        "config.json: quantization_config",
+        "give the checkpoint's own",
+    )
+    packed = {tensor.name: tensor for tensor in METHODS[method](tensors, settings)}
     held = {part.name for tensor in packed.values() for part in tensor.parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in held}
     for tensor in plain.values():
@@ -523,15 +409,13 @@ def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Returns a name of METHODS, or mlx; None: plain weights. Raises ConfigError for one that can't be read."""
-    raw, ours = config.get("quantization_config"), config.get("quantization")
-    method = raw.get("quant_method") if isinstance(raw, dict) else None
-    if raw is None and ours is None:
+    """Returns a name of METHODS; None: plain weights. Raises ConfigError for a method that can't be read."""
+    raw = config.get("quantization_config")
+    if raw is None and config.get("quantization") is None:
         return None
-    if method is None and isinstance(ours, dict):
-        return "mlx"
+    method = raw.get("quant_method") if isinstance(raw, dict) else "mlx" if raw is None else None
     if not isinstance(method, str) or method not in METHODS:
-        raise _unsupported("quant_method", method, f"accepted: {', '.join(METHODS)}, and mlx's quantization")
+        raise _unsupported("quant_method", method, f"accepted: {', '.join(METHODS)}; or give a GGUF file of it")
     return method
 
 

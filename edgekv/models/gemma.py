@@ -15,7 +15,7 @@ from edgekv.checks import read_fields
 from edgekv.errors import ConfigError
 from edgekv.models.config import Layers, ModelConfig, Raw, activation, alternating, sliding_layers
 from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, GgufMetadata, GgufNames, head_dim
-from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
+from edgekv.models.llama import Llama, LlamaConfigSchema
 from edgekv.models.llava import Multimodal
 from edgekv.models.rope import Factor, RopeConfig, Theta
 
@@ -51,11 +51,18 @@ class GemmaConfigSchema(LlamaConfigSchema):
     hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str | None = None
     query_pre_attn_scalar: Factor = 256.0
-    sliding_window_pattern: Layers = 6
+    sliding_window_pattern: Layers = 6  # of so many layers one sees everything
     rope_local_base_freq: Theta = 10000.0
     use_bidirectional_attention: bool = False
     final_logit_softcapping: Factor | None = None
     attn_logit_softcapping: Factor | None = None
+
+    def types(self) -> list[str]:
+        """Returns each layer's."""
+        return self.layer_types or alternating(self.num_hidden_layers, self.sliding_window_pattern)
+
+    def windows(self) -> tuple[int | None, ...]:
+        return sliding_layers(self.types(), self.sliding_window, self.num_hidden_layers)
 
 
 class LayerTypeRopes(Struct):
@@ -88,28 +95,20 @@ class Gemma(Llama):
         "tie_word_embeddings": True,
         "sliding_window": 4096,
         "max_position_embeddings": 8192,
+        "sliding_window_pattern": 2,
     }
     norms: ClassVar[Mapping[str, str]] = NORMS
+    fixed: ClassVar[Raw] = {"mlp_bias": False}
     norm_offset = 1.0
 
     @classmethod
-    def gemma_config(cls, model_type: str, file: GemmaConfigSchema, types: list[str], **own: Any) -> ModelConfig:
-        """Makes the ModelConfig. types: of layers. own: the fields in which a generation differs."""
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+        """own: the fields in which a generation differs."""
         if file.use_bidirectional_attention:
-            raise ConfigError(
-                f"config.json: use_bidirectional_attention is true: this {model_type} is an encoder, no decoder"
-            )
-        layers = file.num_hidden_layers
-        return llama_config(
-            model_type,
-            file,
-            activation=activation(file.hidden_activation or "gelu_pytorch_tanh"),
-            mlp_bias=False,
-            layer_windows=sliding_layers(types, file.sliding_window, layers),
-            layer_scales=(file.query_pre_attn_scalar**-0.5,) * layers,
-            embedding_scale=file.hidden_size**0.5,
-            **own,
-        )
+            raise ConfigError("config.json: use_bidirectional_attention is true: this is an encoder, no decoder")
+        own["activation"] = activation(file.hidden_activation or "gelu_pytorch_tanh")
+        own["layer_scales"] = (file.query_pre_attn_scalar**-0.5,) * file.num_hidden_layers
+        return super().model_config(file, raw, embedding_scale=file.hidden_size**0.5, **own)
 
 
 class Gemma2(Gemma):
@@ -118,40 +117,35 @@ class Gemma2(Gemma):
     gguf = GgufNames("gemma2", "gemma2", GEMMA_NAMES, GEMMA_KEYS, norm_offset=1.0, finish=_from_gguf)
 
     @classmethod
-    def model_config(cls, file: GemmaConfigSchema, raw: Raw) -> ModelConfig:
-        types = file.layer_types or alternating(file.num_hidden_layers, 2)
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         logit_cap = file.final_logit_softcapping if "final_logit_softcapping" in raw else 30.0
         score_cap = file.attn_logit_softcapping if "attn_logit_softcapping" in raw else 50.0
-        return cls.gemma_config("gemma2", file, types, logit_cap=logit_cap, score_cap=score_cap)
+        return super().model_config(file, raw, logit_cap=logit_cap, score_cap=score_cap)
 
 
 class Gemma3(Gemma):
     """Five layers that slide for each that sees everything, with a rotation of their own."""
 
-    defaults: ClassVar[Raw] = {**Gemma.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    defaults: ClassVar[Raw] = {
+        **Gemma.defaults,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "sliding_window_pattern": 6,
+    }
     gguf = GgufNames("gemma3", "gemma3_text", GEMMA_NAMES, GEMMA_KEYS, norm_offset=1.0, finish=_from_gguf)
 
     @classmethod
-    def model_config(cls, file: GemmaConfigSchema, raw: Raw) -> ModelConfig:
-        types = file.layer_types or alternating(file.num_hidden_layers, file.sliding_window_pattern)
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         nested = read_fields(file.rope_parameters or {}, LayerTypeRopes, "config.json: rope_parameters")
         whole = {**nested.full_attention, **(file.rope_scaling or {})}  # rope_scaling is not of layers that slide
         dim, positions = file.head_dim or 0, file.max_position_embeddings
+        near, theta = nested.sliding_attention, file.rope_local_base_freq
         ropes = {
             "full_attention": RopeConfig.of(whole, "rope_scaling", dim, positions, file.rope_theta),
-            "sliding_attention": RopeConfig.of(
-                nested.sliding_attention, "rope_parameters", dim, positions, file.rope_local_base_freq
-            ),
+            "sliding_attention": RopeConfig.of(near, "rope_parameters", dim, positions, theta),
         }
-        return cls.gemma_config(
-            "gemma3_text",
-            file,
-            types,
-            qk_norm=True,
-            logit_cap=file.final_logit_softcapping,
-            max_positions=positions,
-            layer_ropes=tuple(ropes.get(kind) for kind in types),
-        )
+        own = {"max_positions": positions, "layer_ropes": tuple(ropes.get(kind) for kind in file.types())}
+        return super().model_config(file, raw, qk_norm=True, logit_cap=file.final_logit_softcapping, **own)
 
 
 class Gemma3WithVision(Multimodal, Gemma3):

@@ -27,6 +27,8 @@ from edgekv.models.config import (
 from edgekv.models.gguf import GgufNames
 from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Share, Theta
 
+NO_BIASES = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+
 
 class LlamaConfigSchema(Struct):
     """What config.json has of a decoder built as Llama's; a family's own fields are in a schema made from it.
@@ -56,6 +58,10 @@ class LlamaConfigSchema(Struct):
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
 
+    def windows(self) -> tuple[int | None, ...]:
+        """Returns each layer's sliding window; None: the layer sees everything."""
+        return (None,) * self.num_hidden_layers
+
 
 def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelConfig:
     """Makes the ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
@@ -81,10 +87,17 @@ def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelC
         "mlp_bias": file.mlp_bias,
         "qk_norm": False,
         "layer_ropes": ropes,
-        "layer_windows": (None,) * layers,
+        "layer_windows": own.get("layer_windows") or file.windows(),
         "layer_scales": (head_dim**-0.5,) * layers,
     }
     return check(ModelConfig(**{**fields, **own}))
+
+
+class SlidingConfigSchema(LlamaConfigSchema):
+    """The window, where there is one, is that of all layers."""
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
 
 
 def llama_rope(file: LlamaConfigSchema, dim: int) -> RopeConfig:
@@ -105,6 +118,7 @@ class Llama(Architecture):
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     schema = LlamaConfigSchema
+    fixed: ClassVar[Raw] = {}  # fields of ModelConfig that do not depend on config.json
     gguf = GgufNames("llama", "llama", interleaved=("attn_q", "attn_k"))
     required_tensor = "embed_tokens.weight"
     norms: ClassVar[Mapping[str, str]] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
@@ -116,8 +130,9 @@ class Llama(Architecture):
     up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of ``mlp``, as is down_part
 
     @classmethod
-    def model_config(cls, file: Any, raw: Raw) -> ModelConfig:
-        return llama_config("llama", file)
+    def model_config(cls, file: Any, raw: Raw, **own: Any) -> ModelConfig:
+        """As `Architecture.model_config`. own: fields in which a family differs, beside those of ``fixed``."""
+        return llama_config(raw["model_type"], file, **{**cls.fixed, **own})
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

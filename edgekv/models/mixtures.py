@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from edgekv.models.architecture import Linear, Ops
 from edgekv.models.config import Experts, ExpertsConfig, ModelConfig, Raw, Width, alternating, sliding_layers
-from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
+from edgekv.models.llama import NO_BIASES, Llama, SlidingConfigSchema
 from edgekv.models.rope import Factor
 
 GPT_OSS_ROPE = {
@@ -21,17 +21,17 @@ GPT_OSS_ROPE = {
 }
 
 
-class MixtureConfigSchema(LlamaConfigSchema):
+class MixtureConfigSchema(SlidingConfigSchema):
     """num_experts and num_local_experts are two names of one field."""
 
     num_experts_per_tok: Experts = 2
     num_experts: Experts = 8
     num_local_experts: Experts | None = None
 
-    @property
-    def n_experts(self) -> int:
-        """Of a layer."""
-        return self.num_local_experts or self.num_experts
+    def experts(self, size: int, layers: tuple[bool, ...] = (), **own: Any) -> ExpertsConfig:
+        """Makes the ExpertsConfig. size: channels of each. layers: those with experts, (): all."""
+        layers, count = layers or (True,) * self.num_hidden_layers, self.num_local_experts or self.num_experts
+        return ExpertsConfig(layers, count, self.num_experts_per_tok, size, **{"renormalized": True, **own})
 
 
 class Mixture(Llama):
@@ -72,21 +72,13 @@ class Mixtral(Mixture):
 
     schema = MixtureConfigSchema
     defaults: ClassVar[Raw] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    fixed = NO_BIASES
     mixture = "block_sparse_moe"
     expert_parts = ("w1", "w3", "w2")
 
     @classmethod
-    def model_config(cls, file: MixtureConfigSchema, raw: Raw) -> ModelConfig:
-        layers, size = file.num_hidden_layers, file.intermediate_size
-        return llama_config(
-            "mixtral",
-            file,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-            layer_windows=(file.sliding_window,) * layers,
-            experts=ExpertsConfig((True,) * layers, file.n_experts, file.num_experts_per_tok, size, True),
-        )
+    def model_config(cls, file: MixtureConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+        return super().model_config(file, raw, experts=file.experts(file.intermediate_size))
 
 
 class Qwen3MoeConfigSchema(MixtureConfigSchema):
@@ -97,27 +89,23 @@ class Qwen3MoeConfigSchema(MixtureConfigSchema):
     decoder_sparse_step: Annotated[int, Meta(ge=1, le=1024)] = 1
     mlp_only_layers: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
 
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
+
 
 class Qwen3Moe(Mixture):
     """Experts in some layers, as a rule in all; a window, where it has one, is that of all layers."""
 
     schema = Qwen3MoeConfigSchema
     defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
+    fixed: ClassVar[Raw] = {"qk_norm": True, "mlp_bias": False}
 
     @classmethod
-    def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw) -> ModelConfig:
+    def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         layers, plain = file.num_hidden_layers, file.mlp_only_layers or ()
         sparse = tuple(i not in plain and (i + 1) % file.decoder_sparse_step == 0 for i in range(layers))
-        size, renormalized = file.moe_intermediate_size, file.norm_topk_prob
-        experts = ExpertsConfig(sparse, file.n_experts, file.num_experts_per_tok, size, renormalized)
-        return llama_config(
-            "qwen3_moe",
-            file,
-            qk_norm=True,
-            mlp_bias=False,
-            layer_windows=(file.sliding_window if file.use_sliding_window else None,) * layers,
-            experts=experts if any(sparse) else None,
-        )
+        experts = file.experts(file.moe_intermediate_size, sparse, renormalized=file.norm_topk_prob)
+        return super().model_config(file, raw, experts=experts if any(sparse) else None)
 
 
 class GptOssConfigSchema(MixtureConfigSchema):
@@ -125,6 +113,10 @@ class GptOssConfigSchema(MixtureConfigSchema):
 
     swiglu_alpha: Factor = 1.702
     swiglu_limit: Factor = 7.0
+
+    def windows(self) -> tuple[int | None, ...]:
+        layers = self.num_hidden_layers
+        return sliding_layers(self.layer_types or alternating(layers, 2), self.sliding_window, layers)
 
 
 class GptOss(Mixture):
@@ -145,24 +137,14 @@ class GptOss(Mixture):
         "num_experts": 128,
         "num_experts_per_tok": 4,
     }
+    fixed: ClassVar[Raw] = {"mlp_bias": True, "attention_sinks": True}
     router = "router"
     stacked_experts = True
 
     @classmethod
-    def model_config(cls, file: GptOssConfigSchema, raw: Raw) -> ModelConfig:
-        layers, size, clamped = (
-            file.num_hidden_layers,
-            file.intermediate_size,
-            (file.swiglu_alpha, file.swiglu_limit),
-        )
-        return llama_config(
-            "gpt_oss",
-            file,
-            mlp_bias=True,
-            layer_windows=sliding_layers(file.layer_types or alternating(layers, 2), file.sliding_window, layers),
-            experts=ExpertsConfig((True,) * layers, file.n_experts, file.num_experts_per_tok, size, True, clamped),
-            attention_sinks=True,
-        )
+    def model_config(cls, file: GptOssConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+        clamped = file.swiglu_alpha, file.swiglu_limit
+        return super().model_config(file, raw, experts=file.experts(file.intermediate_size, clamped=clamped))
 
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         sinks = f"{self.prefix}layers.{i}.self_attn.sinks"

@@ -23,7 +23,7 @@ from edgekv.models.config import (
     alternating,
     recurrent_layers,
 )
-from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config, llama_rope
+from edgekv.models.llama import NO_BIASES, Llama, LlamaConfigSchema, llama_rope
 from edgekv.models.llava import Multimodal
 from edgekv.models.rope import Factor, RopeSchema
 
@@ -43,13 +43,13 @@ class Lfm2ConfigSchema(LlamaConfigSchema):
     block_auto_adjust_ff_dim: bool = True
     full_attn_idxs: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
 
-
-def _intermediate_size(file: Lfm2ConfigSchema) -> int:
-    size = file.block_ff_dim or file.intermediate_size
-    if not file.block_auto_adjust_ff_dim:
-        return size
-    size = int(file.block_ffn_dim_multiplier * int(2 * size / 3))
-    return -(-max(size, 1) // file.block_multiple_of) * file.block_multiple_of
+    def adjusted_size(self) -> int:
+        """Returns the channels of an MLP."""
+        size = self.block_ff_dim or self.intermediate_size
+        if not self.block_auto_adjust_ff_dim:
+            return size
+        size = int(self.block_ffn_dim_multiplier * int(2 * size / 3))
+        return -(-max(size, 1) // self.block_multiple_of) * self.block_multiple_of
 
 
 class Lfm2(Llama):
@@ -68,25 +68,17 @@ class Lfm2(Llama):
     last_norm = "embedding_norm"
     out_part, mlp, up_parts, down_part = "out_proj", "feed_forward", ("w1", "w3"), "w2"
 
+    fixed: ClassVar[Raw] = {**NO_BIASES, "activation": "silu", "qk_norm": True}
+
     @classmethod
-    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw) -> ModelConfig:
+    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         layers = file.num_hidden_layers
         attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
         types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
         conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
-        return llama_config(
-            "lfm2",
-            file,
-            intermediate_size=_intermediate_size(file),
-            norm_eps=file.norm_eps,
-            activation="silu",
-            tied_embeddings=file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-            qk_norm=True,
-            recurrences=recurrent_layers(types, "conv", conv, layers),
-        )
+        own["tied_embeddings"] = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
+        own |= {"intermediate_size": file.adjusted_size(), "norm_eps": file.norm_eps}
+        return super().model_config(file, raw, recurrences=recurrent_layers(types, "conv", conv, layers), **own)
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         linears, hidden = super().layer_linears(i), self.config.hidden_size
@@ -95,19 +87,15 @@ class Lfm2(Llama):
             return linears
         del linears[f"{i}.qkv"]
         base = f"{self.prefix}layers.{i}.conv."
-        first = {f"{i}.in": self._linear(base, ("in_proj",), (conv.projected,), hidden, conv.bias)}
-        return {
-            **first,
-            **linears,
-            f"{i}.out": self._linear(base, ("out_proj",), (hidden,), conv.mixed, conv.bias),
-        }
+        linears[f"{i}.out"] = self._linear(base, ("out_proj",), (hidden,), conv.mixed, conv.bias)
+        return {f"{i}.in": self._linear(base, ("in_proj",), (conv.projected,), hidden, conv.bias), **linears}
 
     def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         conv, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.conv.conv."
         if not isinstance(conv, ShortConv):
             return {}
-        weight = {f"{i}.weight": (f"{base}weight", (conv.channels, 1, conv.taps))}
-        return {**weight, **({f"{i}.bias": (f"{base}bias", (conv.channels,))} if conv.bias else {})}
+        bias = {f"{i}.bias": (f"{base}bias", (conv.channels,))} if conv.bias else {}
+        return {f"{i}.weight": (f"{base}weight", (conv.channels, 1, conv.taps)), **bias}
 
 
 class Qwen35ConfigSchema(LlamaConfigSchema):
@@ -131,11 +119,12 @@ class Qwen35(Llama):
         "max_position_embeddings": 32768,
         "partial_rotary_factor": 0.25,
     }
+    fixed: ClassVar[Raw] = {"mlp_bias": False, "qk_norm": True, "gated_attention": True}
     norm_offset = 1.0
     ignored = (*Llama.ignored, r"^mtp\.")
 
     @classmethod
-    def model_config(cls, file: Qwen35ConfigSchema, raw: Raw) -> ModelConfig:
+    def model_config(cls, file: Qwen35ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         layers = file.num_hidden_layers
         types = file.layer_types or alternating(layers, file.full_attention_interval, "linear_attention")
         if (file.hidden_act or "silu") not in ("silu", "swish"):
@@ -143,14 +132,9 @@ class Qwen35(Llama):
                 f"config.json: hidden_act {short_repr(file.hidden_act)} is not supported behind the convolutions "
                 "of qwen3_5_text; supported: silu"
             )
-        delta = GatedDelta(
-            key_heads=file.linear_num_key_heads,
-            value_heads=file.linear_num_value_heads,
-            key_dim=file.linear_key_head_dim,
-            value_dim=file.linear_value_head_dim,
-            taps=file.linear_conv_kernel_dim,
-            eps=file.rms_norm_eps,
-        )
+        heads = file.linear_num_key_heads, file.linear_num_value_heads
+        dims = file.linear_key_head_dim, file.linear_value_head_dim
+        delta = GatedDelta(*heads, *dims, file.linear_conv_kernel_dim, file.rms_norm_eps)
         if delta.value_heads % delta.key_heads:
             raise ConfigError(
                 f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
@@ -158,27 +142,21 @@ class Qwen35(Llama):
             )
         share, head_dim = file.partial_rotary_factor, file.head_dim or 0
         for name in ("rope_parameters", "rope_scaling"):
-            own = read_fields(getattr(file, name) or {}, RopeSchema, f"config.json: {name}")
-            share = own.partial_rotary_factor or share
-        return llama_config(
-            "qwen3_5_text",
-            file,
-            mlp_bias=False,
-            qk_norm=True,
-            gated_attention=True,
-            layer_ropes=(llama_rope(file, int(head_dim * share)),) * layers,
-            recurrences=recurrent_layers(types, "linear_attention", delta, layers),
-        )
+            rope = read_fields(getattr(file, name) or {}, RopeSchema, f"config.json: {name}")
+            share = rope.partial_rotary_factor or share
+        own["layer_ropes"] = (llama_rope(file, int(head_dim * share)),) * layers
+        recurrences = recurrent_layers(types, "linear_attention", delta, layers)
+        return super().model_config(file, raw, recurrences=recurrences, **own)
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         c, base, delta = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]
         linears = super().layer_linears(i)
         if isinstance(delta, GatedDelta):
             del linears[f"{i}.qkv"]
+            base += "linear_attn."
             sizes = (delta.convolved, delta.mixed, delta.value_heads, delta.value_heads)
-            first = {f"{i}.in": self._linear(f"{base}linear_attn.", DELTA_PARTS, sizes, c.hidden_size, False)}
-            out = self._linear(f"{base}linear_attn.", ("out_proj",), (c.hidden_size,), delta.mixed, False)
-            return {**first, **linears, f"{i}.out": out}
+            linears[f"{i}.out"] = self._linear(base, ("out_proj",), (c.hidden_size,), delta.mixed, False)
+            return {f"{i}.in": self._linear(base, DELTA_PARTS, sizes, c.hidden_size, False), **linears}
         heads = (2 * c.q_size, c.kv_size, c.kv_size)  # each query with its gate
         linears[f"{i}.qkv"] = self._linear(f"{base}self_attn.", self.qkv_parts, heads, c.hidden_size, c.qkv_bias)
         return linears

@@ -89,12 +89,17 @@ class RopeConfig:
         params.original_max_position_embeddings = original
         _require_together(name, kind, params, dim)
         reach, factor = positions, params.factor or 1.0
-        if kind in ("linear", "dynamic"):
+        if kind == "linear":
             reach = max(1, int(positions * factor))
         elif kind == "yarn":
             reach = max(positions, int(original * factor))
         growth = params.llama_4_scaling_beta or 0.0
         return cls(dim, params.rope_theta or theta, kind, positions, reach, params, growth)
+
+    @property
+    def factor(self) -> float:
+        """By how much longer the contexts are than before scaling."""
+        return self.params.factor or 1.0
 
     @property
     def original(self) -> int:
@@ -104,16 +109,14 @@ class RopeConfig:
     @property
     def fixed_up_to(self) -> float:
         """The length of a sequence beyond which the frequencies are others than before."""
-        return {"dynamic": self.trained_positions, "longrope": self.original}.get(self.kind, math.inf)
+        return self.original if self.kind == "longrope" else math.inf
 
     def rope_invalidates_keys(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``.
 
-        So with longrope, whose two sets of frequencies do not go together. With dynamic scaling earlier keys keep
-        the rotation that they had, as in transformers.
+        So with longrope, whose two sets of frequencies do not go together.
         """
-        is_long = [n > self.fixed_up_to for n in (before, after)]
-        return self.kind == "longrope" and before > 0 and is_long[0] != is_long[1]
+        return before > 0 and (before > self.fixed_up_to) != (after > self.fixed_up_to)
 
 
 def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> None:
@@ -122,8 +125,6 @@ def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> Non
     wrong = ""
     if kind == "llama3" and high <= low:
         wrong = f"{name} has high_freq_factor {high:g}; accepted: more than low_freq_factor, {low:g}"
-    elif kind == "dynamic" and dim < 4:
-        wrong = f"{dim} rotated channels are too few for {name} of type 'dynamic'; at least 4"
     elif kind == "longrope":
         if params.original_max_position_embeddings == 1:
             wrong = f"{name} of type 'longrope' can't have an original length of 1 token"
@@ -136,38 +137,20 @@ def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> Non
 
 def frequencies(rope: RopeConfig, seq_len: int) -> tuple[F64, float]:
     """Returns inverse frequencies (dim / 2,) for ``seq_len`` tokens, and the factor on cos and sin."""
-    formula, needed = ROPE_TYPES[rope.kind]
     freq = rope.theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
-    return formula(rope, freq, seq_len, *(getattr(rope.params, name) for name in needed))
+    return ROPE_TYPES[rope.kind][0](rope, freq, seq_len)
 
 
-def _default(rope: RopeConfig, freq: F64, seq_len: int) -> tuple[F64, float]:
-    return freq, 1.0
-
-
-def _linear(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
-    return freq / factor, 1.0
-
-
-def _dynamic(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
-    """NTK-aware base that grows with the sequence once it is longer than the trained positions."""
-    trained = rope.trained_positions
-    growth = factor * max(seq_len, trained) / trained - (factor - 1)
-    theta = rope.theta * growth ** (rope.dim / (rope.dim - 2))
-    return theta ** -(np.arange(0, rope.dim, 2) / rope.dim), 1.0
-
-
-def _llama3(
-    rope: RopeConfig, freq: F64, seq_len: int, factor: float, low: float, high: float
-) -> tuple[F64, float]:
+def _llama3(rope: RopeConfig, freq: F64, seq_len: int) -> tuple[F64, float]:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, a smooth blend between."""
+    factor, low, high = rope.factor, rope.params.low_freq_factor or 0.0, rope.params.high_freq_factor or 0.0
     smooth = np.clip((rope.original * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * freq / factor + smooth * freq, 1.0
 
 
-def _yarn(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
+def _yarn(rope: RopeConfig, freq: F64, seq_len: int) -> tuple[F64, float]:
     """YaRN (arXiv:2309.00071): interpolate low frequencies, extrapolate high ones, scale the attention."""
-    p, attention = rope.params, rope.params.attention_factor
+    p, factor, attention = rope.params, rope.factor, rope.params.attention_factor
     if attention is None and p.mscale and p.mscale_all_dim:
         attention = _mscale(factor, p.mscale) / _mscale(factor, p.mscale_all_dim)
     elif attention is None:
@@ -188,20 +171,18 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(
-    rope: RopeConfig, freq: F64, seq_len: int, short: list[float], long: list[float]
-) -> tuple[F64, float]:
+def _longrope(rope: RopeConfig, freq: F64, seq_len: int) -> tuple[F64, float]:
     """LongRoPE (arXiv:2402.13753): one factor per channel, another set beyond the original context."""
-    attention, factor = rope.params.attention_factor, rope.params.factor or rope.trained_positions / rope.original
+    p, factor = rope.params, rope.params.factor or rope.trained_positions / rope.original
+    attention = p.attention_factor
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(rope.original))
-    return freq / np.asarray(long if seq_len > rope.original else short, np.float64), attention
+    return freq / np.asarray(p.long_factor if seq_len > rope.original else p.short_factor, np.float64), attention
 
 
-ROPE_TYPES: dict[str, tuple[Callable[..., tuple[F64, float]], tuple[str, ...]]] = {
-    "default": (_default, ()),
-    "linear": (_linear, ("factor",)),
-    "dynamic": (_dynamic, ("factor",)),
+ROPE_TYPES: dict[str, tuple[Callable[[RopeConfig, F64, int], tuple[F64, float]], tuple[str, ...]]] = {
+    "default": (lambda rope, freq, seq_len: (freq, 1.0), ()),
+    "linear": (lambda rope, freq, seq_len: (freq / rope.factor, 1.0), ("factor",)),
     "yarn": (_yarn, ("factor",)),
     "longrope": (_longrope, ("short_factor", "long_factor")),
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),

@@ -13,7 +13,7 @@ from edgekv.errors import ConfigError
 from edgekv.models.architecture import Ops
 from edgekv.models.config import Layers, ModelConfig, Raw, head_size, sliding_layers
 from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, GgufMetadata, GgufNames, head_dim
-from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config, llama_rope
+from edgekv.models.llama import NO_BIASES, Llama, LlamaConfigSchema, SlidingConfigSchema, llama_rope
 from edgekv.models.rope import Factor, RopeConfig, RopeSchema
 
 MINISTRAL_ROPE = {
@@ -46,29 +46,24 @@ class Mistral(Llama):
     """Every layer slides, by 4096 tokens where sliding_window is absent; null means none."""
 
     @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw) -> ModelConfig:
+    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         layers, window = file.num_hidden_layers, file.sliding_window if "sliding_window" in raw else 4096
         types = file.layer_types or ["sliding_attention"] * layers
         windows = sliding_layers(types, None if file.use_sliding_window is False else window, layers)
-        return llama_config("mistral", file, layer_windows=windows)
+        return super().model_config(file, raw, layer_windows=windows)
 
 
 class Ministral3(Llama):
     """YaRN, and queries that grow with their positions."""
 
+    schema = SlidingConfigSchema
+    fixed = NO_BIASES
     defaults: ClassVar[Raw] = {
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
         "rope_parameters": MINISTRAL_ROPE,
     }
-
-    @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw) -> ModelConfig:
-        windows = (file.sliding_window,) * file.num_hidden_layers
-        return llama_config(
-            "ministral3", file, layer_windows=windows, qkv_bias=False, out_bias=False, mlp_bias=False
-        )
 
 
 class QwenConfigSchema(LlamaConfigSchema):
@@ -77,7 +72,6 @@ class QwenConfigSchema(LlamaConfigSchema):
     max_window_layers: Annotated[int, Meta(ge=0, le=1024)] = 28
 
     def windows(self) -> tuple[int | None, ...]:
-        """Returns each layer's."""
         layers, first = self.num_hidden_layers, self.max_window_layers
         upper = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
         window = self.sliding_window if self.use_sliding_window else None
@@ -88,11 +82,8 @@ class Qwen2(Llama):
     """Biases of queries, keys and values."""
 
     schema = QwenConfigSchema
+    fixed: ClassVar[Raw] = {"qkv_bias": True, "out_bias": False}
     gguf = GgufNames("qwen2", "qwen2")
-
-    @classmethod
-    def model_config(cls, file: QwenConfigSchema, raw: Raw) -> ModelConfig:
-        return llama_config("qwen2", file, qkv_bias=True, out_bias=False, layer_windows=file.windows())
 
 
 class Qwen3(Llama):
@@ -100,11 +91,8 @@ class Qwen3(Llama):
 
     schema = QwenConfigSchema
     defaults: ClassVar[Raw] = {"head_dim": 128}
+    fixed: ClassVar[Raw] = {"qk_norm": True}
     gguf = GgufNames("qwen3", "qwen3")
-
-    @classmethod
-    def model_config(cls, file: QwenConfigSchema, raw: Raw) -> ModelConfig:
-        return llama_config("qwen3", file, qk_norm=True, layer_windows=file.windows())
 
 
 class SmolLM3ConfigSchema(LlamaConfigSchema):
@@ -122,23 +110,19 @@ class SmolLM3(Llama):
     gguf = GgufNames("smollm3", "smollm3", interleaved=("attn_q", "attn_k"))
 
     @classmethod
-    def model_config(cls, file: SmolLM3ConfigSchema, raw: Raw) -> ModelConfig:
+    def model_config(cls, file: SmolLM3ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         layers, given = file.num_hidden_layers, file.no_rope_layers
         if given is None:
             given = [int((i + 1) % file.no_rope_layer_interval != 0) for i in range(layers)]
         if len(given) < layers:
             raise ConfigError(f"config.json: no_rope_layers has {len(given)} entries for {layers} layers")
         rope = llama_rope(file, file.head_dim or head_size(file.hidden_size, file.num_attention_heads))
-        types = file.layer_types or [
-            "full_attention" if rotates else "sliding_attention" for rotates in given[:layers]
-        ]
-        return llama_config(
-            "smollm3",
-            file,
-            max_positions=rope.max_positions,
-            layer_ropes=tuple(rope if rotates else None for rotates in given[:layers]),
-            layer_windows=sliding_layers(types, file.sliding_window if file.use_sliding_window else None, layers),
-        )
+        slides = ["full_attention" if rotates else "sliding_attention" for rotates in given[:layers]]
+        window = file.sliding_window if file.use_sliding_window else None
+        windows = sliding_layers(file.layer_types or slides, window, layers)
+        ropes = tuple(rope if rotates else None for rotates in given[:layers])
+        own = {"max_positions": rope.max_positions, "layer_ropes": ropes, "layer_windows": windows}
+        return super().model_config(file, raw, **own)
 
 
 def _granite_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -171,10 +155,10 @@ class Granite(Llama):
     )
 
     @classmethod
-    def model_config(cls, file: GraniteConfigSchema, raw: Raw) -> ModelConfig:
-        return llama_config(
-            "granite",
+    def model_config(cls, file: GraniteConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+        return super().model_config(
             file,
+            raw,
             layer_scales=(file.attention_multiplier,) * file.num_hidden_layers,
             embedding_scale=file.embedding_multiplier,
             residual_scale=file.residual_multiplier,
@@ -192,15 +176,12 @@ class Olmo2(Llama):
     """Norms behind attention and MLP instead of before them, and one over all queries, one over all keys."""
 
     defaults: ClassVar[Raw] = {"rms_norm_eps": 1e-5}
+    fixed: ClassVar[Raw] = {"mlp_bias": False}
     gguf = GgufNames("olmo2", "olmo2", LLAMA_NAMES | POST_NORMS, finish=_olmo2_from_gguf)
     norms: ClassVar[Mapping[str, str]] = {
         "norm_attention": "post_attention_layernorm",
         "norm_down": "post_feedforward_layernorm",
     }
-
-    @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw) -> ModelConfig:
-        return llama_config("olmo2", file, mlp_bias=False)
 
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         c, attn = self.config, f"{self.prefix}layers.{i}.self_attn."
@@ -245,6 +226,8 @@ def _phi3_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, An
 class Phi3(Llama):
     """Phi-3 and Phi-4-mini: fused projections, partly rotated heads and longrope."""
 
+    schema = SlidingConfigSchema
+    fixed = NO_BIASES
     defaults: ClassVar[Raw] = {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
@@ -255,15 +238,6 @@ class Phi3(Llama):
     up_parts = ("gate_up_proj",)
 
     @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw) -> ModelConfig:
-        layers = file.num_hidden_layers
+    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
         rope = _phi3_rope(file, file.head_dim or head_size(file.hidden_size, file.num_attention_heads))
-        return llama_config(
-            "phi3",
-            file,
-            layer_ropes=(rope,) * layers,
-            layer_windows=(file.sliding_window,) * layers,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-        )
+        return super().model_config(file, raw, layer_ropes=(rope,) * file.num_hidden_layers)

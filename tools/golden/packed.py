@@ -1,6 +1,6 @@
 """Write tests/golden/packed.npz: a small random matrix as the libraries pack it, and what they unpack from that.
 
-usage: python tools/golden/packed.py      (needs torch, compressed-tensors, bitsandbytes and mlx)
+usage: python tools/golden/packed.py      (needs torch and compressed-tensors)
 
 NAME/tensors/... are the tensors as they stand in a checkpoint, NAME/values the library's own float32 matrix.
 """
@@ -52,31 +52,6 @@ def stored(tensor: Any) -> np.ndarray:
     return np.asarray((tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).numpy())
 
 
-def nf4(w: np.ndarray, kind: str, nested: bool) -> dict[str, Any]:
-    """bitsandbytes."""
-    import torch
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    packed, state = quantize_4bit(torch.from_numpy(w), quant_type=kind, compress_statistics=nested)
-    values = dequantize_4bit(packed, state).float().numpy()
-    every = {"weight": packed, **{f"weight.{name}": x for name, x in state.as_dict(packed=True).items()}}
-    return {"values": values, **{f"tensors/{name}": stored(tensor) for name, tensor in every.items()}}
-
-
-def mlx(w: np.ndarray, bits: int, group: int) -> dict[str, Any]:
-    """MLX."""
-    import mlx.core as mx
-
-    packed = mx.quantize(mx.array(w).astype(mx.float16), group_size=group, bits=bits)
-    values = np.array(
-        mx.dequantize(
-            *(x.astype(mx.float32) if x.dtype == mx.float16 else x for x in packed), group_size=group, bits=bits
-        )
-    )
-    names = ("weight", "scales", "biases")
-    return {"values": values, **{f"tensors/{name}": np.array(x) for name, x in zip(names, packed, strict=True)}}
-
-
 def main() -> None:
     w, golden = matrix(), {}
     cases = {
@@ -85,11 +60,6 @@ def main() -> None:
         "w8a16": compressed(w, 8, 0, True, "pack-quantized"),
         "int8": compressed(w, 8, 0, True, "int-quantized"),
         "w8a16-float": compressed(w, 8, 0, True, "float-quantized", "float"),
-        "nf4": nf4(w, "nf4", False),
-        "nf4-nested": nf4(w, "nf4", True),
-        "fp4": nf4(w, "fp4", False),
-        "mlx-4": mlx(w, 4, 64),
-        "mlx-8": mlx(w, 8, 32),
     }
     for name, case in cases.items():
         golden |= {f"{name}/{key}": array for key, array in case.items()}

@@ -9,19 +9,18 @@ from collections.abc import Iterator
 import pytest
 
 from edgekv import EdgeKVError
-from edgekv.kvcache import CacheSpec, schemes
+from edgekv.kvcache import schemes
 
 HAS_PAPERS = importlib.util.find_spec("edgekv.papers") is not None
 SCHEMES = schemes()
 """All that are installed, the papers' too where there are any."""
 
-SESSION_KV = {
-    name: "steps:budget=67108864" if name == "steps" else name
+SESSION_KV = [
+    name
     for name, scheme in SCHEMES.items()
     if "papers" not in scheme.__module__.split(".") or name in ("h1b", "h2o")
-}
-"""Every core scheme's name, and two of papers -> as ``kv`` of a session: with the budget that it must be given."""
-UNBOUND = [name for name in SCHEMES if CacheSpec.parse(name).own_budget is None]
+]
+"""Every core scheme's name, and two of papers."""
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import FullCache
-from edgekv.kvcache.tiered import TieredCache
 from edgekv.kvcache.windowed import SinkWindowCache
 
 F32 = npt.NDArray[np.float32]
@@ -92,11 +91,7 @@ class Rounded(Codec):
         return self.arrays["eighths"][:, t0:t1] / np.float32(8)
 
 
-OF_CACHES = [
-    name
-    for name, scheme in SCHEMES.items()
-    if issubclass(scheme, (FullCache, SinkWindowCache)) and scheme is not TieredCache
-]
+OF_CACHES = [name for name, scheme in SCHEMES.items() if issubclass(scheme, (FullCache, SinkWindowCache))]
 VARIANTS = (
     *("dense:dtype=f32", "dense:dtype=q8"),
     *(f"planes:k_bits={k},v_bits={v}" for k, v in ((1, 1), (1, 2), (2, 3), (3, 2), (4, 4))),

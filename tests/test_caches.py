@@ -95,8 +95,7 @@ def test_dense_is_exact(heads: Heads, window: int | None) -> None:
 def test_compressed_means_smaller_and_different(name: str) -> None:
     """No scheme silently does nothing: beyond its windows it holds fewer bytes or reads fewer, and it shows."""
     heads, n = SHAPES["gqa"], 3000
-    bounded = "steps:budget=3000000" if name == "steps" else name  # for 5 times the 1.5 MB that dense takes
-    dense, cache = (make(kv, heads, capacity=n) for kv in ("dense", bounded))
+    dense, cache = (make(kv, heads, capacity=n) for kv in ("dense", name))
     cache.mark_images([(50, n - 500)])  # for the scheme that compresses images alone
     for each in (dense, cache):
         fill(each, heads, n - 10)
@@ -149,7 +148,7 @@ def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     """Arrays stay where they are: the context is bounded at allocation, whatever arrives."""
     n_heads, n_kv_heads, head_dim = 1, 1, 8
     layer = Geometry(n_heads, n_kv_heads, head_dim, 1_000_000, layer=2, n_layers=4)
-    spec = CacheSpec.parse("steps:budget=134217728" if name == "steps" else name)
+    spec = CacheSpec.parse(name)
     cache = spec.scheme(layer, spec.knobs)
     cache.allocate(numba_kernels(None), Workspace())
     rng = np.random.default_rng(0)

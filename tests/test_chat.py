@@ -91,7 +91,7 @@ def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
     assert text.split() == rendered.replace("</s>", "").split()
 
 
-@pytest.mark.parametrize("kv", [kv for name, kv in SESSION_KV.items() if name != "h1b"])
+@pytest.mark.parametrize("kv", [kv for kv in SESSION_KV if kv != "h1b"])
 def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
     talk = chat(session)

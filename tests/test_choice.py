@@ -58,13 +58,8 @@ def test_a_named_scheme_is_held_to_the_budget() -> None:
 @pytest.mark.parametrize(
     ("kv", "budget", "meant"),
     [
-        (None, 1 << 30, "steps:budget=1073741824"),
-        ("auto", 1 << 30, "steps:budget=1073741824"),
-        ("steps", 1 << 30, "steps:budget=1073741824"),
-        ("steps:residual_length=64", 1 << 30, "steps:budget=1073741824,residual_length=64"),
-        ("steps:budget=1073741824", None, "steps:budget=1073741824"),
         ("onebit:v_bits=4", None, "onebit:v_bits=4"),
-        ("q3:sink=8", None, "planes:k_bits=3,v_bits=3,by_need=true,sink=8"),
+        ("q3:sink=8", 1 << 30, "planes:k_bits=3,v_bits=3,by_need=true,sink=8"),
         ("f16", None, "dense"),
         (CacheSpec.parse("onebit"), None, "onebit"),
     ],
@@ -79,22 +74,13 @@ def test_a_preset_is_shown_by_its_name(name: str) -> None:
     assert CacheSpec.parse(str(CacheSpec.parse(name))) == CacheSpec.parse(name)
 
 
-def test_steps_need_a_budget() -> None:
-    with raises(CacheError, field="kv_budget"):
-        resolve("steps", CONFIG, CTX, None, HELD, list)
-    with raises(CacheError, field="kv_budget"):
-        CacheSpec.parse_list("dense,steps")
-
-
 def test_lists() -> None:
     assert [spec.short for spec in CacheSpec.parse_list("onebit:v_bits=4,h1b")] == ["onebit:v_bits=4", "h1b"]
     two = CacheSpec.parse_list("kivi2:bits=4,residual_length=64,dense")
     assert [str(spec) for spec in two] == [
         str(CacheSpec.parse(t)) for t in ("kivi2:bits=4,residual_length=64", "dense")
     ]
-    assert [spec.scheme.name for spec in CacheSpec.parse_list("all")] == [
-        name for name in SCHEMES if name != "steps"
-    ]
+    assert [spec.scheme.name for spec in CacheSpec.parse_list("all")] == [*SCHEMES]
 
 
 def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
@@ -113,7 +99,6 @@ def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
         ("h1b:b=128", "h1b:sketch_bits=128"),
         ("kivi2:window=0", "kivi2:residual_length=0"),
         ("kvcomp:window=0", "kvcomp:residual_length=0"),
-        ("steps:window=0", "steps:residual_length=0"),
     ],
 )
 def test_earlier_names_are_understood(before: str, now: str) -> None:

@@ -296,7 +296,7 @@ def test_every_parameter_has_an_option_of_the_command_line() -> None:
     [
         (["--ctx", "99999"], "error: --ctx 99999: this model has"),
         (["--kv", "nope"], "error: --kv nope is unknown; accepted: f16, "),
-        (["--kv", "steps"], "error: --kv steps needs a --kv-budget"),
+        (["--kv", "steps"], "error: --kv steps was removed: a bound in bytes"),
         (["--overflow", "wrap"], "error: --overflow wrap is unknown; accepted: stop, slide"),
         (["--kv-budget", "1K"], "error: --kv-budget"),
         (["--kv-budget", "1X"], "error: --kv-budget 1X is not understood"),

@@ -14,11 +14,8 @@ from kernel_cases import CODECS, normal, pairs
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache import tiered
-from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int8, Symmetric4
-from edgekv.kvcache.tiered import Shape, TieredCache, TieredKnobs, exact_bytes, least_bytes
 from edgekv.papers.h1b.codec import Int4, SignSketch
 from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
@@ -218,41 +215,3 @@ def test_tokens_that_stand_anywhere(device: OnDevice, pair: str, with_weights: b
     both.add("f16", 0, 20, 300)
     both.check(1, *causal(1, 320, 170), with_weights, 1e-5)
     both.check(3, *causal(3, 320, 170), with_weights, 1e-5)
-
-
-MIXTURES = {  # times the least budget: tiers of the packed tokens at some time, oldest first
-    1.0: {("2 bits", "3 bits"), ("1 bit",)},
-    1.3: {("3 bits", "4 bits")},
-}
-
-
-@pytest.mark.parametrize(("factor", "window"), [(1.0, None), (1.3, 130)])
-def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that makes tokens step down through the tiers, with two of them at a time."""
-    monkeypatch.setattr(tiered, "LEAST_GROWTH", 64)
-    geometry = Geometry(6, 2, 64, 560, sliding_window=window)
-    knobs = TieredKnobs(sink=3, residual_length=16)
-    packed = (560 - 3 - 16) // 64 * 64
-    least = exact_bytes(geometry, knobs) + least_bytes(Shape(2, 64, 3), packed)
-    knobs = TieredKnobs(int(2 * factor * least), sink=3, residual_length=16)
-    here, there = TieredCache(geometry, knobs), TieredCache(geometry, knobs)
-    here.allocate(numpy_kernels(), Workspace())
-    there.allocate(device.kernels, Workspace(device.driver))
-    rng, seen = np.random.default_rng(1), set()
-    offset = 2 * normal(rng, 2, 1, 64)
-    for unread, n in ((0, 1), (68, 2), *(((0, 1), (61, 2)) * 7), (0, 1)):
-        k, v = normal(rng, 2, unread + n, 64) + offset, normal(rng, 2, unread + n, 64)
-        if unread:
-            here.append_prompt(k[:, :unread], v[:, :unread])
-            there.append_prompt(device.up(k[:, :unread].copy()), device.up(v[:, :unread].copy()))
-        q, k, v = normal(rng, 6, n, 64) / 4, k[:, unread:].copy(), v[:, unread:].copy()
-        expected = here.attend(q, k, v)
-        actual = to_host(there.attend(*map(device.up, (q, k, v))))
-        assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)
-        seen.add(tuple(store.tier.name for store, _, _ in there.tiers.parts(0, there.n_packed)))
-    assert there.state().counters == here.state().counters
-    assert there.extra_state() == here.extra_state()
-    assert seen >= MIXTURES[factor]
-    there.truncate(0)
-    q, k, v = (device.up(normal(rng, heads, 3, 64)) for heads in (6, 2, 2))
-    assert np.isfinite(to_host(there.attend(q, k, v))).all()

@@ -114,7 +114,6 @@ def test_quantized_weights(
         ("kivi2:residual_length=8", 1),
         ("planes:residual_length=8,sink=2", 2),
         ("kvcomp:residual_length=8", 99),
-        ("steps:residual_length=8", 99),
     ],
 )
 @pytest.mark.parametrize("window", [None, 90])

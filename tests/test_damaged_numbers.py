@@ -21,7 +21,6 @@ SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
     "fier": "k=64,skip=0",
     "quest": "k=64,skip=0",
     "onebit": "residual_length=64",
-    "steps": "budget=700000",
 }
 SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in schemes()]
 DAMAGED = {np.dtype(np.uint16): 0x7E00, np.dtype(np.float32): np.nan, np.dtype(np.float16): np.nan}

@@ -9,7 +9,7 @@ import shutil
 import golden_cases
 import numpy as np
 import pytest
-from helpers import HAS_PAPERS, UNBOUND
+from helpers import HAS_PAPERS, SCHEMES
 from safetensors.numpy import save_file
 
 from edgekv import Session
@@ -39,7 +39,6 @@ from edgekv.eval.gate import (
 )
 from edgekv.eval.needles import Prose, make_haystack
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.tiered import TieredCache, TieredKnobs
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.weights.formats import WEIGHTS
@@ -149,7 +148,7 @@ def test_the_smallest_cache_that_passed_is_recommended() -> None:
 def test_what_needs_a_gate() -> None:
     exact = {"dense", "dense:dtype=f32", *({"visual1", "visual=planes"} if HAS_PAPERS else ())}
     assert {
-        name for name in [*UNBOUND, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
+        name for name in [*SCHEMES, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact
     assert "q8" in DEFAULT_SCHEMES
     assert "f16" not in DEFAULT_SCHEMES
@@ -277,15 +276,6 @@ def test_auto_takes_what_passed(tmp_path: pathlib.Path) -> None:
     gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {})
     gated.remember(CacheSpec.parse("q2"), Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {})
     assert gated.passed() == ["q3"]
-
-
-def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
-    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(TieredCache, TieredKnobs(1 << 20))
-    parts = [CacheSpec.parse(part).short for part in TieredCache.sub_schemes]
-    assert gated.warning(spec).endswith(f"--kv {','.join(parts)}")
-    for part in map(CacheSpec.parse, TieredCache.sub_schemes):
-        gated.remember(part, judge(QUALITY, None, GateLimits()), {})
-    assert gated.warning(spec) is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:

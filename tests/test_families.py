@@ -300,7 +300,7 @@ def test_the_commands(name: str, folder: Folder, capsys: pytest.CaptureFixture[s
         return capsys.readouterr().out
 
     assert "planes: " in out("warm")
-    assert "steps" in out("budget", "--kv-budget", "300k", "--kv", "auto", "--ctx", "512")
+    assert "kv budget 300" in out("budget", "--kv-budget", "300k", "--kv", "auto", "--ctx", "512")
     assert "onebit" in out("bench", "--ctx", "64", "--tokens", "2")
     assert json.loads(out("info", "--json"))["sliding_window"] == 40
     for option in (["--kv-budget", "600k"], ["--kv", "auto"], ["--kv", "auto", "--kv-budget", "300k"]):

@@ -356,7 +356,7 @@ def test_errors_name_the_option_that_was_given(capsys: pytest.CaptureFixture[str
     for arguments, said in (
         ((*RUN, "--power", "x"), "--power x is unknown; accepted: auto, rpi-pmic"),
         (("power", "--meter", "x"), "--meter x is unknown; accepted: auto, rpi-pmic"),
-        (("bench", "--kv", "steps"), "--kv steps needs a `kv_budget`, or steps:budget=BYTES"),
+        (("bench", "--kv", "steps:budget=9"), "--kv steps was removed: a bound in bytes"),
         ((*RUN, "--ctx", "64", "--draft", "x"), "--draft x is unknown; accepted: none, ngram, auto"),
     ):
         assert main(arguments) == 2

@@ -24,7 +24,6 @@ SMALL = {  # of which something has left, or was chosen, when 300 tokens are in
     "snapkv": "snapkv:budget=130,interval=32",
     "fier": "fier:k=64",
     "quest": "quest:k=64",
-    "steps": "steps:budget=700000",
     "visual=planes": "visual=planes:k_bits=2",
 }
 FILLS: dict[str, Callable[[Any], Any]] = {
@@ -118,10 +117,6 @@ LIES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     *(("h1b", {}, {"tau": [[tau, 0.1], [0.1, 0.1]]}) for tau in (math.nan, math.inf, 0.0, -1.0, 1e-30, 1e30)),
     *(("planes", {}, {"key_scale": [scale, 1.0], "adapted_by": "x"}) for scale in (math.nan, math.inf, -1, 1e30)),
     ("planes", {}, {"key_scale": [1.0] * 3, "adapted_by": "x"}),
-    ("steps", {}, {"split": [99, 64, 64]}),
-    ("steps", {}, {"split": [0, -64, 64]}),
-    ("steps", {}, {"split": [math.nan, 64, 64]}),
-    ("steps", {}, {"log": [[5, "\x1b[2J"]]}),
     ("kvcomp", {}, {"keys": {"pool_words": 1 << 40, "n_encoded": 192}}),
     ("kvcomp", {}, {"keys": {"pool_words": math.inf, "n_encoded": 192}}),
     ("visual=planes", {}, {"spans": [(10, 138, 128, 1)]}),  # what comes would lie behind its store's end

@@ -41,7 +41,7 @@ def text(session: Session, prompt: list[int], n: int) -> list[int]:
     return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
+@pytest.mark.parametrize("kv", SESSION_KV)
 def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
     got = text(session, PROMPT, 150)

@@ -49,7 +49,7 @@ def loaded(model: pathlib.Path) -> Session:
     return Session.load(model)
 
 
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
+@pytest.mark.parametrize("kv", SESSION_KV)
 def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None:
     """The cache holds what was fed and chosen, in just the bytes that were planned; a reset forgets all of it."""
     prompt, session = golden_cases.tokens("llama31")[:20], loaded.fork(kv=kv)

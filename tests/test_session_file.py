@@ -53,7 +53,7 @@ def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLIN
     return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=sampling)]
 
 
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
+@pytest.mark.parametrize("kv", SESSION_KV)
 def test_restored_text_equals_uninterrupted_text(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
     straight, saved = loaded.fork(kv=kv), loaded.fork(kv=kv)
     for session in (straight, saved):
@@ -92,7 +92,7 @@ def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, kv: str, t
     assert first + text(restored, [], 70, restored.last_sampler) == whole
 
 
-@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
+@pytest.mark.parametrize("kv", SESSION_KV)
 def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
     """What the rewind left in the arrays behind the last token does no harm."""
     texts = []

@@ -147,7 +147,6 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         ("kivi2", "n_stored", 320),
         ("kvcomp", "n_recent", 194),
         ("kvcomp", "n_stored", 128),
-        ("steps:budget=1000000", "n_stored", 256),
         ("h1b", "n_fitted", 300),
         ("snapkv:budget=100", "n_used", 101),
     ],

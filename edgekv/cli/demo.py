@@ -15,7 +15,7 @@ from edgekv.checkpoint.shipped import shipped
 from edgekv.cli.options import add, option, read_text
 from edgekv.cli.terminal import Bars, fitted, write_json
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import give_heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
+from edgekv.engine.loading import heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import Options
 from edgekv.errors import ContextError, EdgeKVError
 from edgekv.eval.needles import Prose, ask, make_haystack, read
@@ -128,8 +128,8 @@ def demo_command(arguments: argparse.Namespace) -> int:
         loaded = load_model(options, open_model(MODEL, options), bars.update)
         decoder, tokenizer = loaded.decoders[None], open_tokenizer(loaded.model)
         demo = Demo(decoder, tokenizer, text, arguments.ctx, seed)
-        model = loaded.model, loaded.plan.weights, decoder, tokenizer
-        specs = [give_heads_bits(spec, *model, bars.update) for spec in specs]
+        fit = heads_bits(loaded.model, loaded.plan.weights, decoder, tokenizer, bars.update)
+        specs = [fit(spec) for spec in specs]
         names = ["f16", *(spec.short for spec in specs[1:])]
         print(INTRODUCTION.format(len(demo.haystack.ids)))
         trials = [demo.run(spec, name, bars.update) for spec, name in zip(specs, names, strict=True)]

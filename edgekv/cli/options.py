@@ -128,7 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "kv_budget": size(
         "kv_budget",
-        "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits",
+        "bytes that the cache never exceeds, such as 300M: auto takes the most bits that hold it",
     ),
     "ctx": count("context in tokens (default 8192 or the model's)"),
     "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),

@@ -88,36 +88,43 @@ TASK = "bits by need (once per model)"
 FORMAT = 3
 
 
-def give_heads_bits(
-    spec: CacheSpec,
+def heads_bits(
     model: Model,
     weights: str,
     decoder: Decoder,
     tokenizer: Tokenizer | None,
     progress: TaskProgress | None = None,
-) -> CacheSpec:
-    """The scheme with the bits of every head in its knobs, where these are to be given out by need.
+) -> Callable[[CacheSpec], CacheSpec]:
+    """What makes of a scheme that with the bits of every head in its knobs, where these are given out by need.
 
     Measured on the first `FIT_TOKENS` of `TEXT`, once for each model, adapter and format of ``weights``. Without
-    a tokenizer, with too few positions or without the text the scheme stays as it is: heads then have bits by
+    a tokenizer, with too few positions or without the text schemes stay as they are: heads then have bits by
     their order alone.
     """
-    knobs = spec.knobs
-    if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
-        return spec
-    memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
-    if remembered := memo.read():
-        noise = HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
-    else:
-        path, n = shipped(TEXT), min(FIT_TOKENS, model.config.max_positions)
+    config = model.config
+
+    @functools.cache
+    def noise() -> HeadNoise | None:
+        memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
+        if remembered := memo.read():
+            return HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
+        path, n = shipped(TEXT), min(FIT_TOKENS, config.max_positions)
         text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS] if path else ""
         tokens = tokenizer.encode(text)[:n] if tokenizer else []
         if len(tokens) < LEAST_FIT_TOKENS:
+            return None
+        measured = _measured_noise(decoder, tokens, progress)
+        memo.keep({name: array.tolist() for name, array in vars(measured).items()})
+        return measured
+
+    def fit(spec: CacheSpec) -> CacheSpec:
+        knobs = spec.knobs
+        if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit and (found := noise())):
             return spec
-        noise = _measured_noise(decoder, tokens, progress)
-        memo.keep({name: array.tolist() for name, array in vars(noise).items()})
-    windows = [model.config.layer_windows[i] for i in model.config.attending]
-    return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
+        windows = [config.layer_windows[i] for i in config.attending]
+        return dataclasses.replace(spec, knobs=knobs.with_bits(found, windows, config.head_dim))
+
+    return fit
 
 
 def _measured_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress | None) -> HeadNoise:
@@ -169,7 +176,7 @@ class LoadedModel:
             raise unknown(ConfigError, "lora", str(lora), tuple(self.model.loras))
         return self.decoders[lora]
 
-    def fork_plan(self, kv: str | CacheSpec, ctx: int) -> SessionPlan:
+    def fork_plan(self, kv: str | CacheSpec, ctx: int, kv_budget: int | None) -> SessionPlan:
         """The plan of another conversation on these weights. Raises as `Session.fork`."""
         if ctx > self.plan.ctx:
             raise ContextError(
@@ -178,10 +185,11 @@ class LoadedModel:
                 value=ctx,
                 accepted=[f"1 to {self.plan.ctx}"],
             )
-        plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=self.plan.weights)
-        spec = give_heads_bits(plan.kv, self.model, plan.weights, self.decoders[None], self.tokenizer)
-        find_device(self.device).require(spec)
-        return plan.with_kv(spec, self.model)
+        weights = self.plan.weights
+        fit = heads_bits(self.model, weights, self.decoders[None], self.tokenizer)
+        plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)
+        find_device(self.device).require(plan.kv)
+        return plan
 
     def new_state(self, plan: SessionPlan) -> State:
         """An empty conversation, with its caches allocated. Raises MemoryBudgetError where they don't fit."""
@@ -217,9 +225,15 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
 
     progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
-    plan = SessionPlan.make(
-        model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget
+    plan_for = functools.partial(
+        SessionPlan.make,
+        model,
+        kv=options.kv,
+        ctx=options.ctx,
+        weights=options.weights,
+        kv_budget=options.kv_budget,
     )
+    plan = plan_for()
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
     device = resolve_device(options.device, plan.kv, model.config)
@@ -231,7 +245,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     form = model.weight_format(plan.weights)
     with place.precompiling(plan.kv), memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
-        plan = plan.with_kv(give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress), model)
+        plan = plan_for(fit=heads_bits(model, plan.weights, decoder, tokenizer, progress))
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
     scheduler = SerialScheduler(decoder.threads)
     if options.slots > 1:
@@ -256,13 +270,11 @@ def open_tokenizer(model: Model) -> Tokenizer:
 
 
 def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | None) -> float:
-    """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
+    """Compiles the kernels of the scheme; returns the seconds.
 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.
     """
-    specs = (kv, *map(CacheSpec.parse, kv.scheme.sub_schemes))
-    n = min(WARM_UP_TOKENS, ctx)
-    calls = [call for spec in specs for call in decoder.warm_up(spec.layers(decoder.config, n))]
+    calls = list(decoder.warm_up(kv.layers(decoder.config, min(WARM_UP_TOKENS, ctx))))
     with CompileClock() as clock:
         for i, call in enumerate(calls):
             if progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 from edgekv.checks import Count, check_fields, refused
@@ -28,8 +28,7 @@ class LoadOptions(TypedDict, total=False):
 
     kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its knobs, ``name:knob=value,...``, or
         a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model, else
-        q4; f16 where that saves little; with a ``kv_budget`` "steps": ever fewer bits for the oldest tokens, so
-        that the budget holds.
+        q4; f16 where that saves little. With a ``kv_budget`` the most bits that hold it.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
@@ -148,8 +147,9 @@ class SessionPlan:
         ctx: int | None = None,
         weights: str = "auto",
         kv_budget: int | None = None,
+        fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
     ) -> SessionPlan:
-        """The plan for options of `LoadOptions`.
+        """The plan for options of `LoadOptions`; with ``fit`` of a loaded model (`heads_bits`) the one to open.
 
         Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
         and for a scheme that does not fit the budget.
@@ -168,7 +168,7 @@ class SessionPlan:
         held = weights_bytes - idle
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
-        spec, notes = resolve(kv, c, ctx, kv_budget, held + state_bytes, Verdicts(model).passed)
+        spec, notes = resolve(kv, c, ctx, kv_budget, held + state_bytes, Verdicts(model).passed, fit)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)
@@ -189,12 +189,6 @@ class SessionPlan:
             scratch_bytes=scratch_bytes(c, ctx, needs_prompt_queries=caches[0].needs_prompt_queries),
             notes=tuple(notes),
         )
-
-    def with_kv(self, kv: CacheSpec, model: Model) -> SessionPlan:
-        """With what was found for the scheme's knobs on the model."""
-        if kv == self.kv:
-            return self
-        return dataclasses.replace(self, kv=kv, cache_bytes=kv.planned_bytes(model.config, self.ctx))
 
     def parts(self, slots: int = 1) -> dict[str, int]:
         """Bytes by what they are for, of so many conversations at once."""

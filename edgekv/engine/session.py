@@ -78,11 +78,11 @@ class Session:
 
         model: where the weights are, with the options of `load`, or a session whose loaded weights to share (its
         context must be as long). Raises SessionError for a file that is damaged, foreign, or of another model,
-        ``weights``, ``kv``, ``kv_budget`` or ``ctx``, where these are given.
+        ``weights``, ``kv`` or ``ctx``, where these are given; CacheError for one of more than ``kv_budget`` bytes.
         """
         checked_value("progress", progress, TaskProgress | None)
         given, saved = Options.of(options), SavedState(checked_value("session", path, Path))
-        saved.require_scheme(given.kv, given.ctx, given.kv_budget)
+        saved.require_scheme(given.kv, given.ctx)
         if isinstance(model, Session):
             lora = saved.require_model(model.model)
             saved.require_weights(model.plan.weights)
@@ -443,7 +443,7 @@ class Session:
 
     def _forked(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
         loaded = self._loaded
-        plan = loaded.fork_plan(kv, ctx)
+        plan = loaded.fork_plan(kv, ctx, options.kv_budget)
         session = Session(loaded, plan, options, lora=lora)
         if plan.kv != self.plan.kv:
             session._compile_s = warm_up(loaded.decoder(lora), plan.kv, plan.ctx, None)

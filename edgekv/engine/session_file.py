@@ -249,21 +249,16 @@ class SavedState:
         self.require_scheme(plan.kv, plan.ctx)
         return lora
 
-    def require_scheme(
-        self, kv: str | CacheSpec | None, ctx: int | None = None, kv_budget: int | None = None
-    ) -> None:
-        """Raises SessionError unless what is given of scheme, context and budget is the session's.
+    def require_scheme(self, kv: str | CacheSpec | None, ctx: int | None = None) -> None:
+        """Raises SessionError unless what is given of scheme and context is the session's.
 
         ``kv`` "auto" is whatever the session has.
         """
-        own_budget = self.kv.own_budget
         if isinstance(kv, str):
-            kv = None if kv == "auto" else CacheSpec.asked(kv, kv_budget or own_budget)
+            kv = None if kv == "auto" else CacheSpec.parse(kv)
         if kv != self.kv.as_asked:
             self._require("kv", str(self.kv), None if kv is None else str(kv))
         self._require("ctx", self.ctx, ctx)
-        if own_budget is not None:
-            self._require("kv_budget", own_budget, kv_budget)
 
     def _require(self, field: str, found: object, given: object) -> None:
         if given is not None and found != given:

@@ -51,20 +51,19 @@ class Verdicts:
         return facts if facts and facts["scheme_version"] == spec.scheme.version else None
 
     def warning(self, spec: CacheSpec) -> str | None:
-        """Return what a user should know before using the scheme, in a line; for one made of others, of these."""
-        parts = [CacheSpec.parse(name) for name in spec.scheme.sub_schemes] or [spec]
-        verdicts = {part.short: self.verdict(part) for part in parts if needs_gate(part)}
-        for name, verdict in verdicts.items():
-            if verdict and verdict["failures"]:
-                return (
-                    f"kv={name!r} failed its gate for this model on {verdict['measured'].get('text', 'a text')}: "
-                    f"{'; '.join(verdict['failures'])}; find a scheme that passes: {self.command}"
-                )
-        never = ",".join(name for name, verdict in verdicts.items() if verdict is None)
-        if not never:
+        """Return what a user should know before using the scheme, in a line."""
+        if not needs_gate(spec):
             return None
-        kv = shlex.quote(never)
-        return f"kv={never!r} was never gated for this model; measure it: {self.command} --kv {kv}"
+        name, verdict = spec.short, self.verdict(spec)
+        if verdict is None:
+            kv = shlex.quote(name)
+            return f"kv={name!r} was never gated for this model; measure it: {self.command} --kv {kv}"
+        if not verdict["failures"]:
+            return None
+        return (
+            f"kv={name!r} failed its gate for this model on {verdict['measured'].get('text', 'a text')}: "
+            f"{'; '.join(verdict['failures'])}; find a scheme that passes: {self.command}"
+        )
 
     def passed(self) -> list[str]:
         """Return the presets that passed. Where nothing was ever gated, the model is not even identified."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import find_device, give_heads_bits, open_caches, open_model, open_tokenizer
+from edgekv.engine.loading import find_device, heads_bits, open_caches, open_model, open_tokenizer
 from edgekv.engine.options import Options, SessionPlan, default_ctx
 from edgekv.engine.state import copy_used
 from edgekv.errors import ContextError
@@ -202,7 +202,8 @@ class EvalInput:
     ) -> list[CacheSpec]:
         """The schemes with what is found for them on this model."""
         weights = self.model.weight_format(self.options.weights).name
-        return [give_heads_bits(spec, self.model, weights, decoder, self.tokenizer, progress) for spec in specs]
+        fit = heads_bits(self.model, weights, decoder, self.tokenizer, progress)
+        return [fit(spec) for spec in specs]
 
     def facts(self, ctx: int, windows: int) -> dict[str, Any]:
         """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""

@@ -269,10 +269,6 @@ class KVCache(LayerState):
     """Names that it had before, still understood."""
     version: ClassVar[int] = 1
     """Of what the arrays mean: a saved cache of another one is refused."""
-    sub_schemes: ClassVar[tuple[str, ...]] = ()
-    """Other schemes, whose kernels it comes to use as it fills."""
-    budget_field: ClassVar[str | None] = None
-    """The knob that bounds all layers' bytes: a session's `kv_budget`."""
     is_lossless_when_short: ClassVar[bool] = False
     """No loss beyond f16 rounding for the first 64 tokens."""
     needs_prompt_queries: ClassVar[bool] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,6 +20,15 @@ EXACT = "dense"  # what the others are compared with
 AUTO = "auto"
 MOST_LOSS = 0.0015
 """Mean KL divergence in nats that `auto` accepts without a gate, on every model where it was measured."""
+
+MEANS = [n / 8 for n in range(31, 9, -1)]  # bits of an element
+FINEST_FIRST = (
+    "f16",
+    "q4",
+    *(f"planes:k_bits={mean},v_bits={mean},by_need=true" for mean in MEANS),
+    "planes:k_bits=1,v_bits=1",
+)
+"""What a budget chooses from: without q8, which large key biases break."""
 
 LEAST_SAVING = 0.1
 """Share of the memory of weights and f16 cache that a preset must save; else `auto` takes f16."""
@@ -43,19 +53,21 @@ def resolve(
     budget: int | None,
     held: int,
     passed: Callable[[], Collection[str]],
+    fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
 ) -> tuple[CacheSpec, list[str]]:
     """Return the scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
 
     kv: a spec, a preset, ``name:knob=value,...``, or "auto", which None is too: with a ``budget`` in bytes
-    "steps", else `choose`. Raises CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that
-    takes more than the budget.
+    `finest_within` it, else `choose`. fit: gives the heads of a scheme their bits, once a model is loaded. Raises
+    CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that takes more than the budget.
     """
     if kv in (None, AUTO):
-        if budget is None:
+        if budget is not None:
+            spec, reason = finest_within(budget, shape, ctx, fit)
+        else:
             spec, reason = choose(shape, ctx, held, passed())
-            return spec, [reason]
-        kv = "steps"
-    spec = CacheSpec.asked(kv, budget) if isinstance(kv, str) else kv
+        return fit(spec), [reason]
+    spec = fit(CacheSpec.parse(kv) if isinstance(kv, str) else kv)
     if budget is not None and (size := spec.planned_bytes(shape, ctx)) > budget:
         raise CacheError(
             f"kv={spec.short!r} takes {format_bytes(size)} for {ctx} tokens, more than kv_budget={budget} "
@@ -67,6 +79,29 @@ def resolve(
     return spec, []
 
 
+def finest_within(
+    budget: int, shape: ModelConfig, ctx: int, fit: Callable[[CacheSpec], CacheSpec]
+) -> tuple[CacheSpec, str]:
+    """Return the first of FINEST_FIRST whose caches hold a ``budget`` of bytes for ``ctx`` tokens, and a line.
+
+    Raises CacheError (field kv_budget) where none does, with the least that would do.
+    """
+    least = math.inf
+    for kv in FINEST_FIRST:
+        spec = fit(CacheSpec.parse(kv))
+        size = _size(spec, shape, ctx)
+        if size is not None and size <= budget:
+            return spec, f"kv budget {format_bytes(budget)}: {spec.short}, {format_bytes(size)} for {ctx} tokens"
+        least = least if size is None else min(least, size)
+    raise CacheError(
+        f"kv_budget={budget} ({format_bytes(budget)}): {ctx} tokens need at least {format_bytes(int(least))} "
+        f"({least} bytes) in this model; raise it or lower `ctx`",
+        field="kv_budget",
+        value=budget,
+        accepted=[f"{least} or more"],
+    )
+
+
 def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
     """Return the smallest preset that ``passed`` the gate on this model, and one line that says why it was taken.
 
@@ -74,7 +109,7 @@ def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> 
     less than LEAST_SAVING of the memory, with ``held`` bytes of weights.
     """
     losses = published_results()["worst_kl"]
-    sizes = {name: size for name in PRESETS if (size := _size(name, shape, ctx)) is not None}
+    sizes = {name: size for name in PRESETS if (size := _size(CacheSpec.parse(name), shape, ctx)) is not None}
     gated = [name for name in sizes if name in passed]
     name = min(gated or [name for name in sizes if losses[name] <= MOST_LOSS], key=sizes.__getitem__)
     exact = sizes["f16"]
@@ -85,18 +120,16 @@ def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> 
     return CacheSpec.parse(name), f"kv auto: {name}, {taken}; it {why}"
 
 
-def bytes_per_token(spec: CacheSpec, tokens: int = 8192) -> float | None:
-    """Return bytes per token and KV head of 128 channels; None for a scheme that keeps to a budget."""
-    if spec.own_budget is not None:
-        return None
+def bytes_per_token(spec: CacheSpec, tokens: int = 8192) -> float:
+    """Return bytes per token and KV head of 128 channels."""
     n = 4  # heads, which may have bits of their own
     cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=tokens), spec.knobs)
     return cache.planned_bytes() / n / tokens
 
 
-def _size(name: str, shape: ModelConfig, ctx: int) -> int | None:
-    """Bytes of a preset's caches; None for one that can't have the model."""
+def _size(spec: CacheSpec, shape: ModelConfig, ctx: int) -> int | None:
+    """Bytes of a scheme's caches; None for one that can't have the model."""
     try:
-        return CacheSpec.parse(name).planned_bytes(shape, ctx)
+        return spec.planned_bytes(shape, ctx)
     except CacheError:
         return None

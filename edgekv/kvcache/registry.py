@@ -12,7 +12,6 @@ from edgekv.errors import CacheError, unknown
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.full import Dense
 from edgekv.kvcache.planes import NO_SECOND_STAGE, OneBit, Planes
-from edgekv.kvcache.tiered import TieredCache
 
 ENTRY_POINTS = "edgekv.schemes"
 """The entry points by which packages name their schemes: NAME = "module:Class", an alias likewise.
@@ -21,7 +20,13 @@ Where a scheme's name has "=", that of its entry point has "_".
 """
 PAPERS = "edgekv.papers"
 
-CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit, TieredCache)}
+CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit)}
+
+REMOVED = {
+    "bitplane": NO_SECOND_STAGE,
+    "steps": "a bound in bytes now chooses the bits; give kv_budget=BYTES (--kv-budget) alone",
+}
+"""Schemes that there were -> what to do instead."""
 
 
 def removed(kv: str, why: str) -> CacheError:
@@ -63,8 +68,8 @@ def find_scheme(name: str, others: Iterable[str] = ()) -> type[KVCache]:
 
     Raises CacheError (field kv), which names ``others`` as accepted too.
     """
-    if name == "bitplane":
-        raise removed(name, NO_SECOND_STAGE)
+    if name in REMOVED:
+        raise removed(name, REMOVED[name])
     if _present(name) not in CACHES:
         entries = metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_"))
         for entry in entries:
@@ -101,7 +106,6 @@ def _entries() -> list[metadata.EntryPoint]:
 def scheme_facts(name: str) -> dict[str, object]:
     """A scheme's paper, knobs with defaults, and bytes per token per KV head at head_dim 128 and 8,192 tokens.
 
-    Bytes are None for a scheme that keeps to the bytes that it is given.
     Raises CacheError (field kv).
     """
     scheme, tokens = find_scheme(name), 8192
@@ -114,7 +118,7 @@ def scheme_facts(name: str) -> dict[str, object]:
         "summary": scheme.summary,
         "tradeoff": scheme.tradeoff,
         "knobs": dataclasses.asdict(knobs),
-        "bytes_per_token_per_kv_head": None if scheme.budget_field else cache.planned_bytes() / tokens,
+        "bytes_per_token_per_kv_head": cache.planned_bytes() / tokens,
     }
 
 

@@ -61,41 +61,20 @@ class CacheSpec:
         return cls(scheme, knobs(**values))
 
     @classmethod
-    def asked(cls, text: str, budget: int | None = None) -> CacheSpec:
-        """As `parse`, of what a user wrote: a scheme with a `KVCache.budget_field` must be given a ``budget``.
-
-        Raises CacheError (field kv, or kv_budget).
-        """
-        spec = cls.parse(text)
-        knob = spec.scheme.budget_field
-        if knob is None:
-            return spec
-        if budget is not None:
-            return dataclasses.replace(spec, knobs=dataclasses.replace(spec.knobs, **{knob: budget}))
-        if f"{knob}=" not in text:
-            name = spec.scheme.name
-            raise CacheError(
-                f"kv={name!r} needs a `kv_budget`, or {name}:budget=BYTES: give the bytes that the cache may take",
-                field="kv_budget",
-            )
-        return spec
-
-    @classmethod
     def parse_list(cls, text: str) -> list[CacheSpec]:
         """Schemes of a comma-separated list in which the knobs are separated by commas too, or of ``all``.
 
-        ``all`` are those that need no budget. Raises CacheError (field kv, or kv_budget).
+        Raises CacheError (field kv).
         """
         if text == "all":
-            specs = [cls.parse(name) for name in schemes()]
-            return [spec for spec in specs if spec.own_budget is None]
+            return [cls.parse(name) for name in schemes()]
         items: list[str] = []
         for item in text.split(","):
             if items and "=" in item and ":" not in item and item not in schemes():
                 items[-1] += f",{item}"
             else:
                 items.append(item)
-        return [cls.asked(item) for item in items]
+        return [cls.parse(item) for item in items]
 
     def __str__(self) -> str:
         knobs = ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self.knobs).items() if v != "")
@@ -118,12 +97,6 @@ class CacheSpec:
         found = getattr(self.knobs, "found", ())
         defaults = {f.name: f.default for f in dataclasses.fields(self.knobs) if f.name in found}
         return dataclasses.replace(self, knobs=dataclasses.replace(self.knobs, **defaults)) if found else self
-
-    @property
-    def own_budget(self) -> int | None:
-        """The bytes that the scheme keeps to by itself; None: it has no such bound."""
-        knob = self.scheme.budget_field
-        return None if knob is None else int(getattr(self.knobs, knob))
 
     def layers(self, config: ModelConfig, capacity: int) -> list[KVCache]:
         """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.

@@ -44,7 +44,6 @@ SCHEMES = (
     "kivi2:residual_length=16",
     "kvcomp:residual_length=16,block=16",
     "h1b",
-    "steps:budget=150000,residual_length=16",
     "mikv:budget=60",
     "fier:k=32",
     "snapkv:budget=100",

@@ -48,7 +48,6 @@ WHEN = {
     "q1.5": "memory is scarcer: let the gate look first",
     "planes": "a model has no tokenizer, so that needs can't be measured",
     "onebit": "speed matters most, and the gate passes it",
-    "steps": "a bound on the bytes matters more than the bits: `--kv-budget`",
     "visual=planes": "a prompt is mostly pictures",
 }
 """What to take a scheme for, in the order in which to try them."""
@@ -148,13 +147,9 @@ def _rows(kvs: dict[str, str], last: str) -> str:
         "|---|---:|---:|---:|---:|---|",
     ]
     for kv in kvs:
-        spec, each, attention = (
-            str(CacheSpec.parse(kv)),
-            bytes_per_token(CacheSpec.parse(kv)),
-            speed.get(_short(kv)),
-        )
-        cells = [f"`{kv}`", "as given" if each is None else f"{each:.1f}"]
-        cells += [f"{found[spec]['kl']:.4f}" if spec in found else "-" for found in quality]
+        spec, attention = CacheSpec.parse(kv), speed.get(_short(kv))
+        cells = [f"`{kv}`", f"{bytes_per_token(spec):.1f}"]
+        cells += [f"{found[str(spec)]['kl']:.4f}" if str(spec) in found else "-" for found in quality]
         cells += [f"{attention:.1f}x" if attention else "-", kvs[kv]]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

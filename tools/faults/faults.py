@@ -135,9 +135,9 @@ FAULTS = (
         "test_recurrent.py -k 'rewind or snapshot'",
     ),
     Fault(
-        "a bound on bytes: no share for the buffer",
-        "return budget // (n_layers + 1)",
-        "return budget // n_layers",
+        "a bound on bytes: of bits by order, not of those given by need",
+        "spec = fit(CacheSpec.parse(kv))",
+        "spec = CacheSpec.parse(kv)",
         "test_budget.py",
     ),
     Fault(

@@ -15,7 +15,7 @@ import edgekv
 LAYERS = (
     ("edgekv.__main__", "edgekv.papers"),  # entry points name the papers, and nothing of ours imports them
     ("edgekv.cli",),
-    ("edgekv.server", "edgekv.power.board_page"),
+    ("edgekv.server",),
     ("edgekv.power.board",),
     ("edgekv.eval",),
     ("edgekv.engine",),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import pathlib
 
 import msgspec
 
 from edgekv.checkpoint.shipped import read_shape
 from edgekv.cli.options import add, option, yes
+from edgekv.cli.power import energy_source
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
-from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Plan, Run, add_log, open_meter
-from edgekv.power.board_page import page
-from edgekv.power.sampler import read_log
+from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Run, page
 
 MINUTES = 10.0
 
@@ -36,65 +34,43 @@ def board_arguments(parser: argparse.ArgumentParser) -> None:
     )
     log = "energies from an external meter's log of this run, or of a finished one"
     add(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
+    parser.set_defaults(device="cpu", power_estimate=None)
 
 
 def board_command(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.minutes <= 1e5:
         raise ConfigError(f"--minutes {arguments.minutes:g}: accepted are minutes above 0")
-    source, meter = open_meter(arguments.power)
-    board = _new_board(arguments, meter)
+    plan = msgspec.structs.replace(QUICK if arguments.quick else FULL, threads=arguments.threads)
+    if arguments.shape:
+        plan = msgspec.structs.replace(plan, shapes=tuple(arguments.shape.split(",")))
+    for shape in plan.shapes:
+        read_shape(shape)
+    source = energy_source(arguments)
+    assert source is not None  # --power has a default
+    about = source.about()
+    board = Board.new(plan, arguments.about or "", f"{about.meter or 'none'}: {about.covers}")
     folder = user_path(arguments.output)
     path, text = folder / f"{board.slug}.json", folder / f"{board.slug}.md"
     with contextlib.suppress(OSError):  # `require_writable` says why
         folder.mkdir(parents=True, exist_ok=True)
     for each in (path, text):
         require_writable(each)
-    if arguments.power_csv is not None:
-        read_log(user_path(arguments.power_csv))
     if path.exists() and not arguments.again:
-        board = _continued(path, board, arguments)
+        before = Board.load(path)
+        for name in ("machine", "plan"):
+            if getattr(before, name) != getattr(board, name):
+                raise ConfigError(
+                    f"{path}: was measured with another {name} ({getattr(before, name)}, now "
+                    f"{getattr(board, name)}); begin anew with --again, or give another --output"
+                )
+        around = board.surroundings if arguments.about else before.surroundings
+        board = msgspec.structs.replace(before, surroundings=around, meter=board.meter)
     try:
         with Bars() as bars:
             Run(board, path, source, 60 * arguments.minutes, say, bars.update).go()
     finally:
         atomic_write(text, page(board).encode())
-    if arguments.power_csv:
-        add_log(board, arguments.power_csv)
-        board.save(path)
-        atomic_write(text, page(board).encode())
     print(f"{path}\n{text}")
-    later = sum(left.why == NO_TIME for left in board.left_out)
-    if later:
+    if later := sum(left.why == NO_TIME for left in board.left_out):
         say(f"{later} measurements were left out for the time; the same command goes on with them")
     return 0
-
-
-def _new_board(arguments: argparse.Namespace, meter: str) -> Board:
-    plan = QUICK if arguments.quick else FULL
-    if arguments.shape:
-        plan = msgspec.structs.replace(plan, shapes=tuple(arguments.shape.split(",")))
-    for shape in plan.shapes:
-        read_shape(shape)
-    plan = msgspec.structs.replace(plan, threads=arguments.threads)
-    return Board.new(plan, arguments.about or "", meter)
-
-
-def _continued(path: pathlib.Path, new: Board, arguments: argparse.Namespace) -> Board:
-    """The board of an earlier run. Raises ConfigError where it is of another machine, version or plan."""
-    board = Board.load(path)
-    for name, before, now in (
-        ("machine", board.machine, new.machine),
-        ("plan", _plan_text(board.plan), _plan_text(new.plan)),
-    ):
-        if before != now:
-            raise ConfigError(
-                f"{path}: was measured with another {name} ({before}, now {now}); begin anew with "
-                "--again, or give another --output"
-            )
-    if arguments.about:
-        board.surroundings = new.surroundings
-    return board
-
-
-def _plan_text(plan: Plan) -> str:
-    return f"{','.join(plan.shapes)}; threads {plan.threads or 'chosen'}; {plan.seconds:g} s each"

@@ -24,11 +24,11 @@ from edgekv.cli.terminal import print_rows, redraw
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
 from edgekv.machine import machine_info
-from edgekv.power import EnergyMeter, PowerSampler, SurveyedMeter, find_meter, survey
-from edgekv.power.conditions import Conditions, find_profile, power_file, throttle
-from edgekv.power.energy import NoMeter, PowerSource, Trace
-from edgekv.power.meters import MeterRefused, Root, require_meter_name
-from edgekv.power.sampler import CsvLog, Estimate, Unmetered
+from edgekv.power import EnergyMeter, PowerSampler, find_meter, survey
+from edgekv.power.conditions import Conditions, find_profile, power_file, profile_text, throttle
+from edgekv.power.energy import PowerSource, Trace
+from edgekv.power.meters import MeterRefused, PowerMeter, Root, require_meter_name
+from edgekv.power.sampler import CsvLog, Estimate
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 JSON_SECONDS = 10.0
@@ -49,17 +49,11 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "power_idle")
 
 
-def energy_meter(arguments: argparse.Namespace) -> EnergyMeter | NoMeter:
-    """Make what the options ask for, before anything is loaded.
+def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
+    """Open the source that the options ask for, None where they ask for none.
 
     Where --power finds nothing that sees the work of --device, the report will say why.
     """
-    source = energy_source(arguments)
-    return EnergyMeter(source, idle_s=arguments.power_idle) if source else NoMeter()
-
-
-def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
-    """Open the source that the options ask for, None where they ask for none."""
     if arguments.power_csv is not None:
         return CsvLog(arguments.power_csv)
     if arguments.power_estimate is not None:
@@ -70,7 +64,7 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
     try:
         meter, notes = find_meter(arguments.power, device=GPU_DEVICES.get(arguments.device, "cpu"))
     except PowerError as error:
-        return Unmetered(f"{error}; `edgekv power doctor` says more")
+        return PowerSource(f"{error}; `edgekv power doctor` says more")
     return PowerSampler(meter, notes=notes)
 
 
@@ -97,22 +91,17 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "edgekv power record --csv FILE -- COMMAND meters any program and passes its exit status on"
 
 
-def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
-    """Open the meter; where there is none, and none was asked for by name, what says why.
-
-    Raises PowerError for a file that would be empty.
-    """
-    name, files = getattr(arguments, "meter", "auto"), [getattr(arguments, n, None) for n in ("csv", "plot")]
-    if files[1]:
+def _open(arguments: argparse.Namespace) -> PowerSource:
+    """Open the meter; where there is none, and neither a meter nor a file was asked for, what says why."""
+    name, plotted = getattr(arguments, "meter", "auto"), getattr(arguments, "plot", None)
+    if plotted:
         require_matplotlib()
     try:
         meter, notes = find_meter(name)
     except PowerError as error:
-        if name != "auto":
+        if name != "auto" or plotted or getattr(arguments, "csv", None):
             raise
-        for path in filter(None, files):
-            raise PowerError(f"{path}: there would be nothing in it: {error}") from None
-        return Unmetered(str(error))
+        return PowerSource(str(error))
     return PowerSampler(meter, notes=notes)
 
 
@@ -161,7 +150,7 @@ def _print_live(source: PowerSource, seconds: float) -> None:
     """Print a block of lines each second, over the last one on a terminal, for so long or until Ctrl-C."""
     source.start()
     begun_s = now_s = time.perf_counter()
-    if isinstance(source, Unmetered):  # once: it will not change
+    if not isinstance(source, PowerSampler):  # once: it will not change
         seconds = 0
         redraw([*_power_lines(source, now_s, now_s), Conditions.now().to_text()], 0)
     height = 0
@@ -218,6 +207,7 @@ def _record(arguments: argparse.Namespace) -> int:
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
     _plot(sampler, arguments)
     report = meter.report()
+    assert report is not None
     print_rows([("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()], sys.stderr)
     return code if code >= 0 else 128 - code  # as shells report a signal
 
@@ -243,44 +233,38 @@ def samples_csv(trace: Trace, unix_offset_s: float) -> str:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Return 0 if something can be measured, else 1."""
-    findings = survey()
-    print_rows(diagnosis(findings))
-    return 0 if any(finding.meter for finding in findings) else 1
+    found = survey()
+    print_rows(diagnosis(found))
+    return 0 if any(isinstance(meter, PowerMeter) for meter in found.values()) else 1
 
 
-def diagnosis(findings: list[SurveyedMeter], root: Root = "/") -> list[tuple[str, str]]:
+def diagnosis(found: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
     """List (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
     profile, board = find_profile(root), machine_info(root)["board"]
-    known = f"{board}: {profile.to_text()}" if profile else f"{board or 'not a known board'}: no profile"
+    known = f"{board}: {profile_text(profile)}" if profile else f"{board or 'not a known board'}: no profile"
     try:
         member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
         group = f"you are{'' if member else ' not'} in the group {GROUP}"
     except KeyError:
         group = f"there is no group {GROUP} on this system"
-    rows = [("board", known), *((finding.name, _finding_text(finding)) for finding in findings)]
+    rows = [("board", known), *((name, _sensor_text(meter)) for name, meter in found.items())]
     rows.append(("throttling", "is reported here" if throttle(root) else "nothing here reports it"))
     rows.append(("group", group))
-    if any(isinstance(finding.problem, MeterRefused) for finding in findings):
-        rule = power_file(RULE)
-        lines = [
-            f"sudo cp {rule} /etc/udev/rules.d/",
-            "sudo udevadm control --reload && sudo udevadm trigger",
-            f"sudo usermod -aG {GROUP} $USER, then log in again",
-        ]
-        if rule is None:
-            lines = [f"{RULE} did not come with this installation: take it from the folder power/ of the source"]
-        rows += [("permission", line) for line in lines]
-    usable = [finding.name for finding in findings if finding.meter]
+    if any(isinstance(meter, MeterRefused) for meter in found.values()):
+        rule = power_file(RULE) or f"{RULE} (of the folder power/ of the source)"
+        rows.append(("permission", f"sudo cp {rule} /etc/udev/rules.d/"))
+        rows.append(("permission", "sudo udevadm control --reload && sudo udevadm trigger"))
+        rows.append(("permission", f"sudo usermod -aG {GROUP} $USER, then log in again"))
+    usable = [name for name, meter in found.items() if isinstance(meter, PowerMeter)]
     verdict = "nothing can be measured here: use an external meter's log with --power-csv FILE"
     if usable:
         verdict = f"--power uses {usable[0]}" + (f"; also here: {', '.join(usable[1:])}" if usable[1:] else "")
     return [*rows, ("verdict", verdict)]
 
 
-def _finding_text(finding: SurveyedMeter) -> str:
-    if finding.meter is None:
-        return f"{'-- ' if not isinstance(finding.problem, MeterRefused) else '!! '}{finding.problem}"
-    meter = finding.meter
+def _sensor_text(meter: PowerMeter | PowerError) -> str:
+    if isinstance(meter, PowerError):
+        return f"{'!!' if isinstance(meter, MeterRefused) else '--'} {meter}"
     try:
         reading = meter.read()
     except (OSError, ValueError) as error:

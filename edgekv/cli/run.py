@@ -25,7 +25,7 @@ from edgekv.cli.options import (
     sampling_params,
     yes,
 )
-from edgekv.cli.power import add_power_options, energy_meter
+from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import open_tokenizer
@@ -39,7 +39,7 @@ from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
-from edgekv.power.energy import EnergyMeter, NoMeter
+from edgekv.power.energy import EnergyMeter
 from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision import picture, require_vision
 
@@ -175,7 +175,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         images = [picture(path) for path in arguments.image]
     if isinstance(prompt, str) and not images:
         require_fit(arguments, prompt)
-    bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
+    meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)
+    bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
     sampling = sampling_params(arguments, sampling_defaults(session.model))
@@ -208,7 +209,7 @@ def _generate(
     how: dict[str, Any],
     at_sentence: bool,
     bars: Bars,
-    meter: EnergyMeter | NoMeter,
+    meter: EnergyMeter,
 ) -> int:
     """Print the text; at_sentence: a sentence's end ends it once it is long. Returns the exit status."""
     try:

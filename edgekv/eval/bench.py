@@ -30,6 +30,7 @@ from edgekv.weights.random import RandomWeights, random_store
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
 BLOCKS = ("attention_in", "attention_out", "head")  # of a `Decoder`, whose time is counted as matmul
+PREFILL_RUNS = 2  # of which the better counts
 SPARE_POSITIONS = 4096  # beyond those that are asked for, where a shape has too few learned ones
 
 Seconds = dict[str, float]  # by part: matmul, attention
@@ -212,7 +213,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
     for n in lengths:
         for spec in specs:
             runs = []
-            for _ in range(2):
+            for _ in range(PREFILL_RUNS):
                 parts: Seconds = {}
                 caches = open_caches(decoder, spec, n)
                 x = decoder.embed(ids[:n], 0)

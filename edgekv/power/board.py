@@ -1,101 +1,162 @@
-"""`edgekv board`: its record, its measurements, and the run that fills a record and continues one."""
+"""`edgekv board`: what a machine's memory, tokens and prompts take, in one JSON file, and as a page of tables."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import json
 import os
 import pathlib
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 import psutil
 
-from edgekv.checks import read_fields
+from edgekv.checks import Count, Natural, read_fields
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import find_device, open_caches
+from edgekv.engine.loading import find_device
 from edgekv.engine.options import SessionPlan
-from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.errors import ConfigError, EdgeKVError, PowerError
-from edgekv.eval.bench import SchemeTimer, shape_config, shape_model, unread_model
+from edgekv.eval.bench import (
+    PREFILL_RUNS,
+    Prefill,
+    SchemeTimer,
+    bench_prefill,
+    shape_config,
+    shape_model,
+    unread_model,
+)
 from edgekv.files import atomic_write, read_object
 from edgekv.kernels.cpu import stream
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import (
-    all_cores,
     available_memory_bytes,
     blas_threads,
     format_bytes,
     machine_info,
     peak_rss_bytes,
+    require_memory,
     reset_peak_rss,
 )
-from edgekv.models import architecture
 from edgekv.power import conditions
 from edgekv.power.energy import PowerSource, Window
-from edgekv.power.meters import Root, Throttle, all_limits, find_meter
-from edgekv.power.sampler import CsvLog, PowerSampler, Unmetered
+from edgekv.power.meters import all_limits
 from edgekv.types import TaskProgress
-from edgekv.weights.formats import weight_format
-from edgekv.weights.random import random_folder
-from edgekv.weights.store import is_store
 from edgekv.weights.threads import candidates
 
 PASSES = 8  # over memory, for each number of threads
 LEAST_TOKENS, MOST_TOKENS = 6, 64  # of a decoding that is timed
-MOST_PROMPTS = 3
 WARM_UP_PROMPT = 16
 EVERY_NUMBER = 4  # up to so many cores the bandwidth of each number of threads is measured
 NO_TIME = "no time was left"
+SHARED = 0.05  # of the cores' time for other programs: from here on the page says so
+NA = "n/a"
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 # The record: one JSON file with every measurement and the conditions around it
 
-Number = Annotated[float, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+class Span(msgspec.Struct, frozen=True):
+    """When something ran (Unix seconds), for how long, and the state of the machine.
+
+    others: the share of the cores' time that other programs took. temperature_c, clock_mhz: at its end; None: not
+    known. throttling: what limited the clocks meanwhile; None: nothing here could say.
+    """
+
+    started: float
+    seconds: float
+    others: float
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    throttling: tuple[str, ...] | None = None
 
 
-class Step(NamedTuple):
-    """One measurement; n: threads that read memory, or tokens of the cache or the prompt."""
+class Idle(Span, frozen=True):
+    """At rest, before everything; watts: None without a meter."""
 
-    what: Literal["bandwidth", "decode", "prompt"]
+    watts: float | None = None
+
+
+class Energy(msgspec.Struct, frozen=True):
+    """Per token: all that the meter sees, what the samples leave open of it, and the part above idle."""
+
+    meter: str
+    mj_per_token: float
+    error_mj: float | None
+    net_mj_per_token: float | None
+    average_w: float
+
+
+class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
+    """Memory read in order by so many threads together, the best of a few passes; 1e9 bytes per second."""
+
+    threads: Count
+    gb_per_s: float
+    span: Span
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
+    """A token of a whole model behind ``depth`` others; milliseconds are medians, or what their names say.
+
+    matmul_ms, attention_ms: of token_ms. bytes_read: weights and cache that a token reads. peak_memory_bytes:
+    resident, of the process, from the empty cache on. threads: of weight products.
+    """
+
     shape: str
-    n: int
-    kv: str = ""
+    kv: str
+    depth: Natural
+    tokens: Count
+    token_ms: Positive
+    token_ms_p95: float
+    matmul_ms: float
+    attention_ms: float
+    cache_bytes: Natural
+    bytes_read: Natural
+    peak_memory_bytes: Natural
+    span: Span
+    threads: Count | None = None
+    energy: Energy | None = None
 
-    @property
-    def text(self) -> str:
-        """Name it for people."""
-        if self.what == "decode":
-            return f"{self.shape}, {self.kv} at {self.n}"
-        if self.what == "prompt":
-            return f"{self.shape}, {self.kv}, prompt of {self.n}"
-        return f"{self.shape}, {self.n} thread{'s' if self.n > 1 else ''}"
+
+class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
+    """A prompt into an empty cache, the best of ``runs``. The energy is per token of all runs."""
+
+    shape: str
+    kv: str
+    tokens: Count
+    runs: Count
+    tokens_per_s: Positive
+    peak_memory_bytes: Natural
+    span: Span
+    threads: Count | None = None
+    energy: Energy | None = None
 
 
-class Machine(msgspec.Struct, frozen=True):
-    """`edgekv.machine.machine_info`: ``cores`` are those that the process may use."""
+Row = Bandwidth | Decode | Prompt
+Task = tuple[Any, ...]  # a kind of row, and its first fields: what is measured
+KEYS = {Bandwidth: 1, Decode: 3, Prompt: 3}  # how many
 
-    cpu: str | None
-    board: str | None
-    architecture: Name
-    cores: AtLeastOne
-    ram_bytes: Count
-    os: str
-    versions: dict[str, str | None]
 
-    @property
-    def name(self) -> str:
-        """The board's name, else the processor's."""
-        return self.board or self.cpu or self.architecture
+def task_of(row: Row) -> Task:
+    """Return what a row has measured."""
+    return (type(row), *msgspec.structs.astuple(row)[: KEYS[type(row)]])
+
+
+def task_name(task: Task) -> str:
+    """Name a task for people."""
+    return " ".join((task[0].__name__.lower(), *map(str, task[1:])))
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """What was not measured, and why."""
+
+    what: str
+    why: str
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -104,127 +165,6 @@ class Environment(msgspec.Struct, frozen=True):
     cooling: tuple[str, ...]
     clocks: tuple[str, ...]
     about: str
-
-
-class Span(msgspec.Struct, frozen=True):
-    """When something ran, and the state of the machine.
-
-    started: Unix seconds. seconds: of what was timed. took_s: filling caches and warming up included.
-    temperature_c, clock_mhz: at its end; None: not known. throttling: what limited the clocks meanwhile; None:
-    nothing here could say. others: the share of the cores' time that other programs took.
-    """
-
-    started: Number
-    seconds: Number
-    took_s: Number
-    temperature_c: float | None
-    clock_mhz: float | None
-    throttling: tuple[str, ...] | None
-    others: Share
-
-
-class Energy(msgspec.Struct, frozen=True):
-    """Per token: all that the meter sees, what the samples leave open of it, and the part above idle."""
-
-    meter: Name
-    mj_per_token: float
-    error_mj: float | None
-    net_mj_per_token: float | None
-    average_w: float
-
-
-class Idle(msgspec.Struct, frozen=True):
-    """At rest, before everything; watts: None without a meter."""
-
-    started: Number
-    seconds: Number
-    watts: float | None
-    others: Share
-
-
-class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
-    """Memory read in order by so many threads together, the best of a few passes; 1e9 bytes per second."""
-
-    threads: AtLeastOne
-    gb_per_s: Number
-    span: Span
-
-    @property
-    def step(self) -> Step:
-        return Step("bandwidth", "memory", self.threads)
-
-
-class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
-    """A token of a whole model behind ``depth`` others; milliseconds are medians, or what their names say.
-
-    matmul_ms, attention_ms: of token_ms. bytes_read: weights and cache that a token reads. peak_memory_bytes:
-    resident, of the process, from the empty cache on.
-    """
-
-    shape: Name
-    kv: Name
-    depth: Count
-    tokens: AtLeastOne
-    token_ms: Positive
-    token_ms_best: Number
-    token_ms_p95: Number
-    matmul_ms: Number
-    attention_ms: Number
-    cache_bytes: Count
-    bytes_read: Count
-    peak_memory_bytes: Count
-    span: Span
-    energy: Energy | None = None
-
-    @property
-    def step(self) -> Step:
-        return Step("decode", self.shape, self.depth, self.kv)
-
-
-class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
-    """A prompt into an empty cache, the best of ``runs``: its speed, and the seconds until its first token.
-
-    The energy is per token of all runs.
-    """
-
-    shape: Name
-    kv: Name
-    tokens: AtLeastOne
-    runs: AtLeastOne
-    tokens_per_s: Positive
-    first_token_s: Number
-    peak_memory_bytes: Count
-    span: Span
-    energy: Energy | None = None
-
-    @property
-    def step(self) -> Step:
-        return Step("prompt", self.shape, self.tokens, self.kv)
-
-
-Measured = Bandwidth | Decode | Prompt
-
-
-class Shape(msgspec.Struct, frozen=True):
-    """A model of random weights as it was opened here, and its threads, chosen at load or asked for.
-
-    threads: of attention; decode_threads, prompt_threads: of weight products. making_s: seconds to draw its
-    weights, 0 if they were there.
-    """
-
-    name: Name
-    weights_bytes: Count
-    threads: AtLeastOne
-    decode_threads: AtLeastOne
-    prompt_threads: AtLeastOne
-    making_s: Number
-
-
-class Skipped(msgspec.Struct, frozen=True):
-    """What was not measured, and why."""
-
-    what: Name
-    why: str
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -242,34 +182,16 @@ class Plan(msgspec.Struct, frozen=True):
     idle_s: float
     threads: int | None = None
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that a decoder must be able to read."""
-        return max(*self.depths, self.prompt) + MOST_TOKENS + 1
-
-    def steps(self, cores: int) -> list[Step]:
-        """List the measurements: memory, then shape by shape, its most telling first."""
-        steps = [Step("bandwidth", "memory", n) for n in bandwidth_threads(cores)]
+    def tasks(self, cores: int) -> list[Task]:
+        """List the measurements: memory, then shape by shape, the most telling first."""
+        some = range(1, cores + 1) if cores <= EVERY_NUMBER else sorted({1, 2, *candidates(cores)})
+        tasks: list[Task] = [(Bandwidth, n) for n in some]
         first, shallow = self.schemes[0], self.depths[0]
         for shape in self.shapes:
-            steps += [Step("decode", shape, shallow, first), Step("prompt", shape, self.prompt, first)]
-            steps += [Step("decode", shape, depth, kv) for depth in self.depths[1:] for kv in self.schemes]
-            steps += [Step("decode", shape, shallow, kv) for kv in self.schemes[1:]]
-        return steps
-
-    def config(self, shape: str) -> dict[str, Any]:
-        """Return a shape's config, with positions for the whole plan."""
-        return shape_config(shape, None, self.capacity)
-
-    def weights_bytes(self, shape: str) -> int:
-        """Count the bytes of a shape's weights; it need not be made."""
-        model = unread_model(shape, self.config(shape))
-        return model.weights_bytes(weight_format(self.weights, model.arch))
-
-    def weights_folder(self, shape: str) -> pathlib.Path:
-        """Where a shape's weights are in the cache folder, or would be."""
-        config = self.config(shape)
-        return random_folder(config, weight_format(self.weights, architecture(config)))
+            tasks += [(Decode, shape, first, shallow), (Prompt, shape, first, self.prompt)]
+            tasks += [(Decode, shape, kv, depth) for depth in self.depths[1:] for kv in self.schemes]
+            tasks += [(Decode, shape, kv, shallow) for kv in self.schemes[1:]]
+        return tasks
 
 
 FULL = Plan(
@@ -284,37 +206,38 @@ FULL = Plan(
 QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # shows that everything runs
 
 
-def bandwidth_threads(cores: int) -> list[int]:
-    """List the numbers of threads that the bandwidth of memory is measured with."""
-    return list(range(1, cores + 1)) if cores <= EVERY_NUMBER else sorted({1, 2, *candidates(cores)})
-
-
 class Board(msgspec.Struct):
-    """One machine's record."""
+    """One machine's record; machine: `edgekv.machine.machine_info`."""
 
     format: Literal[1]  # changes when a field's meaning does
-    machine: Machine
+    machine: dict[str, Any]
     surroundings: Environment
     plan: Plan
     meter: str
     idle: Idle | None = None
-    shapes: list[Shape] = []
-    measured: list[Measured] = []
+    measured: list[Row] = []
     left_out: list[Skipped] = []
-    finished: bool = False
 
     @classmethod
-    def new(cls, plan: Plan, about: str, meter: str, root: Root = "/") -> Board:
+    def new(cls, plan: Plan, about: str, meter: str) -> Board:
         """Make the record of this machine, without measurements."""
-        machine = msgspec.convert(machine_info(), Machine)
-        around = Environment(tuple(conditions.cooling(root)), tuple(conditions.clock_ranges(root)), about)
-        return cls(1, machine, around, plan, meter)
+        around = Environment(tuple(conditions.cooling()), tuple(conditions.clock_ranges()), about)
+        return cls(1, machine_info(), around, plan, meter)
+
+    @property
+    def name(self) -> str:
+        """The board's name, else the processor's."""
+        return str(self.machine["board"] or self.machine["cpu"] or self.machine["architecture"])
 
     @property
     def slug(self) -> str:
         """The machine's name for a file."""
-        plain = "".join(c if c.isalnum() else "-" for c in self.machine.name.lower())
-        return "-".join(part for part in plain.split("-") if part)[:60] or "machine"
+        return re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "machine"
+
+    def rows(self, kind: type) -> list[Any]:
+        """List the rows of a kind by shape and depth, else as they were measured."""
+        rows, places = [row for row in self.measured if isinstance(row, kind)], [*self.plan.shapes]
+        return sorted(rows, key=lambda row: kind is Decode and (places.index(row.shape), row.depth))
 
     def save(self, path: pathlib.Path) -> None:
         """Write it whole or not at all. Raises CheckpointError where it can't be written."""
@@ -326,130 +249,71 @@ class Board(msgspec.Struct):
         """Read a file of `save`. Raises ConfigError, with the field and its value, for anything else."""
         hint = "give a file that `edgekv board` wrote, or begin anew with `again`"
         try:
-            raw = read_object(path)
+            return read_fields(read_object(path), cls, str(path), hint)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}; {hint}") from None
-        rows = raw.get("measured")
-        if isinstance(rows, list):  # files of before have rows by the number of threads, too
-            rows = [row for row in rows if not (isinstance(row, dict) and row.get("what") == "threads")]
-        return read_fields(raw | {"measured": rows}, cls, str(path), hint)
+
+    def add_energies(self, source: PowerSource, offset_s: float) -> None:
+        """Put what a source, after its `stop`, has seen into every measurement that it covers.
+
+        offset_s: Unix time minus the source's.
+        """
+
+        def seen(span: Span) -> Window | None:
+            with contextlib.suppress(PowerError):
+                return source.window(span.started - offset_s, span.started - offset_s + span.seconds)
+            return None
+
+        if self.idle and (rest := seen(self.idle)):
+            self.idle = msgspec.structs.replace(self.idle, watts=rest.average_w)
+        idle_w = self.idle.watts if self.idle else None
+        for i, row in enumerate(self.measured):
+            if isinstance(row, Bandwidth) or not (window := seen(row.span)):
+                continue
+            mj = 1e3 / (row.tokens * row.runs if isinstance(row, Prompt) else row.tokens)
+            energy = Energy(
+                meter=str(source.about().meter),
+                mj_per_token=mj * window.joules,
+                error_mj=None if window.error_j is None else mj * window.error_j,
+                net_mj_per_token=None if idle_w is None else mj * (window.joules - idle_w * window.seconds),
+                average_w=window.average_w,
+            )
+            self.measured[i] = msgspec.structs.replace(row, energy=energy)
 
 
-# Energy, and the conditions around a measurement
+# Measuring
 
 
-def open_meter(name: str = "auto") -> tuple[PowerSource, str]:
-    """Open the meter at hand and describe it; without one its energies are None.
-
-    Raises PowerError for a meter that is named and can't be read.
-    """
-    try:
-        meter, notes = find_meter(name, device="cpu")
-    except PowerError as error:
-        if name != "auto":
-            raise
-        return Unmetered(str(error)), f"none: {error}"
-    return PowerSampler(meter, notes=notes), f"{meter.name}: {meter.covers}"
-
-
-class Watch:
-    """The state of the machine around a measurement, from its making to `span`; `timed` times the block."""
-
-    def __init__(self, source: PowerSource) -> None:
-        self._source = source
-        self._made_s, self._before, self._busy = time.perf_counter(), self._throttle(), _busy_s()
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Time the block, the meter read at both ends."""
-        self._source.mark()
-        self.started, self.begun = time.time(), time.perf_counter()
-        yield
-        self.ended = time.perf_counter()
-        self._source.mark()
-
-    def span(self) -> Span:
-        """Describe all of it, up to now."""
-        now = conditions.Conditions.now()
-        return Span(
-            started=self.started,
-            seconds=self.ended - self.begun,
-            took_s=time.perf_counter() - self._made_s,
-            temperature_c=now.temperature_c,
-            clock_mhz=now.clock_mhz,
-            throttling=conditions.throttled_between(self._before, self._throttle()),
-            others=self.others(),
-        )
-
-    def others(self) -> float:
-        """Return the share of the cores' time that other programs have taken so far."""
-        busy, own = (after - before for after, before in zip(_busy_s(), self._busy, strict=True))
-        cores, seconds = max(psutil.cpu_count() or 1, all_cores()), time.perf_counter() - self._made_s
-        return min(1.0, max(0.0, (busy - own) / (cores * seconds)))
-
-    def window(self) -> Window | None:
-        """Return the energy of the block; None: not measured."""
-        return _window(self._source, self.begun, self.ended)
-
-    def energy(self, tokens: int, idle: Idle | None) -> Energy | None:
-        """Return the energy of so many tokens in the block; None: not measured."""
-        window, name = self.window(), self._source.about().meter
-        return _energy(name, window, tokens, idle.watts if idle else None) if window and name else None
-
-    def _throttle(self) -> Throttle | None:
-        return all_limits(conditions.throttle(), self._source.throttle())
-
-
-def _busy_s() -> tuple[float, float]:
-    """Return the seconds that all cores have worked, and that this process and its children have."""
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    # Linux counts a guest's time as user time too.
-    busy = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
-    return busy - getattr(times, "guest_nice", 0.0), sum(own[:4])
-
-
-def add_log(board: Board, path: str | os.PathLike[str]) -> None:
-    """Put the energies of an external meter's log into every measurement that it covers, by the system's clock.
-
-    Raises PowerError where it can't be used, or covers none of them.
-    """
-    log = CsvLog(path, wall_clock=time.time, clock=time.time)  # its times as they are: Unix seconds
-    idle_w = None
-    if board.idle and (rest := _window(log, board.idle.started, board.idle.started + board.idle.seconds)):
-        idle_w = rest.average_w
-        board.idle = msgspec.structs.replace(board.idle, watts=idle_w)
-    n_found = 0
-    for i, m in enumerate(board.measured):
-        seen = _window(log, m.span.started, m.span.started + m.span.seconds)
-        if isinstance(m, Decode | Prompt) and seen:
-            tokens = m.tokens * m.runs if isinstance(m, Prompt) else m.tokens
-            board.measured[i] = msgspec.structs.replace(m, energy=_energy("csv", seen, tokens, idle_w))
-            n_found += 1
-    if not n_found:
-        raise PowerError(
-            f"{os.fspath(path)}: covers none of the measurements; the meter's clock and this machine's must agree"
-        )
-    board.meter = f"csv: {log.about().covers}"
-
-
-def _window(source: PowerSource, begun: float, ended: float) -> Window | None:
-    with contextlib.suppress(PowerError):
-        return source.window(begun, ended)
-    return None
-
-
-def _energy(meter: str, window: Window, tokens: int, idle_w: float | None) -> Energy:
-    return Energy(
-        meter=meter,
-        mj_per_token=1e3 * window.joules / tokens,
-        error_mj=None if window.error_j is None else 1e3 * window.error_j / tokens,
-        net_mj_per_token=None if idle_w is None else 1e3 * (window.joules - idle_w * window.seconds) / tokens,
-        average_w=window.average_w,
+def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
+    """Do the work, the meter read at both ends; say how long it took and what was around it."""
+    limits, busy_s = all_limits(conditions.throttle(), source.throttle()), _busy_s()
+    source.mark()
+    started, begun = time.time(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begun
+    source.mark()
+    now = conditions.Conditions.now()
+    others = (_busy_s() - busy_s) / (time.perf_counter() - begun) / (psutil.cpu_count() or 1)
+    return Span(
+        started=started,
+        seconds=seconds,
+        others=min(1.0, max(0.0, others)),
+        temperature_c=now.temperature_c,
+        clock_mhz=now.clock_mhz,
+        throttling=conditions.throttled_between(limits, all_limits(now.throttle, source.throttle())),
     )
 
 
+def _busy_s() -> float:
+    """Return the seconds that the cores have worked for other processes than this one and its children."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    # Linux counts a guest's time as user time too.
+    resting = times.idle + sum(getattr(times, name, 0.0) for name in ("iowait", "guest", "guest_nice"))
+    return float(sum(times) - resting - sum(own[:4]))
+
+
 class Run:
-    """One run of `edgekv board`; ``board`` is written to ``path`` after every measurement.
+    """One run of `edgekv board`: measures what ``board`` lacks, and writes it to ``path`` after every measurement.
 
     seconds: nothing begins after them. say: is told of every measurement, in a line.
     """
@@ -466,173 +330,226 @@ class Run:
         self.board, self.path, self.source = board, path, source
         self._say, self._progress = say, progress
         self._deadline = time.perf_counter() + seconds
-        self._opened: str | None = None
+        self._opened, self._weights_bytes = "", 0
         self.decoder: Decoder
+        self._measures: dict[Any, Callable[..., Row]] = {
+            Bandwidth: self.bandwidth,
+            Decode: self.decode,
+            Prompt: self.prompt,
+        }
 
     def go(self) -> None:
         """Measure all that there is time for. What raises an EdgeKVError is left out with its reason."""
-        board = self.board
-        board.left_out, board.finished = [], False
+        board, offset_s = self.board, time.time() - time.perf_counter()
+        board.left_out = []
         self.source.start()
         try:
             if board.idle is None:
-                board.idle = self._rest()
-            done = {m.step for m in board.measured}
-            for step in board.plan.steps(board.machine.cores):
-                if step not in done:
-                    self._try(step)
+                rest = timed(self.source, lambda: time.sleep(board.plan.idle_s))
+                board.idle = Idle(*msgspec.structs.astuple(rest))
+            done = set(map(task_of, board.measured))
+            for task in board.plan.tasks(board.machine["cores"]):
+                if task not in done:
+                    self._try(task)
             self._close()
-            board.finished = all(skipped.why != NO_TIME for skipped in board.left_out)
         finally:
             self.source.stop()
+            board.add_energies(self.source, offset_s)
             board.save(self.path)
 
-    def _rest(self) -> Idle:
-        """Wait to see what the machine draws, and does, at rest."""
-        watch = Watch(self.source)
-        with watch.timed():
-            time.sleep(self.board.plan.idle_s)
-        window = watch.window()
-        return Idle(watch.started, watch.ended - watch.begun, window.average_w if window else None, watch.others())
+    def _try(self, task: Task) -> None:
+        try:
+            if time.perf_counter() > self._deadline:
+                raise EdgeKVError(NO_TIME)
+            row = self._measures[task[0]](*task[1:])
+        except (EdgeKVError, MemoryError) as error:
+            self.board.left_out.append(Skipped(task_name(task), str(error) or "out of memory"))
+        else:
+            self.board.measured.append(row)
+            self.board.save(self.path)
+            head, cell = next(iter(COLUMNS[task[0]].items()))
+            self._say(f"{task_name(task)}: {cell(row)} {head}")
 
-    def _try(self, step: Step) -> None:
-        why = None if step.what == "bandwidth" else self._obstacle(step)
-        if why is None:
-            try:
-                result, text = self.measure(step)
-            except (EdgeKVError, MemoryError) as error:
-                why = str(error) or "out of memory"
-            else:
-                self.board.measured.append(result)
-                self.board.save(self.path)
-                self._say(f"{step.text}: {text}")
-        if why is not None:
-            self.board.left_out.append(Skipped(step.text, why))
+    def _open(self, shape: str, kv: str, n: int) -> None:
+        """Open the shape, made where it is not there; gives back the one that was open.
 
-    def _obstacle(self, step: Step) -> str | None:
-        """Say why the measurement can't be made now; None: nothing is in its way."""
+        Raises MemoryBudgetError where the shape with a cache of n tokens does not fit.
+        """
         plan = self.board.plan
-        model, ctx = unread_model(step.shape, plan.config(step.shape)), step.n + MOST_TOKENS + 1
-        needed = sum(SessionPlan.make(model, kv=step.kv, ctx=ctx, weights=plan.weights).parts().values())
-        free = available_memory_bytes()
-        if self._opened is not None:
-            free += plan.weights_bytes(self._opened)  # in use already, or given back before the next is opened
-        if needed > free:
-            return f"needs {format_bytes(needed)} of memory, {format_bytes(free)} is free"
-        return NO_TIME if time.perf_counter() > self._deadline else None
-
-    def measure(self, step: Step) -> tuple[Measured, str]:
-        """Return the measurement, and its result in words."""
-        if step.what == "bandwidth":
-            read = self._bandwidth(step.n)
-            return read, f"{read.gb_per_s:.1f} GB/s"
-        self._open(step.shape)
+        positions = max(*plan.depths, plan.prompt) + MOST_TOKENS + 1
+        unread = unread_model(shape, shape_config(shape, None, positions))
+        planned = SessionPlan.make(unread, kv=kv, ctx=n + MOST_TOKENS + 1, weights=plan.weights)
+        # What is open is in use already, or given back before the next is opened.
+        require_memory(planned.parts(), available_memory_bytes() + self._weights_bytes)
+        if self._opened != shape:
+            self._close()
+            model = shape_model(shape, None, positions, plan.weights, self._progress)
+            form = model.weight_format(plan.weights)
+            self.decoder = find_device("cpu").decoder(model, form, positions, plan.threads, self._progress)
+            self._opened, self._folder, self._weights_bytes = shape, model.path, planned.weights_bytes
         gc.collect()  # caches of earlier measurements are known to themselves
         reset_peak_rss()
-        if step.what == "decode":
-            decoded = self._decode(step)
-            return decoded, f"{1e3 / decoded.token_ms:.2f} tokens/s"
-        prompt = self._prompt(step)
-        return prompt, f"{prompt.tokens_per_s:.1f} tokens/s, {prompt.first_token_s:.2f} s to the first"
-
-    def _open(self, shape: str) -> None:
-        """Open the shape, made where it is not there; gives back the one that was open."""
-        if self._opened == shape:
-            return
-        self._close()
-        plan, begun = self.board.plan, time.perf_counter()
-        was_made = is_store(plan.weights_folder(shape))
-        model = shape_model(shape, None, plan.capacity, plan.weights, self._progress)
-        making_s = 0.0 if was_made else time.perf_counter() - begun
-        form = model.weight_format(plan.weights)
-        self.decoder = find_device("cpu").decoder(model, form, plan.capacity, plan.threads, self._progress)
-        self._opened, chosen = shape, self.decoder.ops.threads
-        before = next((s for s in self.board.shapes if s.name == shape), None)
-        facts = Shape(
-            name=shape,
-            weights_bytes=model.weights_bytes(form),
-            threads=self.decoder.threads,
-            decode_threads=chosen.decode if chosen else self.decoder.threads,
-            prompt_threads=chosen.prompt if chosen else self.decoder.threads,
-            making_s=making_s + (before.making_s if before else 0.0),
-        )
-        self.board.shapes = [s for s in self.board.shapes if s is not before] + [facts]
 
     def _close(self) -> None:
-        """Give the open shape back; its weights go too, where this board made them and had time for all of it."""
-        if self._opened is None:
-            return
-        name, self._opened = self._opened, None
-        del self.decoder
-        was_made = any(s.name == name and s.making_s > 0 for s in self.board.shapes)
-        if was_made and time.perf_counter() < self._deadline:
-            shutil.rmtree(self.board.plan.weights_folder(name), ignore_errors=True)
+        """Give the open shape back, and its weights on disk where there was time for all of it."""
+        if self._opened:
+            self._opened, self._weights_bytes = "", 0
+            del self.decoder
+            if time.perf_counter() < self._deadline:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _bandwidth(self, n_threads: int) -> Bandwidth:
-        watch, probe = Watch(self.source), stream.Bandwidth(n_threads)
-        with watch.timed():
+    def bandwidth(self, n_threads: int) -> Bandwidth:
+        """Read memory in order."""
+        probe = stream.Bandwidth(n_threads)
+
+        def work() -> None:
             for _ in range(PASSES):
                 probe.sample()
-        return Bandwidth(n_threads, probe.best / 1e9, watch.span())
 
-    def _decode(self, step: Step) -> Decode:
+        span = timed(self.source, work)
+        return Bandwidth(n_threads, probe.best / 1e9, span)
+
+    def decode(self, shape: str, kv: str, depth: int) -> Decode:
         """Time a token behind synthetic ones."""
-        watch = Watch(self.source)
-        timer = SchemeTimer(self.decoder, CacheSpec.parse(step.kv), step.n, MOST_TOKENS + 1)
-        with blas_threads(1), watch.timed():
+        self._open(shape, kv, depth)
+        timer = SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MOST_TOKENS + 1)
+
+        def work() -> None:
             deadline = time.perf_counter() + self.board.plan.seconds
             while len(timer.totals) < LEAST_TOKENS or time.perf_counter() < deadline:
                 timer.decode(1)
                 if len(timer.totals) == MOST_TOKENS:
                     break
-        best, median, p95 = (float(ms) for ms in np.percentile(timer.totals, (0, 50, 95)) * 1e3)
+
+        with blas_threads(1):
+            span = timed(self.source, work)
+        timing = timer.timing()
         return Decode(
-            shape=step.shape,
-            kv=step.kv,
-            depth=step.n,
-            tokens=len(timer.totals),
-            token_ms=median,
-            token_ms_best=best,
-            token_ms_p95=p95,
-            matmul_ms=timer.part_ms("matmul"),
+            shape=shape,
+            kv=kv,
+            depth=depth,
+            tokens=timing.tokens,
+            token_ms=timing.token_ms,
+            token_ms_p95=timing.token_ms_p95,
+            matmul_ms=timing.matmul_ms,
             attention_ms=timer.part_ms("attention"),
-            cache_bytes=sum(cache.nbytes for cache in timer.caches),
+            cache_bytes=timing.cache_bytes,
             bytes_read=self.decoder.weights.token_bytes + sum(cache.bytes_read() for cache in timer.caches),
             peak_memory_bytes=peak_rss_bytes(),
-            span=watch.span(),
-            energy=watch.energy(len(timer.totals), self.board.idle),
+            span=span,
+            threads=self._threads(is_prompt=False),
         )
 
-    def _prompt(self, step: Step) -> Prompt:
-        """Time a prompt of random tokens, read until `Plan.seconds` are over or MOST_PROMPTS are."""
-        watch = Watch(self.source)
-        self._time_prompt(step.kv, WARM_UP_PROMPT)
-        runs: list[tuple[float, float]] = []
-        with watch.timed():
-            deadline = time.perf_counter() + self.board.plan.seconds
-            while len(runs) < MOST_PROMPTS and (not runs or time.perf_counter() < deadline):
-                runs.append(self._time_prompt(step.kv, step.n))
-        return Prompt(
-            shape=step.shape,
-            kv=step.kv,
-            tokens=step.n,
-            runs=len(runs),
-            tokens_per_s=step.n / min(prefill for prefill, _ in runs),
-            first_token_s=min(first for _, first in runs),
-            peak_memory_bytes=peak_rss_bytes(),
-            span=watch.span(),
-            energy=watch.energy(step.n * len(runs), self.board.idle),
-        )
+    def prompt(self, shape: str, kv: str, n: int) -> Prompt:
+        """Time a prompt of random tokens."""
+        self._open(shape, kv, n)
+        spec, runs = [CacheSpec.parse(kv)], list[Prefill]()
+        bench_prefill(self.decoder, spec, [WARM_UP_PROMPT])
+        span = timed(self.source, lambda: runs.extend(bench_prefill(self.decoder, spec, [n])))
+        speed, threads = runs[0].tokens_per_s, self._threads(is_prompt=True)
+        return Prompt(shape, kv, n, PREFILL_RUNS, speed, peak_rss_bytes(), span, threads)
 
-    def _time_prompt(self, kv: str, n: int) -> tuple[float, float]:
-        """Return the seconds that n tokens took through all layers, and those until the first token was chosen."""
-        decoder = self.decoder
-        ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
-        caches = open_caches(decoder, CacheSpec.parse(kv), n)
-        sampler = Sampler(SamplingParams(temperature=0.0), decoder.config.vocab_size)
-        begun = time.perf_counter()
-        with blas_threads(decoder.threads):
-            x = decoder.prefill(decoder.embed(ids, 0), caches)
-            prefilled = time.perf_counter()
-            sampler.sample(decoder.head(x[-1:])[0])
-        return prefilled - begun, time.perf_counter() - begun
+    def _threads(self, is_prompt: bool) -> int:
+        chosen = self.decoder.ops.threads
+        return self.decoder.threads if chosen is None else chosen.prompt if is_prompt else chosen.decode
+
+
+# The page
+
+
+def energy_text(energy: Energy | None) -> str:
+    """Write millijoules per token, with their error and those above idle."""
+    if energy is None:
+        return NA
+    error = "" if energy.error_mj is None else f" ± {energy.error_mj:.2g}"
+    net = "" if energy.net_mj_per_token is None else f"; {energy.net_mj_per_token:.4g}"
+    return f"{energy.mj_per_token:.4g}{error}{net}"
+
+
+COMMON: dict[str, Callable[[Any], str]] = {
+    "peak memory": lambda row: format_bytes(row.peak_memory_bytes),
+    "mJ per token; above idle": lambda row: energy_text(row.energy),
+}
+COLUMNS: dict[Any, dict[str, Callable[[Any], str]]] = {
+    Bandwidth: {"GB/s": lambda row: f"{row.gb_per_s:.1f}"},
+    Decode: {
+        "tokens/s": lambda row: f"{1e3 / row.token_ms:.2f}",
+        "ms, 95th percentile": lambda row: f"{row.token_ms:.1f}, {row.token_ms_p95:.1f}",
+        "weights + attention": lambda row: f"{row.matmul_ms:.1f} + {row.attention_ms:.1f}",
+        "GB/s": lambda row: f"{row.bytes_read / row.token_ms / 1e6:.1f}",
+        **COMMON,
+    },
+    Prompt: {"tokens/s": lambda row: f"{row.tokens_per_s:.1f}", **COMMON},
+}
+TITLES = {
+    Bandwidth: "Memory, read in order",
+    Decode: "Decoding: random weights in the model's shape, synthetic keys and values up to the depth, medians",
+    Prompt: "Prompts: the best of a few",
+}
+
+
+def page(board: Board) -> str:
+    """Write a board's page of Markdown, from its record alone."""
+    started = min((row.span.started for row in board.measured), default=0.0)
+    day = datetime.datetime.fromtimestamp(started, datetime.timezone.utc)
+    parts = [
+        f"# {board.name}\n",
+        f"edgekv {board.machine['versions'].get('edgekv')}, {day:%Y-%m-%d}. Written by `edgekv board`, which "
+        "[README.md](README.md) explains; the figures with all that belongs to them are in the JSON file beside "
+        "this page.\n",
+    ]
+    if (share := others(board)) > SHARED:
+        parts.append(f"The machine was shared: other programs took {share:.0%} of the cores' time.\n")
+    if board.plan.shapes == ("tiny",):
+        parts.append("A smoke test on a tiny model: its figures say nothing about the machine.\n")
+    parts.append(_table(["", ""], _facts(board)))
+    for kind, title in TITLES.items():
+        head = [*kind.__struct_fields__[: KEYS[kind]], *COLUMNS[kind]]
+        rows = [
+            [*map(str, task_of(row)[1:]), *(cell(row) for cell in COLUMNS[kind].values())]
+            for row in board.rows(kind)
+        ]
+        parts += [f"## {title}\n", _table(head, rows)] if rows else []
+    if board.left_out:
+        parts += ["## Left out\n", *(f"- {skipped.what}: {skipped.why}" for skipped in board.left_out), ""]
+    return "\n".join(parts)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def throttling(board: Board) -> str:
+    """Name what limited the clocks at any time."""
+    known = [row.span.throttling for row in board.measured if row.span.throttling is not None]
+    if not known:
+        return "not known (nothing here reports it)"
+    return ", ".join(sorted({limit for limits in known for limit in limits})) or "none"
+
+
+def others(board: Board) -> float:
+    """Return the share of the cores' time that other programs took while something was measured."""
+    spans = [row.span for row in board.measured]
+    return sum(span.others * span.seconds for span in spans) / (sum(span.seconds for span in spans) or 1.0)
+
+
+def _facts(board: Board) -> list[list[str]]:
+    m, around, idle = board.machine, board.surroundings, board.idle
+    degrees = [row.span.temperature_c for row in board.measured if row.span.temperature_c is not None]
+    clocks = [row.span.clock_mhz for row in board.measured if row.span.clock_mhz is not None]
+    return [
+        ["processor", f"{m['cpu'] or 'not named'}, {m['architecture']}, {m['cores']} cores"],
+        ["memory", format_bytes(m["ram_bytes"])],
+        ["system", m["os"]],
+        ["versions", ", ".join(f"{name} {version}" for name, version in m["versions"].items())],
+        ["as its owner says", around.about or "nothing was said"],
+        ["cooling", "; ".join(around.cooling) or "nothing that the system names"],
+        ["clocks", "; ".join(around.clocks) or "not named by the system"],
+        ["clock at the ends of measurements", f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else NA],
+        ["warmest", f"{max(degrees):.1f} C" if degrees else NA],
+        ["throttling", throttling(board)],
+        ["threads of weight products", f"{board.plan.threads or 'chosen at load'}"],
+        ["power meter", board.meter],
+        ["at rest", NA if idle is None or idle.watts is None else f"{idle.watts:.2f} W"],
+        ["other programs", f"{others(board):.0%} of the cores' time"],
+    ]

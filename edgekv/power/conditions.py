@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
@@ -13,11 +12,16 @@ from typing import Any
 import psutil
 
 from edgekv.machine import format_bytes, machine_info
-from edgekv.power.meters import Root, Throttle, all_limits, folders, read_word, vcgencmd_throttle
+from edgekv.power.meters import Root, Throttle, all_limits, read_word, vcgencmd_throttle
 
 CPU_COOLING = re.compile(r"cpufreq|throttle", re.IGNORECASE)  # cooling devices that slow a processor down
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent.parent / "power"
 INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "power"
+
+
+def folders(root: Root, pattern: str) -> list[pathlib.Path]:
+    """List what matches below ``root``, in a stable order."""
+    return sorted(pathlib.Path(root).glob(pattern))
 
 
 def _pi_voltage(root: Root) -> Throttle | None:
@@ -106,14 +110,11 @@ class Conditions:
 
     def to_text(self) -> str:
         """Write them for people, in a line."""
-        known = [
-            f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a",
-            f"{self.clock_mhz:.0f} MHz" if self.clock_mhz is not None else "clock n/a",
-            f"load {self.load_percent:.0f}%",
-            f"memory {format_bytes(self.memory_used_bytes)}",
-            throttle_text(None if self.throttle is None else tuple(sorted(self.throttle.now))),
-        ]
-        return ", ".join(known)
+        degrees = f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a"
+        clock = f"{self.clock_mhz:.0f} MHz" if self.clock_mhz is not None else "clock n/a"
+        limits = throttle_text(None if self.throttle is None else tuple(sorted(self.throttle.now)))
+        memory = format_bytes(self.memory_used_bytes)
+        return f"{degrees}, {clock}, load {self.load_percent:.0f}%, memory {memory}, {limits}"
 
 
 def cooling(root: Root = "/") -> list[str]:
@@ -140,50 +141,19 @@ def clock_ranges(root: Root = "/") -> list[str]:
     return lines
 
 
-@dataclasses.dataclass(frozen=True)
-class BoardProfile:
-    """A known board, from `power/boards/*.json`; None is "no source found".
-
-    model: pattern of the device tree's model. peak_gb_s: of the memory's data sheet; measured_gb_s: reported from
-    real programs. idle_w: at the wall. meters: names in METERS. lower_bounds: what one token must read, and the
-    milliseconds that this takes at both bandwidths.
-    """
-
-    name: str
-    model: str
-    ram_gib: list[int]
-    cpu: str
-    cores: int
-    clock_mhz: int
-    peak_gb_s: float
-    peak_source: str
-    measured_gb_s: float | None
-    measured_source: str | None
-    idle_w: float | None
-    idle_source: str | None
-    meters: list[str]
-    note: str | None
-    lower_bounds: list[dict[str, Any]]
-
-    def to_text(self) -> str:
-        """Write it for people, in a line."""
-        measured = f", {self.measured_gb_s:g} measured" if self.measured_gb_s else ""
-        text = f"{self.cores} x {self.cpu} at {self.clock_mhz} MHz, {self.peak_gb_s:g} GB/s peak{measured}"
-        return f"{text}; {self.note}" if self.note else text
+def find_profile(root: Root = "/") -> dict[str, Any] | None:
+    """Return the profile in `power/boards` of this machine, by its device tree's model; None for any other."""
+    model, folder = machine_info(root)["board"], power_file("boards")
+    profiles = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))] if folder else []
+    return next((profile for profile in profiles if model and re.search(profile["model"], model)), None)
 
 
-@functools.cache
-def board_profiles() -> dict[str, BoardProfile]:
-    """Read every profile, by its file's name; empty where the files were not installed."""
-    folder = power_file("boards")
-    paths = sorted(folder.glob("*.json")) if folder else []
-    return {path.stem: BoardProfile(**json.loads(path.read_text(encoding="utf-8"))) for path in paths}
-
-
-def find_profile(root: Root = "/") -> BoardProfile | None:
-    """Return the profile of this machine, by its device tree's model; None for any other machine."""
-    model = machine_info(root)["board"]
-    return next((board for board in board_profiles().values() if model and re.search(board.model, model)), None)
+def profile_text(profile: dict[str, Any]) -> str:
+    """Write a profile for people, in a line."""
+    measured = f", {profile['measured_gb_s']:g} measured" if profile["measured_gb_s"] else ""
+    note = f"; {profile['note']}" if profile["note"] else ""
+    cpu = f"{profile['cores']} x {profile['cpu']} at {profile['clock_mhz']} MHz"
+    return f"{cpu}, {profile['peak_gb_s']:g} GB/s peak{measured}{note}"
 
 
 def power_file(name: str) -> pathlib.Path | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -113,30 +112,6 @@ class Window:
     counter_j: float | None = None
     integrated_j: float | None = None
     rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-def join_windows(windows: Sequence[Window]) -> Window:
-    """Add up windows, at least one; a sum is None where one of its terms is."""
-
-    def total(name: str) -> Any:
-        values = [getattr(window, name) for window in windows]
-        return None if None in values else sum(values)
-
-    def most(name: str) -> float | None:
-        return max((v for window in windows if (v := getattr(window, name)) is not None), default=None)
-
-    seconds, joules, samples = total("seconds"), total("joules"), total("n_samples")
-    rails = [rail for rail in windows[0].rails_j if all(rail in window.rails_j for window in windows)]
-    return Window(
-        **{name: total(name) for name in ("error_j", "gap_s", "counter_j", "integrated_j")},
-        **{name: most(name) for name in ("peak_w", "longest_gap_s")},
-        seconds=seconds,
-        joules=joules,
-        average_w=joules / seconds,
-        n_samples=samples,
-        rate_hz=None if samples is None else samples / seconds,
-        rails_j={rail: sum(window.rails_j[rail] for window in windows) for rail in rails},
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +216,9 @@ class Trace:
 class MeterInfo:
     """What a reader of the figures must know of their source.
 
-    meter: None where nothing can be measured. total: the rails that were added up. cpu_share: processor time of
-    readings between the edges of phases, as a share of one core. losses: lost samples by reason.
+    meter: None where nothing can be measured, and ``covers`` says why. total: the rails that were added up.
+    cpu_share: processor time of readings between the edges of phases, as a share of one core. losses: lost samples
+    by reason.
     """
 
     meter: str | None
@@ -256,37 +232,37 @@ class MeterInfo:
     notes: tuple[str, ...] = ()
 
 
-class PowerSource(Protocol):
-    """A sensor that is sampled, a meter's log, an estimate, or nothing; times are those of `time.perf_counter`.
+class PowerSource:
+    """A sensor that is sampled, a meter's log, an estimate; or, as it is here, nothing, for a reason.
 
-    It is started before what it meters and stopped after it. has_idle: waiting before the run shows what the
-    machine draws at rest.
+    Times are those of `time.perf_counter`. It is started before what it meters and stopped after it. has_idle:
+    waiting before the run shows what the machine draws at rest.
     """
 
-    has_idle: bool = True
+    has_idle = False
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def start(self) -> None:
         """Begin to meter."""
-        return
 
     def stop(self) -> None:
         """End it."""
-        return
 
     def mark(self) -> None:
         """Read the sensor here, where a phase begins or ends."""
-        return
 
     def window(self, start_s: float, end_s: float) -> Window:
         """Return the energy between two moments, after `stop`. Raises PowerError saying why nothing is known."""
-        ...
+        raise PowerError(self._why)
 
     def about(self) -> MeterInfo:
         """Say what it measures with."""
-        ...
+        return MeterInfo(None, self._why)
 
     def throttle(self) -> Throttle | None:
-        """Return the limits on the clocks that are in force; None: not known."""
+        """Return the limits on the clocks that the sensor itself knows; None: not known."""
         return None
 
 
@@ -301,14 +277,13 @@ class Idle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseEnergy(Window):
-    """Energy of one phase (prefill, decode), summed over its ``spans``; None is "not measured", ``reason`` why.
+    """Energy of one phase (prefill, decode); None is "not measured", ``reason`` why.
 
     joules within error_j: gross, the sum of the meter's total. net: above idle; its error contains the idle
     power's spread. corrected: with the meter's correction. The sensor's own error comes on top.
     """
 
     tokens: int | None
-    spans: int
     joules: float | None = None  # type: ignore[assignment]
     average_w: float | None = None  # type: ignore[assignment]
     net_j: float | None = None
@@ -321,23 +296,25 @@ class PhaseEnergy(Window):
 
     @classmethod
     def of(
-        cls, windows: list[Window], tokens: int | None, idle: Idle | None, correction: Correction | None
+        cls, window: Window, tokens: int | None, idle: Idle | None, correction: Correction | None
     ) -> PhaseEnergy:
-        """Add up the windows in which the phase ran, at least one."""
-        joined = join_windows(windows)
-        seconds, error = joined.seconds, joined.error_j
-        net = None if idle is None else joined.joules - idle.watts * seconds
-        corrected = None if correction is None else correction.joules(joined.joules, seconds)
+        """Return a window's, of so many tokens."""
+        joules, seconds, error = window.joules, window.seconds, window.error_j
+        net = None if idle is None else joules - idle.watts * seconds
+        corrected = None if correction is None else correction.joules(joules, seconds)
+
+        def per_token(joules: float | None) -> float | None:
+            return 1e3 * joules / tokens if joules is not None and tokens else None
+
         return cls(
-            **vars(joined),
+            **vars(window),
             tokens=tokens,
-            spans=len(windows),
             net_j=net,
             net_error_j=None if idle is None or error is None else error + idle.spread_w * seconds,
             corrected_j=corrected,
-            mj_per_token=_per_token(joined.joules, tokens),
-            net_mj_per_token=_per_token(net, tokens),
-            corrected_mj_per_token=_per_token(corrected, tokens),
+            mj_per_token=per_token(joules),
+            net_mj_per_token=per_token(net),
+            corrected_mj_per_token=per_token(corrected),
         )
 
     def to_text(self, name: str, correction: Correction | None) -> str:
@@ -409,43 +386,17 @@ class EnergyReport:
         return ", ".join(parts)
 
 
-def _per_token(joules: float | None, tokens: int | None) -> float | None:
-    return 1e3 * joules / tokens if joules is not None and tokens else None
-
-
+@dataclasses.dataclass
 class Phase:
-    """One phase: when it ran (it may run several times), and how many tokens it made."""
+    """One phase: when it ran, and how many tokens it made."""
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[float, float]] = []
-        self.tokens = 0
-
-    @property
-    def seconds(self) -> float:
-        """How long it ran in all."""
-        return sum(end - start for start, end in self.spans)
-
-
-class NoMeter:
-    """Stands where an EnergyMeter would, when nobody asked for one."""
-
-    def __enter__(self) -> NoMeter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return
-
-    def phase(self, name: str, tokens: int = 0) -> contextlib.nullcontext[Phase]:
-        """Count nothing."""
-        return contextlib.nullcontext(Phase())
-
-    def report(self) -> None:
-        """Return None: nothing was measured."""
-        return
+    tokens: int
+    start_s: float = 0.0
+    end_s: float = 0.0
 
 
 class EnergyMeter:
-    """Energy by phase from any source:
+    """Energy by phase from any source (None: nothing is measured, and nothing reported):
 
         with EnergyMeter(PowerSampler(find_meter()[0])) as meter:
             with meter.phase("prefill", tokens=512):
@@ -458,7 +409,12 @@ class EnergyMeter:
     """
 
     def __init__(
-        self, source: PowerSource, *, idle_s: float = IDLE_S, root: Root = "/", clock: Clock = time.perf_counter
+        self,
+        source: PowerSource | None,
+        *,
+        idle_s: float = IDLE_S,
+        root: Root = "/",
+        clock: Clock = time.perf_counter,
     ) -> None:
         if not 0 <= idle_s <= 3600:
             raise PowerError(f"idle time {idle_s} s: accepted: 0 (none) to 3600")
@@ -469,53 +425,51 @@ class EnergyMeter:
         self._after: Throttle | None = None
 
     def __enter__(self) -> EnergyMeter:
-        self._before = self._throttle()
-        self._source.start()
-        if self._source.has_idle and self._idle_s:
-            begun_s = self._clock()
-            time.sleep(self._idle_s)
-            self._idle_span = begun_s, self._clock()
+        if self._source:
+            self._before = all_limits(conditions.throttle(self._root), self._source.throttle())
+            self._source.start()
+            if self._source.has_idle and self._idle_s:
+                begun_s = self._clock()
+                time.sleep(self._idle_s)
+                self._idle_span = begun_s, self._clock()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._source.stop()
-        self._after = self._throttle()
+        if self._source:
+            self._source.stop()
+            self._after = all_limits(conditions.throttle(self._root), self._source.throttle())
 
     @contextlib.contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
-        """Meter what runs inside as the phase ``name``; under a name that was used before it is added to it."""
-        phase = self._phases.setdefault(name, Phase())
-        phase.tokens += tokens
-        self._source.mark()
-        begun_s = self._clock()
+        """Meter what runs inside as the phase ``name``. Raises PowerError for one that has run already."""
+        if name in self._phases:
+            raise PowerError(f"the phase {name!r} has run already; give another name")
+        phase = self._phases[name] = Phase(tokens)
+        if self._source:
+            self._source.mark()
+        phase.start_s = self._clock()
         try:
             yield phase
         finally:
-            phase.spans.append((begun_s, self._clock()))
-            self._source.mark()
+            phase.end_s = self._clock()
+            if self._source:
+                self._source.mark()
 
-    def report(self) -> EnergyReport:
+    def report(self) -> EnergyReport | None:
         """Report on all phases, after the block."""
-        idle = None
+        source = self._source
+        if source is None:
+            return None
+        idle, about, phases = None, source.about(), {}
         if self._idle_span is not None:
             with contextlib.suppress(PowerError):
-                window = self._source.window(*self._idle_span)
+                window = source.window(*self._idle_span)
                 idle = Idle(window.average_w, window.spread_w or 0.0, window.seconds)
-        return EnergyReport(
-            about=self._source.about(),
-            idle=idle,
-            phases={name: self._measured(phase, idle) for name, phase in self._phases.items()},
-            throttling=conditions.throttled_between(self._before, self._after),
-        )
-
-    def _measured(self, phase: Phase, idle: Idle | None) -> PhaseEnergy:
-        tokens = phase.tokens or None
-        try:
-            windows = [self._source.window(*span) for span in phase.spans]
-        except PowerError as error:
-            spans = len(phase.spans)
-            return PhaseEnergy(tokens=tokens, seconds=phase.seconds, spans=spans, reason=str(error))
-        return PhaseEnergy.of(windows, tokens, idle, self._source.about().correction)
-
-    def _throttle(self) -> Throttle | None:
-        return all_limits(conditions.throttle(self._root), self._source.throttle())
+        for name, phase in self._phases.items():
+            tokens, seconds = phase.tokens or None, phase.end_s - phase.start_s
+            try:
+                window = source.window(phase.start_s, phase.end_s)
+                phases[name] = PhaseEnergy.of(window, tokens, idle, about.correction)
+            except PowerError as error:
+                phases[name] = PhaseEnergy(tokens=tokens, seconds=seconds, reason=str(error))
+        return EnergyReport(about, idle, phases, conditions.throttled_between(self._before, self._after))

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from edgekv.errors import PowerError, unknown
@@ -90,7 +90,7 @@ class PowerMeter(abc.ABC):
 
     rails: every rail it reads; total: those whose sum is the total, none of them part of another. covers: what the
     total includes and leaves out. sees: the devices ("cpu", "gpu") whose work shows in it. max_hz: how often
-    reading it makes sense. tick_s: how old an energy counter's value can be.
+    reading it makes sense. tick_s: how old an energy counter's value can be. remedy: for one that can't be read.
     """
 
     name: ClassVar[str]
@@ -99,6 +99,7 @@ class PowerMeter(abc.ABC):
     sees: ClassVar[frozenset[str]] = frozenset({"cpu", "gpu"})
     max_hz: ClassVar[float] = 100.0
     tick_s: ClassVar[float] = 0.0
+    remedy: ClassVar[str] = "look at its files in /sys as root"
     correction: ClassVar[Correction | None] = None
 
     rails: tuple[str, ...]
@@ -106,11 +107,8 @@ class PowerMeter(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def probe(cls, root: Root = "/") -> PowerMeter:
-        """Return the machine's sensor after one reading of it. ``root`` is the folder that holds `sys`.
-
-        Raises MeterAbsent, or MeterRefused where it is there and does not answer.
-        """
+    def open(cls, root: pathlib.Path) -> PowerMeter:
+        """Return the machine's sensor. Raises MeterAbsent, or MeterRefused where it is there and can't be read."""
 
     @abc.abstractmethod
     def read(self) -> Reading:
@@ -124,34 +122,55 @@ class PowerMeter(abc.ABC):
         """Return the clock limits that this sensor itself reports; None: it reports none."""
         return None
 
-    def require_reading(self, remedy: str) -> None:
-        """Raise MeterRefused if none of a few readings succeeds."""
+    @classmethod
+    def probe(cls, root: Root = "/") -> PowerMeter:
+        """Return the sensor after a reading of it. ``root`` is the folder that holds `sys`.
+
+        Raises MeterAbsent, or MeterRefused where it is there and none of a few readings succeeds.
+        """
+        meter = cls.open(pathlib.Path(root))
         for _ in range(READ_ATTEMPTS):
             try:
-                self.read()
-                return
+                meter.read()
+                return meter
             except (OSError, ValueError) as error:  # noqa: PERF203
                 why = reason(error)
-        raise MeterRefused(f"{self.name} is here but can't be read ({why}): {remedy}")
+        raise MeterRefused(f"{cls.name} is here but can't be read ({why}): {cls.remedy}")
 
 
 class FileMeter(PowerMeter):
-    """A meter each of whose rails is read by a function of its own; in watts, unless `read` says otherwise."""
+    """A meter whose rails are read by a function each: watts, or joules where it ``counts``."""
 
-    def __init__(self, sources: Mapping[str, Source], total: tuple[str, ...] | None = None) -> None:
+    counts: ClassVar[bool] = False
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources, self.rails = dict(sources), tuple(sources)
-        self.total = self.rails if total is None else total
+        self.total = self.add_up(self.rails)
+
+    @classmethod
+    @abc.abstractmethod
+    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
+        """Return the reader of each rail."""
+
+    @classmethod
+    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those whose sum is the total."""
+        return rails
+
+    @classmethod
+    def open(cls, root: pathlib.Path) -> FileMeter:
+        sources = cls.sources(root)
+        if not sources:
+            raise MeterAbsent(f"no {cls.summary}")
+        return cls(sources)
 
     def read(self) -> Reading:
-        return Reading(power_w=self._values())
-
-    def _values(self) -> dict[str, float]:
         """Read every rail. One outside `total` may fail and is left out; one of `total` raises its error."""
         values = {rail: self._sources[rail]() for rail in self.total}
         for rail in self._sources.keys() - values.keys():
             with contextlib.suppress(OSError, ValueError):
                 values[rail] = self._sources[rail]()
-        return values
+        return Reading(energy_j=values) if self.counts else Reading(power_w=values)
 
 
 def reason(error: Exception) -> str:
@@ -195,11 +214,6 @@ def read_word(path: pathlib.Path) -> str | None:
         return None
 
 
-def folders(root: Root, pattern: str) -> list[pathlib.Path]:
-    """List the folders below ``root`` that match, in a stable order."""
-    return sorted(pathlib.Path(root).glob(pattern))
-
-
 class EnergyCounter:
     """Joules since the first reading, from an energy counter that wraps around at ``range_j``.
 
@@ -238,7 +252,6 @@ class EnergyCounter:
 PMIC_LINE = re.compile(r"\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\d+(?:\.\d*)?)\2\s*")
 VCGENCMD_S = 2.0  # it may take
 NO_PERMISSION = re.compile(r"VCHI|/dev/vc|permission|not permitted", re.IGNORECASE)
-JOIN_GROUP = "sudo usermod -aG video $USER, then log in again"
 # Bits of `vcgencmd get_throttled` in force; the same 16 higher have happened since boot.
 PI_LIMITS = {0: "under-voltage", 1: "frequency capped", 2: "throttled", 3: "soft temperature limit"}
 
@@ -253,40 +266,36 @@ class RpiPmic(PowerMeter):
     summary = "Raspberry Pi 5 PMIC"
     covers = "the board's own rails; not what hangs on USB, the HAT connector or PCIe, nor the PMIC's own losses"
     max_hz = 10.0
+    remedy = "sudo usermod -aG video $USER, then log in again"
     correction = Correction("at the wall", 1.1451, 0.5879, "fit of github.com/jfikar/RPi5-power")
 
     def __init__(self, vcgencmd: str) -> None:
         self._vcgencmd = vcgencmd
-        self.rails = self.total = tuple(self._watts())
+        self.rails = self.total = tuple(parse_pmic(run_vcgencmd(vcgencmd, "pmic_read_adc")))
         if not self.rails:
             raise ValueError("no line of pmic_read_adc is a rail's current with its voltage")
 
     @classmethod
-    def probe(cls, root: Root = "/") -> RpiPmic:
+    def open(cls, root: pathlib.Path) -> RpiPmic:
         vcgencmd = shutil.which("vcgencmd")
         if vcgencmd is None:
             raise MeterAbsent("no vcgencmd on the PATH: not a Raspberry Pi, or its tools are not installed")
         try:
-            meter = cls(vcgencmd)
+            return cls(vcgencmd)
         except (OSError, ValueError) as error:
             if "not registered" in str(error):
                 raise MeterAbsent(
                     "this Raspberry Pi's firmware can't measure its rails: only the Pi 5 does"
                 ) from None
-            remedy = JOIN_GROUP if NO_PERMISSION.search(str(error)) else "try `vcgencmd pmic_read_adc` by hand"
+            remedy = cls.remedy if NO_PERMISSION.search(str(error)) else "try `vcgencmd pmic_read_adc` by hand"
             raise MeterRefused(f"rpi-pmic: vcgencmd fails ({error}): {remedy}") from None
-        meter.require_reading(JOIN_GROUP)
-        return meter
 
     def read(self) -> Reading:
-        watts = self._watts()
+        watts = parse_pmic(run_vcgencmd(self._vcgencmd, "pmic_read_adc"))
         missing = [rail for rail in self.total if rail not in watts]
         if missing:
             raise ValueError(f"pmic_read_adc left out {missing[0]}")
         return Reading(power_w={rail: watts[rail] for rail in self.rails})
-
-    def _watts(self) -> dict[str, float]:
-        return parse_pmic(run_vcgencmd(self._vcgencmd, "pmic_read_adc"))
 
 
 def run_vcgencmd(vcgencmd: str, command: str) -> str:
@@ -325,84 +334,73 @@ def vcgencmd_throttle() -> Throttle | None:
     return Throttle(now, {text: bits >> (16 + bit) & 1 for bit, text in PI_LIMITS.items()})
 
 
-# Jetson: INA238 and INA3221
+# Jetson: INA3221 and INA238
 
-WHOLE_RAILS = ("VDD_IN", "POM_5V_IN")  # the module's input: everything else is inside
+WHOLE_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # the module's or the board's input: everything else is inside
 FED_BY = {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}  # AGX Orin: a rail that another one feeds
 
 
-class Ina238(FileMeter):
-    """Every hwmon device called ina238; the USB-C ports' `ucsi-source-psy-*` report contracts, not power."""
-
-    name = "ina238"
-    summary = "Jetson Thor INA238"
-    covers = "everything that the board's input feeds, the carrier board included"
-
-    @classmethod
-    def probe(cls, root: Root = "/") -> Ina238:
-        devices = [d for d in folders(root, "sys/class/hwmon/hwmon*") if read_word(d / "name") == "ina238"]
-        if not devices:
-            raise MeterAbsent("no Jetson Thor INA238")
-        sources = {}
-        for device in devices:
-            label = read_word(device / "power1_label") or read_word(device / "in1_label")
-            rail = label or ("VIN" if len(devices) == 1 else device.name)
-            sources[rail] = scaled(1e-6, device / "power1_input")
-        meter = cls(sources, ("VIN",) if "VIN" in sources else None)
-        meter.require_reading(f"look at {devices[0]} as root")
-        return meter
-
-
 class Ina3221(FileMeter):
-    """Kernel 5 and later (L4T 34 on): hwmon files in{n}_input mV and curr{n}_input mA; there is no power file."""
+    """Kernel 5 and later (L4T 34 on): hwmon files in mV and mA; there is no power file, and in7 sums the shunts.
+
+    pattern: of the monitors' folders; driver: what their file `name` must hold, if anything. labels, files: of a
+    channel; the product of the files' numbers times ``factor`` is watts. unlabelled: a rail without a label.
+    """
 
     name = "ina3221"
     summary = "Jetson INA3221 through hwmon"
     covers = "the Jetson module; the carrier board, USB and NVMe only where VDD_IN includes them"
     pattern: ClassVar[str] = "sys/bus/i2c/drivers/ina3221/*-*/hwmon/hwmon*"
+    driver: ClassVar[str | None] = None
+    channels: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    labels: ClassVar[tuple[str, ...]] = ("in{}_label",)
+    files: ClassVar[tuple[str, ...]] = ("in{}_input", "curr{}_input")
+    factor: ClassVar[float] = 1e-6
+    unlabelled: ClassVar[str] = "NC"  # as a rail that is not connected
 
     @classmethod
-    def probe(cls, root: Root = "/") -> Ina3221:
-        sources: dict[str, Source] = {}
-        for folder in folders(root, cls.pattern):
-            for rail, watts in cls.channels(folder):
-                sources[rail if rail not in sources else f"{rail}@{folder}"] = watts
-        if not sources:
-            raise MeterAbsent(f"no {cls.summary}")
-        whole = [rail for rail in WHOLE_RAILS if rail in sources][:1]
-        meter = cls(sources, tuple(whole or [rail for rail in sources if FED_BY.get(rail) not in sources]))
-        meter.require_reading(f"look at {folder} as root")
-        return meter
+    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
+        found: dict[str, Source] = {}
+        for folder in sorted(root.glob(cls.pattern)):
+            if cls.driver and read_word(folder / "name") != cls.driver:
+                continue
+            for channel in cls.channels:
+                named = (read_word(folder / label.format(channel)) for label in cls.labels)
+                rail = next(filter(None, named), cls.unlabelled)
+                paths = [folder / file.format(channel) for file in cls.files]
+                if rail != "NC" and all(path.exists() for path in paths):
+                    found[rail if rail not in found else f"{rail}@{folder}"] = scaled(cls.factor, *paths)
+        return found
 
-    @staticmethod
-    def channels(folder: pathlib.Path) -> Iterator[tuple[str, Source]]:
-        """Yield (rail, reader of its watts); channel 7 is the sum of the shunts, NC is nothing."""
-        for channel in (1, 2, 3):
-            rail = read_word(folder / f"in{channel}_label")
-            amperes = folder / f"curr{channel}_input"
-            if rail and rail != "NC" and amperes.exists():
-                yield rail, scaled(1e-6, folder / f"in{channel}_input", amperes)
+    @classmethod
+    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+        whole = tuple(rail for rail in rails if rail.partition("@")[0] in WHOLE_RAILS)
+        return whole or tuple(rail for rail in rails if FED_BY.get(rail) not in rails)
 
 
 class Ina3221Iio(Ina3221):
-    """Kernel 4.9 (L4T 32): industrial-I/O files rail_name_{n} and in_power{n}_input in mW."""
+    """Kernel 4.9 (L4T 32): industrial-I/O files in mW."""
 
     name = "ina3221-iio"
     summary = "Jetson INA3221 of L4T 32 (kernel 4.9)"
     pattern = "sys/bus/i2c/drivers/ina3221x/*-*/iio:device*"
+    channels, labels, files, factor = (0, 1, 2), ("rail_name_{}",), ("in_power{}_input",), 1e-3
 
-    @staticmethod
-    def channels(folder: pathlib.Path) -> Iterator[tuple[str, Source]]:
-        for channel in (0, 1, 2):
-            rail = read_word(folder / f"rail_name_{channel}")
-            if rail and rail != "NC":
-                yield rail, scaled(1e-3, folder / f"in_power{channel}_input")
+
+class Ina238(Ina3221):
+    """Every hwmon device called ina238; the USB-C ports' `ucsi-source-psy-*` report contracts, not power."""
+
+    name = driver = "ina238"
+    summary = "Jetson Thor INA238"
+    covers = "everything that the board's input feeds, the carrier board included"
+    pattern = "sys/class/hwmon/hwmon*"
+    channels, labels, files = (1,), ("power{}_label", "in{}_label"), ("power{}_input",)
+    unlabelled = "VIN"
 
 
 # Processors and GPUs that count their energy
 
 RAPL_ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")  # AMD's too; intel-rapl-mmio shows the same packages again
-RAPL_REMEDY = "energy_uj belongs to root; install the udev rule that `edgekv power doctor` names, or run as root"
 NVML_ENERGY_S = 5.0  # between readings of the counter: one costs 3 to 5 ms of a core on an H200, one of power 0.1
 # Clock limits by the end of their constant's name in nvml.h; idle and application clocks are none.
 NVML_LIMITS = {
@@ -423,37 +421,25 @@ class Rapl(FileMeter):
     sees = frozenset({"cpu"})
     max_hz = 20.0
     tick_s = 0.001
+    remedy = "energy_uj belongs to root; install the udev rule that `edgekv power doctor` names, or run as root"
+    counts = True
 
     @classmethod
-    def probe(cls, root: Root = "/", clock: Clock = time.perf_counter) -> Rapl:
-        every = [z for z in folders(root, "sys/class/powercap/intel-rapl:*") if RAPL_ZONE.fullmatch(z.name)]
+    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
+        every = [z for z in sorted(root.glob("sys/class/powercap/intel-rapl:*")) if RAPL_ZONE.fullmatch(z.name)]
         names = {zone.name: read_word(zone / "name") or zone.name for zone in every}
-        zones: dict[str, Source] = {}
+        found: dict[str, Source] = {}
         for zone in every:
-            parent = zone.name.rpartition(":")[0]
-            rail = f"{names[parent]}/{names[zone.name]}" if parent in names else names[zone.name]
-            raw, counter = scaled(1e-6, zone / "energy_uj"), EnergyCounter(_rapl_range_j(zone), clock=clock)
-            zones[rail] = lambda raw=raw, counter=counter: counter.advance(raw())  # type: ignore[misc]
-        if not zones:
-            raise MeterAbsent("no RAPL counters")
-        total = tuple(rail for rail in zones if re.fullmatch(r"package-[^/]*|([^/]*/)?dram", rail))
-        meter = cls(zones, total or tuple(zones)[:1])
-        meter.require_reading(RAPL_REMEDY)
-        return meter
+            parent, limit = names.get(zone.name.rpartition(":")[0]), read_word(zone / "max_energy_range_uj")
+            raw = scaled(1e-6, zone / "energy_uj")
+            counter = EnergyCounter(int(limit) * 1e-6 if limit and limit.isdigit() else math.inf)
+            rail = f"{parent}/{names[zone.name]}" if parent else names[zone.name]
+            found[rail] = lambda raw=raw, counter=counter: counter.advance(raw())  # type: ignore[misc]
+        return found
 
-    def read(self) -> Reading:
-        return Reading(energy_j=self._values())
-
-
-def _rapl_range_j(zone: pathlib.Path) -> float:
-    try:
-        return NumberFile(zone / "max_energy_range_uj")() * 1e-6
-    except FileNotFoundError:
-        return math.inf
-    except (OSError, ValueError) as error:
-        raise MeterRefused(
-            f"rapl: {zone}/max_energy_range_uj can't be read ({reason(error)}): {RAPL_REMEDY}"
-        ) from None
+    @classmethod
+    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(r for r in rails if re.fullmatch(r"package-[^/]*|([^/]*/)?dram", r)) or rails[:1]
 
 
 class Nvml(PowerMeter):
@@ -469,6 +455,7 @@ class Nvml(PowerMeter):
     sees = frozenset({"gpu"})
     max_hz = 20.0
     tick_s = 0.1  # measured on an H200
+    remedy = "see what `nvidia-smi` says"
 
     def __init__(self, library: Any, clock: Clock = time.perf_counter) -> None:
         """Raises MeterRefused where no GPU reports energy or power. ``library``: the module `pynvml`."""
@@ -491,18 +478,16 @@ class Nvml(PowerMeter):
             )
 
     @classmethod
-    def probe(cls, root: Root = "/") -> Nvml:
+    def open(cls, root: pathlib.Path) -> Nvml:
         try:
             import pynvml  # the module of nvidia-ml-py
         except ImportError:
-            if pathlib.Path(root, "proc/driver/nvidia/version").exists():
+            if (root / "proc/driver/nvidia/version").exists():
                 raise MeterRefused(
                     "nvml: reading the GPU needs nvidia-ml-py: pip install 'edgekv[nvml]'"
                 ) from None
             raise MeterAbsent("no NVIDIA driver") from None
-        meter = cls(pynvml)
-        meter.require_reading("see what `nvidia-smi` says")
-        return meter
+        return cls(pynvml)
 
     def read(self) -> Reading:
         return self._read(with_energy=self._watts is None or self._clock() >= self._energy_due_s)
@@ -560,42 +545,28 @@ class Nvml(PowerMeter):
 
 
 class Battery(FileMeter):
-    """power_now in uW, or current_now (uA) times voltage_now (uV); some drivers count discharging as negative."""
+    """Power in uW, or current (uA) times voltage (uV); some drivers count discharging as negative."""
 
     name = "battery"
-    summary = "a discharging battery"
+    summary = "battery"
     covers = "the whole machine with its display; a slow average, good for minutes rather than seconds"
     max_hz = 1.0
+    remedy = "only a discharging battery whose driver reports power, or current and voltage, shows the machine's"
 
     @classmethod
-    def probe(cls, root: Root = "/") -> Battery:
-        supplies = folders(root, "sys/class/power_supply/*")
+    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
+        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_word(s / "type") == "Battery"]
         # A mouse's or a headset's battery has the scope Device.
-        batteries = [
-            s for s in supplies if read_word(s / "type") == "Battery" and read_word(s / "scope") != "Device"
-        ]
-        if not batteries:
-            raise MeterAbsent("no battery")
-        for battery in batteries:
-            status = read_word(battery / "status")
-            if status != "Discharging":
-                raise MeterRefused(
-                    f"battery {battery.name} is {(status or 'in an unknown state').lower()}: unplug the charger: "
-                    "only a discharging battery shows what the machine draws"
-                )
-        meter = cls({device.name: lambda device=device: _battery_watts(device) for device in batteries})  # type: ignore[misc]
-        meter.require_reading("its driver reports neither power_now nor current_now and voltage_now")
-        return meter
+        own = [supply for supply in sorted(supplies) if read_word(supply / "scope") != "Device"]
+        return {supply.name: lambda supply=supply: _battery_watts(supply) for supply in own}  # type: ignore[misc]
 
 
-def _battery_watts(device: pathlib.Path) -> float:
-    status = read_word(device / "status")
-    if status != "Discharging":
-        raise ValueError(f"{device.name} is {status}")
-    try:
-        return abs(scaled(1e-6, device / "power_now")())
-    except FileNotFoundError:
-        return abs(scaled(1e-12, device / "current_now", device / "voltage_now")())
+def _battery_watts(supply: pathlib.Path) -> float:
+    if (status := read_word(supply / "status")) != "Discharging":
+        raise ValueError(f"{supply.name} is {status}")
+    if (supply / "power_now").exists():
+        return abs(scaled(1e-6, supply / "power_now")())
+    return abs(scaled(1e-12, supply / "current_now", supply / "voltage_now")())
 
 
 METERS: dict[str, type[PowerMeter]] = {  # the preferred first: sensors that see the whole board
@@ -604,24 +575,15 @@ METERS: dict[str, type[PowerMeter]] = {  # the preferred first: sensors that see
 NO_METER = "no power sensor that edgekv knows is here (an external meter's log: `edgekv run --power-csv`)"
 
 
-@dataclasses.dataclass(frozen=True)
-class SurveyedMeter:
-    """One kind of sensor on this machine: the meter, or why there is none."""
-
-    name: str
-    meter: PowerMeter | None = None
-    problem: PowerError | None = None
-
-
-def survey(root: Root = "/") -> list[SurveyedMeter]:
-    """Try every entry of METERS."""
-    findings = []
+def survey(root: Root = "/") -> dict[str, PowerMeter | PowerError]:
+    """Try every entry of METERS: the meter, or why there is none."""
+    found: dict[str, PowerMeter | PowerError] = {}
     for name, kind in METERS.items():
         try:
-            findings.append(SurveyedMeter(name, meter=kind.probe(root)))
+            found[name] = kind.probe(root)
         except PowerError as problem:  # noqa: PERF203
-            findings.append(SurveyedMeter(name, problem=problem))
-    return findings
+            found[name] = problem
+    return found
 
 
 def require_meter_name(name: str) -> None:
@@ -638,13 +600,12 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
     require_meter_name(name)
     if name != "auto":
         return METERS[name].probe(root), []
-    notes = []
-    for finding in survey(root):
-        if isinstance(finding.problem, MeterRefused):
-            notes.append(str(finding.problem))
-        if finding.meter is None:
-            continue
-        if device in finding.meter.sees or device is None:
-            return finding.meter, notes
-        notes.append(f"{finding.name} is here but sees no work on the {device}")
+    notes: list[str] = []
+    for kind, found in survey(root).items():
+        if isinstance(found, PowerMeter):
+            if device in (None, *found.sees):
+                return found, notes
+            notes.append(f"{kind} is here but sees no work on the {device}")
+        elif isinstance(found, MeterRefused):
+            notes.append(str(found))
     raise MeterAbsent("; ".join(notes) or NO_METER)

@@ -37,22 +37,7 @@ STOP_S = 3.0
 MARK_S = 0.2  # how long the edge of a phase waits for its sample
 
 
-class Unmetered(PowerSource):
-    """No meter: everything is n/a, for a reason."""
-
-    has_idle = False
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def window(self, start_s: float, end_s: float) -> Window:
-        raise PowerError(self._why)
-
-    def about(self) -> MeterInfo:
-        return MeterInfo(meter=None)
-
-
-class Estimate(Unmetered):
+class Estimate(PowerSource):
     """A power that the user states: energy is it times the seconds, and is called an estimate everywhere."""
 
     def __init__(self, watts: float) -> None:
@@ -65,7 +50,7 @@ class Estimate(Unmetered):
         return Window(seconds=seconds, joules=self._watts * seconds, average_w=self._watts)
 
     def about(self) -> MeterInfo:
-        return MeterInfo(meter="estimate", covers=f"a stated {self._watts:g} W, not measured", estimate=True)
+        return MeterInfo("estimate", f"a stated {self._watts:g} W, not measured", estimate=True)
 
 
 class PowerSampler(PowerSource):
@@ -74,6 +59,8 @@ class PowerSampler(PowerSource):
     hz: readings per second (default: the meter's most). ``clock``: monotonic seconds. Raises PowerError for a rate
     that the meter can't have.
     """
+
+    has_idle = True
 
     def __init__(
         self,
@@ -219,6 +206,8 @@ class CsvLog(PowerSource):
 
     Raises PowerError if the file can't be used as it is now.
     """
+
+    has_idle = True
 
     def __init__(
         self, path: str | os.PathLike[str], wall_clock: Clock = time.time, clock: Clock = time.perf_counter

@@ -30,8 +30,7 @@ from edgekv.kvcache.choice import PUBLISHED, bytes_per_token
 from edgekv.kvcache.spec import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
-from edgekv.power.board import Bandwidth, Board, Decode, Prompt
-from edgekv.power.board_page import energy_text, others, page, throttling
+from edgekv.power.board import Bandwidth, Board, Decode, Prompt, energy_text, others, page, throttling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA, BOARDS = ROOT / "docs" / "lab" / "data", ROOT / "docs" / "lab" / "boards"
@@ -62,7 +61,7 @@ STEP = 1024
 LARGEST = 3  # models that fit each
 BOARDS_HEAD = (
     *("machine", "cores", "memory, GB/s", "shape, int4", "`dense` at 0", "at 8,192", "`onebit` at 8,192"),
-    *("prompt of 512", "first token", "peak memory", "mJ per token", "throttling", "other programs"),
+    *("prompt of 512", "peak memory", "mJ per token", "throttling", "other programs"),
 )
 
 
@@ -203,8 +202,7 @@ def boards() -> dict[str, Board]:
 def board_rows(name: str, board: Board) -> list[str]:
     """A line per shape: tokens per second, and what belongs to them."""
     speeds = [m.gb_per_s for m in board.measured if isinstance(m, Bandwidth)]
-    m = board.machine
-    machine = (f"[{m.name}]({name}.md)", str(m.cores), f"{max(speeds):.1f}" if speeds else "")
+    machine = (f"[{board.name}]({name}.md)", str(board.machine["cores"]), f"{max(speeds):.1f}" if speeds else "")
     lines = []
     for shape in board.plan.shapes:
         decoded = {(r.kv, r.depth): r for r in board.measured if isinstance(r, Decode) and r.shape == shape}
@@ -217,7 +215,7 @@ def board_rows(name: str, board: Board) -> list[str]:
             *machine,
             f"`{shape}`",
             *(f"{1e3 / r.token_ms:.2f}" if r else "" for r in at),
-            *((f"{prompt.tokens_per_s:.1f}", f"{prompt.first_token_s:.2f} s") if prompt else ("", "")),
+            f"{prompt.tokens_per_s:.1f}" if prompt else "",
             format_bytes(max(r.peak_memory_bytes for r in decoded.values())),
             energy_text(first.energy),
             throttling(board).partition(" (")[0],

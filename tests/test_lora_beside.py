@@ -23,7 +23,7 @@ from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.options import Options
 from edgekv.errors import CheckpointError, ConfigError, SessionError
 from edgekv.kvcache import CacheSpec
-from edgekv.server.pool import SessionPool
+from edgekv.server.engine import SessionPool
 from edgekv.weights.cuda import CudaOps
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")

@@ -9,7 +9,7 @@ import pytest
 from serving import DEMO
 
 from edgekv import Session
-from edgekv.server.pool import SessionPool
+from edgekv.server.engine import SessionPool
 from edgekv.vision.prompt import Prompt
 
 

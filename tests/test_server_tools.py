@@ -14,9 +14,8 @@ from serving import DEMO, asked, openai_client
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
-from edgekv.server.answers import Answer
+from edgekv.server.answers import Answer, AnswerParser, Call, Content, Delta
 from edgekv.server.engine import Piece
-from edgekv.server.parser import AnswerParser, Call, Content, Delta
 from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, find_format, tools_grammar
 from edgekv.server.requests import ChatRequest, Function, Tools, read
 from edgekv.text import load_tokenizer

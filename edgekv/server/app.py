@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import functools
-import hashlib
 import hmac
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from importlib import resources
+import pathlib
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from prometheus_client import Counter, generate_latest
@@ -18,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,9 +46,20 @@ from edgekv.server.requests import (
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
 STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the process
-OPEN_PATHS = ("/", "/health")  # need no key
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
-PAGE_SCRIPTS = ("data.js", "view.js", "main.js")
+PAGE = pathlib.Path(__file__).with_name("page")
+PAGE_PATHS = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "data.js", "view.js", "main.js")}}
+OPEN_PATHS = {"/health", *PAGE_PATHS}  # need no key
+PAGE_HEADERS = {  # its own scripts and style run, and nothing else does
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+ENDPOINTS: dict[str, tuple[type[Any], type[AnswerFormat] | type[EmbeddingFormat]]] = {
+    "/v1/chat/completions": (ChatRequest, ChatFormat),
+    "/v1/completions": (CompletionRequest, CompletionFormat),
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingFormat),
+}
 
 
 def build_app(
@@ -76,16 +85,17 @@ def build_app(
 
     server = _Server(engine, name, limits)
     routes = [
-        Route("/", server.page),
+        *(Route(path, functools.partial(page, file)) for path, file in PAGE_PATHS.items()),
         Route("/health", server.health),
         Route("/metrics", server.metrics),
         Route("/stats", server.stats),
         Route("/props", server.props),
         Route("/v1/models", server.models),
         Route("/v1/models/{model:path}", server.model),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
-        Route("/v1/completions", server.completion, methods=["POST"]),
-        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        *(
+            Route(path, functools.partial(server.answer, kind, form), methods=["POST"])
+            for path, (kind, form) in ENDPOINTS.items()
+        ),
     ]
     app = Starlette(
         routes=routes,
@@ -158,12 +168,8 @@ class _Server:
 
     def __init__(self, engine: Engine, name: str, limits: ServerLimits) -> None:
         self._engine, self._name, self._limits = engine, name, limits
-        self._loras = tuple(engine.session.model.loras)
+        self._plan, self._loras = engine.session.plan, tuple(engine.session.model.loras)
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
-
-    async def page(self, request: Request) -> Response:
-        text, headers = page()
-        return HTMLResponse(text, headers=headers)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._name, "edgekv": __version__})
@@ -173,38 +179,34 @@ class _Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def stats(self, request: Request) -> Response:
-        plan = self._engine.session.plan
-        facts = {"model": self._name, "kv": str(plan.kv), "weights": plan.weights, "ctx": plan.ctx}
-        return JSONResponse({**facts, **self._engine.metrics.as_json()})
+        facts = {"model": self._name, "kv": str(self._plan.kv), "weights": self._plan.weights}
+        return JSONResponse({**facts, "ctx": self._plan.ctx, **self._engine.metrics.as_json()})
 
     async def props(self, request: Request) -> Response:
         """What clients of llama.cpp's server ask for, and what this one has beside."""
-        session, prompts, sampling = self._engine.session, self._engine.prompts, self._engine.sampling
-        plan, tokenizer = session.plan, prompts.tokenizer
-        ends = [tokenizer.piece(i) for i in tokenizer.eos_ids]
+        session, template, sampling = self._engine.session, self._engine.prompts.template, self._engine.sampling
+        tokenizer = self._engine.prompts.tokenizer
+        settings = {
+            "max_tokens": self._engine.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
         return JSONResponse(
             {
-                "default_generation_settings": {
-                    "n_ctx": plan.ctx,
-                    "params": {
-                        "max_tokens": self._engine.max_new_tokens,
-                        "temperature": sampling.temperature,
-                        "top_p": sampling.top_p,
-                    },
-                },
+                "default_generation_settings": {"n_ctx": self._plan.ctx, "params": settings},
                 "total_slots": self._engine.slots,
                 "model_alias": self._name,
                 "loras": list(self._loras),
                 "model": session.model.summary(),
-                "chat_template": prompts.template.source,
-                "chat_template_caps": {"tools": prompts.template.knows_tools},
+                "chat_template": template.source,
+                "chat_template_caps": {"tools": template.knows_tools},
                 "bos_token": None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
-                "eos_token": ends[0] if ends else None,
+                "eos_token": next((tokenizer.piece(i) for i in tokenizer.eos_ids), None),
                 "modalities": {"vision": session.model.image_token is not None, "audio": False},
                 "build_info": f"edgekv {__version__}",
-                "kv": str(plan.kv),
-                "weights": plan.weights,
-                "ctx": plan.ctx,
+                "kv": str(self._plan.kv),
+                "weights": self._plan.weights,
+                "ctx": self._plan.ctx,
                 "max_request": self._limits.max_request,
             }
         )
@@ -223,29 +225,16 @@ class _Server:
         of = {} if name == self._name else {"parent": self._name}
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: read(body, ChatRequest), ChatFormat)
-
-    async def completion(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: read(body, CompletionRequest), CompletionFormat)
-
-    async def embeddings(self, request: Request) -> Response:
-        def check(body: Any) -> EmbeddingRequest:
-            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
-            if given.dimensions not in (None, size):
-                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
-            return given
-
-        return await self._answer(request, check, EmbeddingFormat)
-
-    async def _answer(
-        self, request: Request, check: Callable[[Any], Any], form: type[AnswerFormat] | type[EmbeddingFormat]
+    async def answer(
+        self, kind: type[Any], form: type[AnswerFormat] | type[EmbeddingFormat], request: Request
     ) -> Response:
         """Return an answer, whole or as a stream."""
         engine = self._engine
 
         def encode(data: bytearray) -> Any:
-            given = check(parse_json(data))
+            given, size = read(parse_json(data), kind), engine.session.config.hidden_size
+            if isinstance(given, EmbeddingRequest) and given.dimensions not in (None, size):
+                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
             return given, engine.prompts.encode(given)
 
         with contextlib.ExitStack() as held:
@@ -255,9 +244,10 @@ class _Server:
                 body.parse(data)
                 given, prompts = await run_in_threadpool(encode, data)
             lora = given.model if given.model in self._loras else None  # any other name is this model's
-            lengths, nbytes = [len(each.ids) for each in prompts], 0
-            if form is not EmbeddingFormat:
-                nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
+            lengths = [len(each.ids) for each in prompts]
+            nbytes = 0
+            if not isinstance(given, EmbeddingRequest):
+                nbytes = given.logprob_bytes(lengths, self._plan.ctx, engine.max_new_tokens)
             body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
             channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
             engine.submit(jobs_of(channel, given, prompts, lora))
@@ -267,37 +257,16 @@ class _Server:
             return Response(status_code=499) if whole is None else JSONResponse(whole)
 
 
+async def page(file: str, request: Request) -> Response:
+    """A file of the page to chat on, which loads nothing from elsewhere."""
+    return FileResponse(PAGE / file, headers=PAGE_HEADERS)
+
+
 async def _as_json(request: Request, error: Exception) -> Response:
     """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path[:60]}: {error.detail}; ask one of {', '.join(PATHS)}"
+        message = f"{request.method} {request.url.path[:60]}: {error.detail}; POST to {', '.join(ENDPOINTS)}"
         error = RequestError(error.status_code, message, "not_found")
     fault = RequestError(500, FAILED, "internal_error")
     refusal = request_error(error) if isinstance(error, EdgeKVError) else fault
     return JSONResponse(refusal.as_json(), refusal.status, headers=refusal.headers)
-
-
-@functools.cache
-def page() -> tuple[str, dict[str, str]]:
-    """The page to chat on, one file that loads nothing else, and its headers.
-
-    Its own script and style run, by their hashes, and nothing else does.
-    """
-    folder = resources.files("edgekv.server").joinpath("page")
-    parts = {}
-    for mark, names in {"STYLES": ("style.css",), "SCRIPTS": PAGE_SCRIPTS}.items():
-        parts[mark] = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
-    text = folder.joinpath("index.html").read_text(encoding="utf-8")
-    hashes = {}
-    for mark, part in parts.items():
-        digest = base64.b64encode(hashlib.sha256(f"\n{part}\n".encode()).digest()).decode()
-        text, hashes[mark] = text.replace(f"/* {mark} */", part), f"'sha256-{digest}'"
-    policy = (
-        f"default-src 'none'; script-src {hashes['SCRIPTS']}; style-src {hashes['STYLES']}; img-src data: blob:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text, {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -21,14 +21,13 @@ from edgekv.engine.model import sampling_defaults
 from edgekv.engine.report import FinishReason
 from edgekv.engine.sampling import Sampler, TokenLogprob
 from edgekv.engine.session import Session
-from edgekv.errors import ConfigError, EdgeKVError, PowerError
+from edgekv.errors import ConfigError, EdgeKVError, MemoryBudgetError, PowerError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.power.energy import PowerSource, Window
+from edgekv.power.energy import PowerSource
 from edgekv.power.sampler import PowerSampler
-from edgekv.server.pool import SessionPool
 from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder, tools_grammar
 from edgekv.server.requests import (
     FAILED,
@@ -42,6 +41,7 @@ from edgekv.text.template import ChatTemplate
 from edgekv.vision.prompt import Prompt
 
 LOG = logging.getLogger("edgekv.server")
+WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
 INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
 
 
@@ -133,12 +133,14 @@ def jobs_of(
     return [Job(channel, request, prompt, i, choice, lora) for i, (prompt, choice) in enumerate(pairs)]
 
 
-METRICS = {
+COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that were cached and not computed",
     "generated_tokens": "Tokens of answers",
     "prefill_seconds": "Time spent reading prompts",
     "decode_seconds": "Time spent generating all but each first token",
+}
+GAUGES = {
     "queue_length": "Requests that wait",
     "active": "Requests being answered",
     "cache_bytes": "KV caches of all conversations that are kept",
@@ -157,17 +159,20 @@ class Metrics:
         text = "Requests by endpoint and HTTP status"
         self.requests = Counter("edgekv_requests", text, ["endpoint", "status"], registry=self.registry)
         self._metrics: dict[str, Any] = {}
+        self.record(**dict.fromkeys(COUNTERS, 0.0))
 
-    def add(self, **counts: float) -> None:
-        """Add to counters."""
-        for name, value in counts.items():
-            self._metric(Counter, name).inc(value)
-
-    def set(self, estimated: bool = False, **values: float | None) -> None:
-        """Set gauges, but those that were not measured. estimated: they are called so."""
+    def record(self, estimated: bool = False, /, **values: float | None) -> None:
+        """Add to counters and set gauges, but those that were not measured. estimated: they are called so."""
         for name, value in values.items():
-            if value is not None:
-                self._metric(Gauge, name, "estimated_" if estimated else "").set(value)
+            if value is None:
+                continue
+            full = f"edgekv_{'estimated_' if estimated else ''}{name}"
+            with self._lock:
+                if full not in self._metrics:
+                    kind: Any = Counter if name in COUNTERS else Gauge
+                    self._metrics[full] = kind(full, (COUNTERS | GAUGES)[name], registry=self.registry)
+            metric = self._metrics[full]
+            metric.inc(value) if name in COUNTERS else metric.set(value)
 
     def as_json(self) -> dict[str, Any]:
         """Return name to value, without the request counts."""
@@ -178,12 +183,115 @@ class Metrics:
             if not sample.labels and not sample.name.endswith("_created")
         }
 
-    def _metric(self, kind: type[Counter] | type[Gauge], name: str, prefix: str = "") -> Any:
-        full = f"edgekv_{prefix}{name}"
-        with self._lock:
-            if full not in self._metrics:
-                self._metrics[full] = kind(full, METRICS[name], registry=self.registry)
-            return self._metrics[full]
+
+class SessionPool:
+    """At most ``budget_bytes`` of caches, least recently used first to go; for any thread.
+
+    base: a loaded session, the first of the pool; the others share its weights. slots: how many may be acquired at
+    once: there are always so many. Raises MemoryBudgetError where their caches don't fit.
+    """
+
+    def __init__(self, base: Session, budget_bytes: int, slots: int = 1) -> None:
+        self.base = base
+        self.capacity = max(slots, budget_bytes // max(1, base.nbytes))
+        self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
+        self._idle = list(self._all)  # least recently used first
+        self._sources: list[Session] = []  # idle, and being copied: not to be taken meanwhile
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(session.nbytes for session in self._all)
+
+    @property
+    def n_sessions(self) -> int:
+        """Conversations that are kept."""
+        return len(self._all)
+
+    def acquire(self, prompt: Prompt, lora: str | None = None) -> tuple[Session, Prompt]:
+        """A session rewound to the longest beginning of a prompt that is cached, and what it still has to read.
+
+        Of those with this LoRA alone: what another has read are other keys and values. One whose conversation goes
+        on is taken itself. One that only begins alike is copied, so that it can go on too; who needs that one, or
+        finds no other, waits for the end of the copy. Give the session back with `release`.
+        """
+        with self._changed:
+            while (choice := self._choose(prompt, lora)) is None:
+                self._changed.wait()
+            session, source = choice
+            self._take(session, lora)
+            if source:
+                self._sources.append(source)
+        try:
+            if source:
+                with contextlib.suppress(MemoryBudgetError):  # it is read again instead
+                    session.copy_from(source)
+            return session, session.align(prompt)
+        except BaseException:
+            self.release(session)
+            raise
+        finally:
+            if source:
+                with self._changed:
+                    self._sources.remove(source)
+                    self._changed.notify_all()
+
+    def borrow(self, lora: str | None) -> Session:
+        """A session with this LoRA for work apart from its conversation, which stays; to `release`."""
+        with self._changed:
+            while (session := self._latest(lora) or self._spare()) is None:
+                self._changed.wait()
+            self._take(session, lora)
+            return session
+
+    def release(self, session: Session) -> None:
+        """Gives a session of `acquire` back; it is then the most recently used one."""
+        with self._changed:
+            self._idle.append(session)
+            self._changed.notify_all()
+
+    def _choose(self, prompt: Prompt, lora: str | None) -> tuple[Session, Session | None] | None:
+        """The session to take, and the one to copy into it; None: what it needs is being copied for another one.
+
+        Reading again what a copy holds would take longer than waiting for it.
+        """
+        alike = [session for session in reversed(self._idle) if session.lora == lora]
+        alike.sort(key=lambda session: session in self._sources)  # of equal ones one that can be taken now
+        closest = max(alike, key=lambda session: session.shared_prefix(prompt), default=None)
+        shared = closest.shared_prefix(prompt) if closest else 0
+        goes_on = closest is not None and shared == len(closest.tokens)
+        if closest in self._sources and (goes_on or shared >= WORTH_COPYING):
+            return None
+        if closest and goes_on:
+            return closest, None
+        spare = self._spare()
+        if spare is None:
+            return None
+        return spare, closest if closest is not spare and shared >= WORTH_COPYING else None
+
+    def _take(self, session: Session, lora: str | None) -> None:
+        if session.lora != lora:
+            session.use_lora(lora)
+        self._idle.remove(session)  # last: what fails before leaves it in the pool
+
+    def _latest(self, lora: str | None) -> Session | None:
+        """The most recently used session with this LoRA that can be taken now."""
+        free = (session for session in reversed(self._idle) if session not in self._sources)
+        return next((session for session in free if session.lora == lora), None)
+
+    def _spare(self) -> Session | None:
+        """A session to overwrite: a new one while there is room, else the least recently used; None: none now."""
+        if len(self._all) < self.capacity:
+            try:
+                session = self.base.fork()
+            except MemoryBudgetError:
+                self.capacity = len(self._all)
+            else:
+                self._all.append(session)
+                self._idle.insert(0, session)
+                return session
+        return next((session for session in self._idle if session not in self._sources), None)
 
 
 class Engine:
@@ -219,7 +327,6 @@ class Engine:
         self._threads = [
             threading.Thread(target=self._run, name=f"edgekv-slot-{i}", daemon=True) for i in range(slots)
         ]
-        self.metrics.add(prompt_tokens=0, cached_tokens=0, generated_tokens=0, prefill_seconds=0, decode_seconds=0)
         self._count_jobs()
         self._count_sessions()
 
@@ -265,7 +372,7 @@ class Engine:
                 values = session.embed(ids).tolist()
             finally:
                 self.pool.release(session)
-            self.metrics.add(prompt_tokens=len(ids))
+            self.metrics.record(prompt_tokens=len(ids))
             return EmbeddingVector(job.index, values)
         prompt = self._images.placed(ids, job.prompt.images)
         session, new = self.pool.acquire(prompt, job.lora)
@@ -323,22 +430,20 @@ class Engine:
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())
 
     def _count_jobs(self) -> None:
-        self.metrics.set(queue_length=len(self._queue), active=len(self._active))
+        self.metrics.record(queue_length=len(self._queue), active=len(self._active))
 
     def _count_sessions(self) -> None:
-        self.metrics.set(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
+        self.metrics.record(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
     def _generate(
         self, job: Job, request: ChatRequest | CompletionRequest, session: Session, new: Prompt
     ) -> AnswerEnd:
-        prompts, made, meter = self.prompts, list[Step](), _Meter(self._power)
+        prompts, made, n_sent = self.prompts, list[Step](), 0  # of these
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
-        sampler = Sampler(
-            request.sampling(self.sampling, job.choice), session.config.vocab_size, request.n_logprobs
-        )
+        params = request.sampling(self.sampling, job.choice)
+        sampler = Sampler(params, session.config.vocab_size, request.n_logprobs)
         n_prompt = len(session.tokens) + sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
         timings = Timings(session, n_prompt)
-        n_sent = 0  # of the tokens that were made
 
         def progress(layer: int, n_layers: int) -> None:
             job.channel.check()
@@ -363,9 +468,10 @@ class Engine:
             progress=progress,
         )
         try:
-            with contextlib.closing(steps):
+            with contextlib.closing(steps), contextlib.ExitStack() as decoding:
                 for step in steps:
-                    meter.begin()
+                    if not made:
+                        decoding.enter_context(self._metered(session))
                     made.append(step)
                     timings.add_token()
                     text = step.text + (prompts.marks.get(step.token, "") if is_chat else "")
@@ -373,8 +479,7 @@ class Engine:
                         emit(text, len(made))
                     job.channel.check()
         finally:
-            energy, n_kept = meter.end(), self._remember(session, made)
-            usage = self._count(session, n_prompt, timings.n_cached, energy)
+            n_kept, usage = self._remember(session, made), self._count(session, n_prompt, timings.n_cached)
         if sampler.logprobs and n_kept > n_sent:  # of tokens that belong to the text, without what ended it
             emit("", n_kept)
         return AnswerEnd(job.index, made[-1].finish_reason or "length", usage, current(True))
@@ -400,49 +505,46 @@ class Engine:
             self.prompts.remember(text, ids)
         return len(ids)
 
-    def _count(self, session: Session, n_prompt: int, n_cached: int, energy: Window | None) -> dict[str, int]:
+    def _count(self, session: Session, n_prompt: int, n_cached: int) -> dict[str, int]:
         report = session.report()
-        n_decoded = len(report.decode_latencies_s)
-        n_made = n_decoded + (report.time_to_first_token_s is not None)
+        n_made = len(report.decode_latencies_s) + (report.time_to_first_token_s is not None)
         n_cached = n_cached if n_made else 0
-        self.metrics.add(prompt_tokens=n_prompt, cached_tokens=n_cached, generated_tokens=n_made)
-        self.metrics.add(prefill_seconds=report.prefill_s or 0, decode_seconds=sum(report.decode_latencies_s))
-        self.metrics.set(tokens_per_second=report.decode_tokens_per_s)
-        if self._power and energy is not None:
-            per_token = 1e3 * energy.joules / n_decoded if n_decoded else None
-            estimated = self._power.about().estimate
-            self.metrics.set(estimated, watts=energy.average_w, millijoules_per_token=per_token)
+        self.metrics.record(
+            prompt_tokens=n_prompt,
+            cached_tokens=n_cached,
+            generated_tokens=n_made,
+            prefill_seconds=report.prefill_s or 0,
+            decode_seconds=sum(report.decode_latencies_s),
+            tokens_per_second=report.decode_tokens_per_s,
+        )
         return {"prompt": n_prompt, "cached": n_cached, "completion": n_made}
+
+    @contextlib.contextmanager
+    def _metered(self, session: Session) -> Iterator[None]:
+        """Measure an answer's decoding, by a source of its own: samples of a day would not stay in memory."""
+        source = self._power
+        if source is None:
+            yield
+            return
+        if isinstance(source, PowerSampler):
+            source = PowerSampler(source.meter, notes=source.notes)
+        source.start()
+        begun_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended_s = time.perf_counter()
+            source.mark()
+            source.stop()
+            with contextlib.suppress(PowerError):
+                energy, n = source.window(begun_s, ended_s), len(session.report().decode_latencies_s)
+                per_token = 1e3 * energy.joules / n if n else None
+                estimated = source.about().estimate
+                self.metrics.record(estimated, watts=energy.average_w, millijoules_per_token=per_token)
 
 
 def _stopped() -> RequestError:
     return RequestError(503, "the server is shutting down: ask again once it is back", "shutting_down")
-
-
-class _Meter:
-    """Energy of one answer, by a source of its own: samples of a day would not stay in memory."""
-
-    def __init__(self, source: PowerSource | None) -> None:
-        if isinstance(source, PowerSampler):
-            source = PowerSampler(source.meter, notes=source.notes)
-        self._source, self._begun_s = source, 0.0
-
-    def begin(self) -> None:
-        """Start to meter, the first time that it is called."""
-        if self._source and not self._begun_s:
-            self._source.start()
-            self._begun_s = time.perf_counter()
-
-    def end(self) -> Window | None:
-        """Return what was measured since the beginning."""
-        if self._source is None or not self._begun_s:
-            return None
-        ended_s = time.perf_counter()
-        self._source.mark()
-        self._source.stop()
-        with contextlib.suppress(PowerError):
-            return self._source.window(self._begun_s, ended_s)
-        return None
 
 
 class Timings:
@@ -451,9 +553,8 @@ class Timings:
     def __init__(self, session: Session, n_prompt: int) -> None:
         self._session, self._n_prompt = session, n_prompt
         self._begun_s = self._counted_s = time.perf_counter()
-        self._first_s = self._latest_s = 0.0  # when tokens were made
-        self._n_made = 0
-        self._bytes: dict[str, Any] = {}
+        self._made_s: list[float] = []  # when each token was made
+        self._bytes: dict[str, int] = {}
 
     @property
     def n_cached(self) -> int:
@@ -462,34 +563,28 @@ class Timings:
 
     def add_token(self) -> None:
         """Count a token."""
-        self._latest_s, self._n_made = time.perf_counter(), self._n_made + 1
-        self._first_s = self._first_s or self._latest_s
+        self._made_s.append(time.perf_counter())
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
         """Return the values after a layer of the prompt; None where they were told a moment ago."""
         if not self._count_bytes(layer == n_layers):
             return None
-        seconds, n_cached = time.perf_counter() - self._begun_s, self.n_cached
+        n_cached = self.n_cached
         done = n_cached + (self._n_prompt - n_cached) * layer // n_layers
-        counts = {"total": self._n_prompt, "cache": n_cached, "processed": done}
-        return {**counts, "time_ms": round(1e3 * seconds, 1), **self._bytes}
+        return {"total": self._n_prompt, "cache": n_cached, "processed": done, **self._bytes}
 
     def as_json(self, count_bytes: bool) -> dict[str, Any]:
         """Return counts, milliseconds and bytes, which are counted again at once or after INTERVAL_S."""
         self._count_bytes(count_bytes)
-        counts = {
+        first_s, n_made = self._made_s[0], len(self._made_s)
+        writing_s = self._made_s[-1] - first_s
+        return {
             "cache_n": self.n_cached,
             "prompt_n": self._n_prompt - self.n_cached,
-            "predicted_n": self._n_made,
-        }
-        if not self._n_made:
-            return {**counts, **self._bytes}
-        writing_s = self._latest_s - self._first_s
-        return {
-            **counts,
-            "prompt_ms": round(1e3 * (self._first_s - self._begun_s), 1),
+            "prompt_ms": round(1e3 * (first_s - self._begun_s), 1),
+            "predicted_n": n_made,
             "predicted_ms": round(1e3 * writing_s, 1),
-            "predicted_per_second": round((self._n_made - 1) / writing_s, 2) if writing_s > 0 else None,
+            "predicted_per_second": round((n_made - 1) / writing_s, 2) if writing_s > 0 else None,
             **self._bytes,
         }
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import resource
 import socket
 import time
@@ -109,55 +110,47 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
         raise RequestError(408, message, "request_timeout") from None
 
 
-@dataclasses.dataclass
-class Connections:
-    """All that are open. A new one takes the place of the one whose request is awaited the longest."""
-
-    limit: int
-    timeout_s: float
-    n_open: int = 0
-    awaited: dict[BoundedProtocol, None] = dataclasses.field(default_factory=dict)  # the oldest first
-
-    def keep_limit(self) -> None:
-        """Close the oldest that sends nothing: the newest itself where all others are being answered."""
-        if self.n_open > self.limit:
-            LOG.warning("%d connections: those that have sent no request for the longest are closed", self.limit)
-            oldest = next(iter(self.awaited))
-            del self.awaited[oldest]
-            oldest.transport.abort()
-
-
 class BoundedProtocol(H11Protocol):
-    """A connection whose requests must be whole ``timeout_s`` after their first byte, and whose reader reads."""
+    """A connection whose requests must be whole in time, and whose reader reads.
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
+    awaited: all whose next request has not come whole, the oldest first.
+    """
+
+    def __init__(
+        self, timeout_s: float, max_open: int, awaited: dict[BoundedProtocol, None], **options: Any
+    ) -> None:
         super().__init__(**options)
-        self._all = connections
-        self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._timeout_s, self._max_open, self._awaited = timeout_s, max_open, awaited
+        self._request_due_s = self._reading_due_s = math.inf
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a request is not whole, or what was sent not read, in time."""
+        return time.monotonic() > min(self._request_due_s, self._reading_due_s)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio: count it and start the deadline of its first request."""
+        """asyncio: where too many are open, that one goes whose request is awaited the longest."""
         super().connection_made(transport)
-        self._all.n_open += 1
-        self._all.awaited[self] = None
-        self._all.keep_limit()
-        self._start_deadline()
+        self._await_request()
+        if len(self.connections) > self._max_open:
+            LOG.warning(
+                "%d connections: those that have sent no request for the longest are closed", self._max_open
+            )
+            oldest = next(iter(self._awaited))
+            del self._awaited[oldest]
+            oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: forget it."""
-        self._all.n_open -= 1
-        self._all.awaited.pop(self, None)
-        self._stop_deadline()
-        self.resume_writing()
+        self._awaited.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: the deadline begins with the first bytes of a request and ends with its last."""
+        """asyncio: a request's time begins with its first bytes and ends with its last."""
         super().data_received(data)
         self._update()
-        if self in self._all.awaited and self._deadline is None:
-            self._start_deadline()
+        if self in self._awaited and self._request_due_s == math.inf:
+            self._await_request()
 
     def on_response_complete(self) -> None:
         """uvicorn: the next request is awaited."""
@@ -167,38 +160,31 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """asyncio: the client reads too slowly; it has the timeout to go on."""
         super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(self._all.timeout_s, self.transport.abort)
+        self._reading_due_s = min(self._reading_due_s, time.monotonic() + self._timeout_s)
 
     def resume_writing(self) -> None:
         """asyncio: the client has read."""
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._reading_due_s = math.inf
 
     def timeout_keep_alive_handler(self) -> None:
         """uvicorn: no further request came."""
         super().timeout_keep_alive_handler()
-        self.loop.call_later(GRACE_S, self.transport.abort)  # close() alone waits for the client to read
+        self._reading_due_s = time.monotonic() + GRACE_S  # close() alone waits for the client to read
+
+    def _await_request(self) -> None:
+        self._awaited.setdefault(self)
+        # The endpoints answer 408 after the timeout; what they don't wait for ends here.
+        self._request_due_s = time.monotonic() + self._timeout_s + GRACE_S
 
     def _update(self) -> None:
         """Note whether a request, or the rest of one, is awaited: else it keeps its place until it is answered."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            self._stop_deadline()
-            self._all.awaited.pop(self, None)
+            self._request_due_s = math.inf
+            self._awaited.pop(self, None)
         elif not self.transport.is_closing():
-            self._all.awaited.setdefault(self)
-
-    def _start_deadline(self) -> None:
-        # The endpoints answer 408 after timeout_s; what they don't wait for ends here.
-        self._deadline = self.loop.call_later(self._all.timeout_s + GRACE_S, self.transport.abort)
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+            self._awaited.setdefault(self)
 
 
 class BoundedServer(uvicorn.Server):
@@ -208,11 +194,11 @@ class BoundedServer(uvicorn.Server):
         self._stop = stop
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         descriptors = soft if soft != resource.RLIM_INFINITY else 1 << 20
-        connections = Connections(min(limits.max_connections, descriptors // 2), limits.client_timeout_s)
+        most = min(limits.max_connections, descriptors // 2)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(BoundedProtocol, connections),  # type: ignore[arg-type]
+                http=functools.partial(BoundedProtocol, limits.client_timeout_s, most, {}),  # type: ignore[arg-type]
                 ws="none",
                 log_level="warning",
                 access_log=False,
@@ -233,21 +219,24 @@ class BoundedServer(uvicorn.Server):
         tcp = socket.IPPROTO_TCP
         super().run([socket.socket(s.family, s.type, tcp, fileno=s.detach()) for s in sockets or ()])
 
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn, ten times a second: cut off who is too slow."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, BoundedProtocol) and connection.is_overdue:
+                connection.transport.abort()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn: accepts no more; clients have ENDING_S to read how their answers end."""
-        state = self.server_state
-        for server in self.servers:
-            server.close()
-        for connection in list(state.connections):
-            connection.shutdown()
         self._stop()
-        if state.tasks:
-            await asyncio.wait(state.tasks, timeout=ENDING_S)
-        for connection in list(state.connections):
-            connection.transport.abort()
-        for task in state.tasks:
-            task.cancel()
+        asyncio.get_running_loop().call_later(ENDING_S, self._abort)
         await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 class LogLimit(logging.Filter):

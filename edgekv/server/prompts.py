@@ -16,7 +16,15 @@ from typing import Any
 from edgekv.engine.grammar import require_bounded
 from edgekv.engine.matcher import COMPACT
 from edgekv.engine.session import Session
-from edgekv.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Function, RequestError, Tools
+from edgekv.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Function,
+    RequestError,
+    Tools,
+    listed,
+)
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import picture_of
@@ -63,7 +71,8 @@ class RequestEncoder:
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
         field = request.names.get("prompt", "prompt")
-        return [EncodedPrompt(self.ids(prompt, field)) for prompt in request.prompts]
+        prompts = listed(getattr(request, field), field)
+        return [EncodedPrompt(self.ids(prompt, field)) for prompt in prompts]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
         """Return a text's ids, or ids as they are. Raises RequestError, which blames the field."""

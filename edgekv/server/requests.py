@@ -95,9 +95,17 @@ class CalledFunction(StrictStruct):
     name: str
     arguments: str = "{}"  # JSON, as the model wrote it
 
+    def as_turn(self) -> dict[str, Any]:
+        """Return what templates take: the object that the JSON holds; a text without one stays as it is."""
+        try:
+            value = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            value = None
+        return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
+
 
 class ToolCall(StrictStruct):
-    """A call in an answer, as the client sends it back."""
+    """A call in an answer, as the client sends it back; as a choice, the tool that must be called."""
 
     function: CalledFunction
     id: str = ""
@@ -141,12 +149,9 @@ class Message(StrictStruct):
         if self.reasoning_content:
             turn["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            called = [
-                (call.id, call.function.name, _arguments(call.function.arguments)) for call in self.tool_calls
-            ]
             turn["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name, arguments in called
+                {"id": call.id, "type": "function", "function": call.function.as_turn()}
+                for call in self.tool_calls
             ]
         if role == "tool":
             turn |= {"tool_call_id": self.tool_call_id or ""} | ({"name": self.name} if self.name else {})
@@ -161,15 +166,6 @@ class Message(StrictStruct):
         )
 
 
-def _arguments(text: str) -> Any:
-    """Return the object that the JSON holds; templates write it themselves. A text without one stays as it is."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
 class Function(StrictStruct):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -179,13 +175,6 @@ class Function(StrictStruct):
 
 class Tool(StrictStruct):
     function: Function
-    type: Literal["function"] = "function"
-
-
-class NamedTool(StrictStruct):
-    """The tool that must be called."""
-
-    function: CalledFunction
     type: Literal["function"] = "function"
 
 
@@ -208,18 +197,6 @@ class StreamOptions(StrictStruct):
     include_obfuscation: bool | None = None
 
 
-class IgnoredFields(StrictStruct, kw_only=True):
-    """Fields of OpenAI's API that change nothing here, with any value."""
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-
-
 class Tools(NamedTuple):
     """Functions in the prompt, and those that can be called, perhaps none.
 
@@ -232,7 +209,7 @@ class Tools(NamedTuple):
     several: bool
 
 
-class Request(IgnoredFields, kw_only=True):
+class Request(StrictStruct, kw_only=True):
     """What chat and text completions share: one type from the client to the answer.
 
     names: the endpoint's fields by the library's parameters. The ranges of settings are `SamplingParams`'.
@@ -258,6 +235,14 @@ class Request(IgnoredFields, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     response_format: ResponseFormat | None = None
+    # Fields of OpenAI's API that change nothing here, with any value.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
     def __post_init__(self) -> None:
         self.sampling(SamplingParams())
@@ -321,7 +306,7 @@ class ChatRequest(Request, kw_only=True):
     logprobs: bool = False
     top_logprobs: Top = 0
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | NamedTool = "auto"
+    tool_choice: ToolChoice | ToolCall = "auto"
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -370,7 +355,7 @@ class ChatRequest(Request, kw_only=True):
         if not functions and not forced:
             return None
         can = () if choice == "none" else functions
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, ToolCall):
             can = tuple(each for each in functions if each.name == choice.function.name)
         return Tools(functions, can, forced, several is True if forced else several is not False)
 
@@ -386,14 +371,9 @@ class CompletionRequest(Request, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (n := len(self.prompts)) * self.n > MAX_CHOICES:
+        if (n := len(listed(self.prompt, "prompt"))) * self.n > MAX_CHOICES:
             many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
             raise RequestError(400, f"{many}: ask in parts", param="n")
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One prompt or several."""
-        return listed(self.prompt, "prompt")
 
     @property
     def n_logprobs(self) -> int | None:
@@ -411,11 +391,6 @@ class EmbeddingRequest(StrictStruct):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
     user: Any = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One text or several."""
-        return listed(self.input, "input")
 
 
 def parse_json(data: bytes | bytearray) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekv import child
 from edgekv.engine.grammar import Grammar, JsonSchema
-from edgekv.server.parser import AnswerParser
+from edgekv.server.answers import AnswerParser
 from edgekv.server.prompts import TOOL_FORMATS, RequestEncoder, tools_grammar
 from edgekv.server.requests import (
     ChatRequest,

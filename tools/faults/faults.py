@@ -224,8 +224,8 @@ FAULTS = (
     ),
     Fault(
         "too many connections: the newest goes",
-        "next(iter(self.awaited))",
-        "next(reversed(self.awaited))",
+        "next(iter(self._awaited))",
+        "next(reversed(self._awaited))",
         "test_server_limits.py -k 'bad_clients'",
     ),
     Fault(

@@ -56,14 +56,14 @@ def test_arrays_are_read_only_views_in_file_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(late.read(), [2, 3])
     assert not late.read().flags.writeable
     assert not late.read().flags.owndata
-    assert file.metadata == {}
+    assert file.files[0].metadata == {}
 
 
 def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     expected = {name: sample(name) for name in ("F32", "F16", "I8", "I64")}
     save_file(expected, tmp_path / "a", metadata={"format": "pt"})
     file = Tensors.open(tmp_path / "a")
-    assert file.metadata == {"format": "pt"}
+    assert file.files[0].metadata == {"format": "pt"}
     assert sorted(file) == sorted(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(file.require(name, (3, 5)).read(), array)

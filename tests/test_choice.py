@@ -3,7 +3,7 @@
 import pytest
 from helpers import SCHEMES, raises
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import LEAST_SAVING, MOST_LOSS, choose, published_results, resolve

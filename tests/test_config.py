@@ -13,7 +13,7 @@ from helpers import raises
 
 from edgekv import Session, models
 from edgekv.checkpoint.checkpoint import read_config
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.models import architecture, find_family, register_family

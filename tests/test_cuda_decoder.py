@@ -15,7 +15,7 @@ from cuda_host.driver import HostDriver
 from kernel_cases import pairs
 
 from edgekv import Session
-from edgekv.checkpoint.shipped import shipped_model
+from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.cuda_graph import FEWEST_TOKENS
 from edgekv.engine.decoder import Decoder

@@ -15,7 +15,7 @@ from checkpoint_files import one_line
 from cuda_cases import ON_CUDA
 from helpers import SCHEMES
 
-from edgekv.checkpoint.shipped import shipped_model
+from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import find_device, resolve_device
 from edgekv.engine.session import Session

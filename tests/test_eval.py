@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.checkpoint.checkpoint import open_checkpoint
-from edgekv.checkpoint.shipped import load_shape, shipped_model
+from edgekv.checkpoint.hub import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.cli import bench as bench_command
 from edgekv.cli import eval as eval_command

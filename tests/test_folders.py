@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CheckpointError
 from edgekv.files import LOCK, create_folder_once
 from edgekv.weights.formats import WEIGHTS

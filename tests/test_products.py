@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import pairs, quantize_numpy
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout, Product

@@ -15,7 +15,7 @@ from helpers import raises
 from kernel_cases import quantize_numpy
 
 from edgekv import Session
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.cli import main
 from edgekv.engine import calibration
 from edgekv.engine.model import Model

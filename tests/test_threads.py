@@ -7,7 +7,7 @@ import numba
 import numpy as np
 import pytest
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.cli import main
 from edgekv.files import cache_root
 from edgekv.machine import machine_info

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,37 +34,28 @@ FORMER_NAMES = {"lam": "key_scale"}
 """What adapters of before call a setting."""
 
 
-class AdaptableCache(Protocol):
-    """A layer's KV cache."""
-
-    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
-        """Takes the layer's trained parameters by name: a setting (heads,) or (), arrays (sketch_bits, head_dim)
-        or (n_kv_heads, head_dim); source: what the adapter is called in notes."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """An opened adapter; its weights are mapped and not read.
 
     base: identity of the checkpoint that it belongs to; scheme: name of the KV scheme that it was trained for;
-    setting: one of SETTINGS, its `value` as stored; learned: those of LEARNED that it has; weights: names of the
-    checkpoint's tensors that it replaces.
+    parameters: what the scheme learns: one of SETTINGS, as stored, and those of LEARNED that it has; weights:
+    names of the checkpoint's tensors that it replaces.
     """
 
     tensors: Tensors
     base: str
     scheme: str
-    setting: str
-    value: F32
-    learned: dict[str, F32]
+    parameters: dict[str, F32]
     weights: tuple[str, ...]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Adapter:
         """Raises CheckpointError for what is no safetensors file, ConfigError for what is no adapter."""
         tensors = Tensors.open(user_path(path))
-        metadata = tensors.metadata
+        metadata = tensors.files[0].metadata
         found = metadata.get("format"), metadata.get("version")
+        stored = [name for name in (*SETTINGS, *FORMER_NAMES) if name in tensors]
         if found != (FORMAT, VERSION):
             raise ConfigError(
                 f"{path}: is no adapter that this edgekv reads (format {found[0]}, version {found[1]}); accepted: "
@@ -75,23 +66,20 @@ class Adapter:
                 raise ConfigError(f"{path}: its __metadata__ does not say {name!r}; write the adapter again")
         for tensor in tensors.values():
             if DTYPES.get(tensor.dtype) not in FLOATS:
-                raise ConfigError(
-                    f"{path}: tensor {tensor.name!r} is {tensor.dtype}; accepted: F64, F32, F16, BF16"
-                )
-        settings = [name for name in (*SETTINGS, *FORMER_NAMES) if name in tensors]
-        if len(settings) != 1:
-            has = " and ".join(settings) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
+                what = f"tensor {tensor.name!r} is {tensor.dtype}"
+                raise ConfigError(f"{path}: {what}; accepted: F64, F32, F16, BF16")
+        if len(stored) != 1:
+            has = " and ".join(stored) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
             raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
-        (stored,) = settings
-        setting, value = FORMER_NAMES.get(stored, stored), to_float32(tensors[stored].read())
+        setting, value = FORMER_NAMES.get(stored[0], stored[0]), to_float32(tensors[stored[0]].read())
         if not (np.isfinite(value) & (value > 0)).all():
             raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
         learned = {name: to_float32(tensors[name].read()) for name in LEARNED if name in tensors}
         for name, array in learned.items():
             if array.ndim != 3 or not np.isfinite(array).all():
                 raise ConfigError(f"{path}: {name} is {array.shape}; accepted: layers first of 3 axes, finite")
-        weights = tuple(name for name in tensors if name != stored and name not in learned)
-        return cls(tensors, metadata["base"], metadata["scheme"], setting, value, learned, weights)
+        weights = tuple(name for name in tensors if name not in (*stored, *learned))
+        return cls(tensors, metadata["base"], metadata["scheme"], {setting: value} | learned, weights)
 
     @property
     def path(self) -> Path:
@@ -106,7 +94,7 @@ class Adapter:
     @property
     def identity(self) -> str:
         """The base's identity with these weights in place: the base's own where a setting is all that there is."""
-        if not (self.weights or self.learned):
+        if not self.weights and len(self.parameters) == 1:
             return self.base
         return hashlib.sha256((self.base + self.content_hash).encode()).hexdigest()[:16]
 
@@ -124,13 +112,12 @@ class Adapter:
 
     def require_store(self, identity: str, folder: Path) -> None:
         """Raises ConfigError where a weight store has other weights than these, or than the base's."""
-        if identity == self.identity:
-            return
-        self._require_base(identity)
-        raise self._error(
-            f"replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give the original "
-            "checkpoint, or a store made from it with `edgekv quantize --adapter`"
-        )
+        if identity != self.identity:
+            self._require_base(identity)
+            raise self._error(
+                f"replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give the "
+                "original checkpoint, or a store made from it with `edgekv quantize --adapter`"
+            )
 
     def require_scheme(self, scheme: str, *aliases: str) -> None:
         """Raises ConfigError when the adapter was trained for another scheme; aliases: its other names."""
@@ -143,23 +130,23 @@ class Adapter:
             )
 
     def require_shape(self, config: ModelConfig) -> None:
-        """Raises ConfigError when the setting belongs to a model of another shape."""
+        """Raises ConfigError when what the scheme learned belongs to a model of another shape."""
         if config.recurrences:
             raise self._error(f"an adapter is for models whose layers all attend; {config.model_type} has others")
-        n_layers, shape = config.n_layers, self.value.shape
-        accepted = (), (n_layers,), (n_layers, getattr(config, SETTINGS[self.setting]))
-        if shape not in accepted:
-            raise self._error(f"{self.setting} has shape {shape}; accepted: {', '.join(map(str, accepted))}")
-        for name, array in self.learned.items():
-            if len(array) != n_layers:
+        n_layers = config.n_layers
+        for name, array in self.parameters.items():
+            if name in SETTINGS:
+                accepted = (), (n_layers,), (n_layers, getattr(config, SETTINGS[name]))
+                if array.shape not in accepted:
+                    raise self._error(f"{name} has shape {array.shape}; accepted: {', '.join(map(str, accepted))}")
+            elif len(array) != n_layers:
                 raise self._error(f"{name} is of {len(array)} layers; accepted: {n_layers}")
 
-    def adapt(self, caches: Sequence[AdaptableCache]) -> None:
-        """Gives each layer's cache its value: () if all layers share it, else the layer's own (1,) or (heads,)."""
+    def adapt(self, caches: Sequence[Any]) -> None:
+        """Calls `adapt` of each layer's cache with its own parameters: settings () or (1,) or (heads,), arrays."""
         for layer, cache in enumerate(caches):
-            value = self.value if self.value.ndim == 0 else self.value[layer].reshape(-1)
-            learned = {name: array[layer] for name, array in self.learned.items()}
-            cache.adapt({self.setting: value} | learned, f"adapter {self.path.name}")
+            own = {name: np.atleast_1d(a[layer]) if a.ndim else a for name, a in self.parameters.items()}
+            cache.adapt(own, f"adapter {self.path.name}")
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:

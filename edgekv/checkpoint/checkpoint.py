@@ -18,6 +18,11 @@ from edgekv.types import TaskProgress
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TEXT_FILES = (
+    *(*TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""What a model's text needs beside its config and weights."""
 FOREIGN_SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
 
 GGUF = ".gguf"
@@ -74,7 +79,9 @@ def open_checkpoint(
         config_path = None if config is None else user_path(config)
         values = index["config"] if config_path is None else read_config(config_path)
     else:
-        beside, tensors = folder or place.parent, _open_folder(folder) if folder else _open_file(place)
+        if not folder and place.name.endswith(FOREIGN_SUFFIXES):
+            raise _foreign(place, [place.name])
+        beside, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
         values, config_path = _find_config(place, beside, tensors, config)
         seen = unpacked(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
@@ -104,14 +111,12 @@ def _open_folder(folder: Path) -> Tensors:
         return Tensors.open(folder / files[0])
     if files:
         raise CheckpointError(
-            f"{folder}: holds {len(files)} safetensors files ({_listed(files)}) and no {INDEX}; "
+            f"{folder}: holds {len(files)} safetensors files ({listed(files)}) and no {INDEX}; "
             "add the index, or give one of the files"
         )
-    gguf = [name for name in names if name.endswith(GGUF)]
-    if gguf:
+    if gguf := [name for name in names if name.endswith(GGUF)]:
         raise CheckpointError(f"{folder}: holds no safetensors weights; give its GGUF file: {folder / gguf[0]}")
-    foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES)]
-    if foreign:
+    if foreign := [name for name in names if name.endswith(FOREIGN_SUFFIXES)]:
         raise _foreign(folder, foreign)
     raise CheckpointError(f"{folder}: holds no {SINGLE} and no {INDEX}; give a folder with safetensors weights")
 
@@ -123,16 +128,11 @@ def _open_shards(folder: Path) -> Tensors:
     if not isinstance(homes, dict) or not homes or not all(isinstance(shard, str) for shard in homes.values()):
         raise CheckpointError(f"{index}: has no weight_map of tensors to shards; download it again")
     shards = sorted(set(homes.values()))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise CheckpointError(
-                f"{index}: names the shard {shard!r}; accepted are plain file names in its own folder"
-            )
-    absent = [shard for shard in shards if not os.path.exists(folder / shard)]
-    if absent:
-        raise CheckpointError(
-            f"{folder}: lacks {len(absent)} of {len(shards)} shards ({_listed(absent)}); download them"
-        )
+    if foreign := [shard for shard in shards if Path(shard).name != shard]:
+        raise CheckpointError(f"{index}: names the shard {foreign[0]!r}; accepted: file names of its own folder")
+    if absent := [shard for shard in shards if not os.path.exists(folder / shard)]:
+        what = f"lacks {len(absent)} of {len(shards)} shards ({listed(absent)})"
+        raise CheckpointError(f"{folder}: {what}; download them")
     tensors = Tensors.open(*(folder / shard for shard in shards))
     for name, shard in homes.items():
         if name not in tensors or tensors[name].path.name != shard:
@@ -142,15 +142,9 @@ def _open_shards(folder: Path) -> Tensors:
     return tensors
 
 
-def _open_file(path: Path) -> Tensors:
-    if path.name.endswith(FOREIGN_SUFFIXES):
-        raise _foreign(path, [path.name])
-    return Tensors.open(path)
-
-
 def _foreign(path: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {_listed(names)} cannot be read, only safetensors weights can; download those, or convert with "
+        f"{path}: {listed(names)} cannot be read, only safetensors weights can; download those, or convert with "
         "save_pretrained(..., safe_serialization=True) of transformers"
     )
 
@@ -181,9 +175,7 @@ def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path 
     path = user_path(given)
     folder = path.parent if path.name in TOKENIZER_FILES else path
     if not holds_tokenizer(folder):
-        raise TokenizerError(
-            f"{path}: holds no tokenizer; accepted are {_listed(TOKENIZER_FILES)} or their folder"
-        )
+        raise TokenizerError(f"{path}: holds no tokenizer; accepted are {listed(TOKENIZER_FILES)} or their folder")
     return folder
 
 
@@ -199,6 +191,7 @@ def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
         raise error_class(f"{path}: {error}; download it again, or give another") from None
 
 
-def _listed(names: Sequence[str], limit: int = 3) -> str:
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """Returns the first names for a message, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -7,7 +7,6 @@ gguf-py and conversion/ (names and keys, which are in each family's file).
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -15,7 +14,7 @@ import mmap
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from edgekv.checkpoint.tensors import DTYPES, MappedFile, MappedTensor, Tensor, 
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import Memo, cache_root, create_folder_once, open_regular
 from edgekv.models import gguf_families
-from edgekv.models.gguf import ROPE_FACTORS, GgufMetadata, GgufNames
+from edgekv.models.gguf import ROPE_FACTORS, GgufMetadata
 from edgekv.types import F32, I8, I64, U8, Array
 
 INDEX, VERSION = "gguf.json", 3
@@ -33,8 +32,8 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary with scores, types and merges has 1.3 million
 MAX_DEPTH, MAX_DIMENSIONS = 4, 4
 ALIGNMENT = "general.alignment"
-BOOL, STRING, ARRAY = 7, 8, 9
-SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1")))
+STRING, ARRAY = 8, 9
+SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
 SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 FLOATS = ("F32", "F16", "BF16", "F64")  # types by the names that safetensors has, too
 TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
@@ -88,7 +87,7 @@ class GgufTensor(MappedTensor):
         return blocks_of(self._raw_rows(lo, hi), self._type)[:2]
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
-        return blocks_of(self._raw_rows(lo, hi), self._type).offsets if self._type in LAYOUTS else None
+        return blocks_of(self._raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
 
     def _raw_rows(self, lo: int, hi: int) -> U8:
         """Bytes (hi - lo, bytes of a row), in the checkpoint's order.
@@ -107,12 +106,8 @@ class GgufTensor(MappedTensor):
         return raw[rows]
 
 
-class Blocks(NamedTuple):
-    """Whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks), None where all are 0."""
-
-    codes: I8
-    scales: F32
-    offsets: F32 | None = None
+Blocks = tuple[I8, F32, F32 | None]
+"""Whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks), None where all are 0."""
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -129,17 +124,17 @@ def _nibbles(packed: U8) -> I8:
 
 def _q4_0(blocks: U8) -> Blocks:
     """A half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, less 8."""
-    return Blocks(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
 
 
 def _q4_1(blocks: U8) -> Blocks:
     """Scale and least number, then nibbles as in Q4_0."""
     scales = _half(blocks, 0)
-    return Blocks(_nibbles(blocks[..., 4:]), scales, _half(blocks, 2) + 8 * scales)
+    return _nibbles(blocks[..., 4:]), scales, _half(blocks, 2) + 8 * scales
 
 
 def _q8_0(blocks: U8) -> Blocks:
-    return Blocks(blocks[..., 2:].view(np.int8), _half(blocks, 0))
+    return blocks[..., 2:].view(np.int8), _half(blocks, 0), None
 
 
 def _q4_k(blocks: U8) -> Blocks:
@@ -155,7 +150,7 @@ def _q4_k(blocks: U8) -> Blocks:
     steps = _half(blocks, 0)[..., None] * scales
     offsets = 8 * steps - _half(blocks, 2)[..., None] * least
     rows = len(blocks)
-    return Blocks(codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1))
+    return codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1)
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[U8], Blocks], str]] = {
@@ -182,26 +177,19 @@ def dequantize(raw: U8, kind: str) -> F32:
     gguf = library("this file's weights")
     try:
         values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
+        return values
     except NotImplementedError:
-        raise CheckpointError(
-            f"weights of type {kind} can't be read by the gguf package; give the model in Q4_0, Q8_0, Q4_K or F16"
-        ) from None
-    return values
+        what = f"weights of type {kind} can't be read by the gguf package"
+        raise CheckpointError(f"{what}; give the model in Q4_0, Q8_0, Q4_K or F16") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class HeaderTensor:
+class HeaderTensor(NamedTuple):
     """Rows first; ``start`` is its place in the file. ``kind`` is GGML's number of its type."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     start: int
-
-    @property
-    def n_elements(self) -> int:
-        """Numbers in the tensor."""
-        return math.prod(self.shape)
 
 
 class Header:
@@ -233,20 +221,19 @@ class Header:
             raise ValueError(f"{ALIGNMENT} is {alignment!r}")
         self.data_start = -(-self._position // alignment) * alignment
         for tensor in found:
-            self.tensors[tensor.name] = dataclasses.replace(tensor, start=self.data_start + tensor.start)
+            self.tensors[tensor.name] = tensor._replace(start=self.data_start + tensor.start)
         if len(self.tensors) < n_tensors:
             raise ValueError("two tensors have one name")
 
     def floats(self, tensor: HeaderTensor) -> list[float]:
         """Values of a small float32 tensor."""
         self._position = tensor.start
-        return self._numbers("<f4", tensor.n_elements)
+        return self._numbers("<f4", math.prod(tensor.shape))
 
     def _require(self, nbytes: int) -> None:
         if nbytes > len(self._data) - self._position:
-            raise ValueError(
-                f"it has {len(self._data)} bytes, its header asks for {nbytes} from {self._position} on"
-            )
+            what = f"its header asks for {nbytes} from {self._position} on"
+            raise ValueError(f"it has {len(self._data)} bytes, {what}")
 
     def _take(self, nbytes: int) -> bytes:
         self._require(nbytes)
@@ -270,18 +257,16 @@ class Header:
             return self._array(depth)
         if kind not in SCALARS:
             raise ValueError(f"a value of the unknown type {kind}")
-        value = self._numbers(SCALARS[kind])[0]
-        return bool(value) if kind == BOOL else value
+        return self._numbers(SCALARS[kind])[0]
 
     def _array(self, depth: int) -> list[Any]:
         kind, length = self._number("<u4"), self._number("<u8")
         self._n_elements += length
         if self._n_elements > MAX_ELEMENTS or depth == MAX_DEPTH:
             raise ValueError(f"arrays of {self._n_elements} elements, {depth + 1} deep; accepted: {MAX_ELEMENTS}")
-        if kind not in SCALARS:
-            return [self._value(kind, depth + 1) for _ in range(length)]
-        values = self._numbers(SCALARS[kind], length)
-        return [bool(value) for value in values] if kind == BOOL else values
+        if kind in SCALARS:
+            return self._numbers(SCALARS[kind], length)
+        return [self._value(kind, depth + 1) for _ in range(length)]
 
     def _tensor(self) -> HeaderTensor:
         name = self._text()
@@ -290,7 +275,7 @@ class Header:
             raise ValueError(f"tensor {name[:60]!r} has {n_dimensions} dimensions")
         rows_first = tuple(reversed(self._numbers("<u8", n_dimensions)))
         tensor = HeaderTensor(name, rows_first, self._number("<u4"), self._number("<u8"))
-        if not 1 <= tensor.n_elements <= 8 * len(self._data):  # no type has less than a bit
+        if not 1 <= math.prod(tensor.shape) <= 8 * len(self._data):  # no type has less than a bit
             raise ValueError(f"tensor {name[:60]!r} has the shape {tensor.shape}, more than the file holds")
         return tensor
 
@@ -353,23 +338,16 @@ def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
         ) from None
 
 
-def find_names(metadata: Mapping[str, Any]) -> GgufNames:
-    """Returns how the file's architecture is written. Raises ConfigError for one that is not supported."""
-    name, known = metadata.get("general.architecture"), gguf_families()
-    if name not in known:
-        raise ConfigError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(known)}")
-    if metadata.get(f"{name}.expert_count"):
-        raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
-    return known[name]
-
-
 def _index(header: Header, gguf: Any) -> dict[str, Any]:
     """Of each tensor, under the checkpoint's name: type, shape, where it is, how its rows are ordered, and what
-    was added to it."""
-    metadata = header.metadata
-    family = find_names(metadata)
-    architecture = metadata["general.architecture"]
-    heads = int(metadata[f"{architecture}.attention.head_count"])
+    was added to it. Raises ConfigError for an architecture that is not supported."""
+    metadata, known = header.metadata, gguf_families()
+    architecture = metadata.get("general.architecture")
+    if architecture not in known:
+        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(known)}")
+    if metadata.get(f"{architecture}.expert_count"):
+        raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
+    family, heads = known[architecture], int(metadata[f"{architecture}.attention.head_count"])
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
     tensors, factors = {}, {}
     for tensor in header.tensors.values():
@@ -388,7 +366,7 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
             "kind": kind.name,
             "shape": shape[::-1] if transposed else shape,
             "start": tensor.start,
-            "nbytes": tensor.n_elements // block * block_bytes,
+            "nbytes": math.prod(tensor.shape) // block * block_bytes,
             "rows": shape[0],
             "table": role in ("token_embd", "position_embd"),
             "transposed": transposed,

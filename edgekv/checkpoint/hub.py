@@ -1,7 +1,8 @@
-"""Models of the Hugging Face Hub (org/name, org/name@revision, org/name:file.gguf), in its usual cache.
+"""Where a model lies: at a path, among those that ship with edgekv (`models/`), or in the Hub's usual cache.
 
-Nothing is contacted while a whole copy is there. `huggingface_hub`, which does the transfer, is imported when
-the first name of a model is met, its telemetry off.
+Names on the Hugging Face Hub are org/name, org/name@revision and org/name:file.gguf. Nothing is contacted while a
+whole copy is there. `huggingface_hub`, which does the transfer, is imported when the first such name is met, its
+telemetry off.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TOKENIZER_FILES, read_config
+from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, listed, read_config
 from edgekv.checkpoint.quantized import quantization_method
-from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import atomic_write, user_path
 from edgekv.machine import __version__, format_bytes
 from edgekv.models import architecture
@@ -30,24 +32,14 @@ from edgekv.models import architecture
 Say = Callable[[str], None]
 
 HASH_BYTES = 1 << 20
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2] / "models"
+INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
+MIN_ROTARY_POSITIONS = 8192
 CONFIG = "config.json"
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf))?", re.ASCII)
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
-WANTED = (
-    CONFIG,
-    *TOKENIZER_FILES,
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "vision.onnx",
-)
+WANTED = (CONFIG, *TEXT_FILES, "preprocessor_config.json", "processor_config.json", "vision.onnx")
 """What is used of a repository beside its weights."""
 
 
@@ -114,14 +106,13 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         if name.file:
             files = [name.file]
         else:
-            with _no_bars(hub):
-                _require(CONFIG in sizes, name, f"{CONFIG} with safetensors weights", sizes)
-                values = read_config(fetch(CONFIG))
-                architecture(values)
-                quantization_method(values)
-                for file in (*WANTED, INDEX):
-                    if file in sizes:
-                        fetch(file)
+            _require(CONFIG in sizes, name, f"{CONFIG} with safetensors weights", sizes)
+            values = read_config(fetch(CONFIG))
+            architecture(values)
+            quantization_method(values)
+            for file in (*WANTED, INDEX):
+                if file in sizes:
+                    fetch(file)
             shards = sorted(_shards(fetch(INDEX))) if INDEX in sizes else []
             loose = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
             files = [SINGLE] if SINGLE in sizes else shards or loose
@@ -137,7 +128,7 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         if missing and say:
             say(f"{name}: downloading {format_bytes(missing)} from {host} to {cache}")
         for file in files:
-            fetch(file)
+            fetch(file, shows_bar=True)
         place: pathlib.Path = fetch(name.file or CONFIG)
         _name_revision(hub, name, commit)  # once all is there
         return place if name.file else place.parent
@@ -148,8 +139,7 @@ def config(name: HubName) -> dict[str, Any]:
     with _transfer(name) as hub:
         found = _in_cache(name, CONFIG, name.revision)
         if found is None:
-            with _no_bars(hub):
-                found = _fetch(hub, name, CONFIG, name.revision or "main")
+            found = _fetch(hub, name, CONFIG, name.revision or "main")
             _name_revision(hub, name, found.parent.name)
         return read_config(found)
 
@@ -183,7 +173,7 @@ def _folder(hub: Any, name: HubName) -> pathlib.Path:
     return pathlib.Path(hub.constants.HF_HUB_CACHE) / folder
 
 
-def _fetch(hub: Any, name: HubName, file: str, revision: str) -> pathlib.Path:
+def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = False) -> pathlib.Path:
     """A file in the cache, through a partial one beside where that will have it: another try goes on with it.
 
     `hf_hub_download` forgets what it had when it is interrupted, and makes any ETag a path.
@@ -208,6 +198,7 @@ def _fetch(hub: Any, name: HubName, file: str, revision: str) -> pathlib.Path:
                 headers=hub.utils.build_hf_headers(token=False if elsewhere else None),
                 expected_size=about.size,
                 displayed_filename=file,
+                _tqdm_bar=None if shows_bar else hub.utils.tqdm(disable=True),
             )
             out.flush()
             _require_content(partial, etag)
@@ -239,26 +230,13 @@ def _checked(name: str | None) -> str:
     return str(name)
 
 
-@contextlib.contextmanager
-def _no_bars(hub: Any) -> Iterator[None]:
-    """Inside the block the Hub shows no progress bars: small files need none."""
-    if hub.utils.are_progress_bars_disabled():
-        yield
-        return
-    hub.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        hub.utils.enable_progress_bars()
-
-
 def _require_content(partial: pathlib.Path, etag: str) -> None:
     """For files in large storage the etag is their SHA-256: what differs is removed, and OSError raised."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return
     digest = hashlib.sha256()
     with partial.open("rb") as file:
-        while block := file.read(HASH_BYTES):
+        for block in iter(lambda: file.read(HASH_BYTES), b""):
             digest.update(block)
     if digest.hexdigest() != etag:
         partial.unlink()
@@ -285,8 +263,7 @@ def _require(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) ->
     if is_there:
         return
     files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
-    more = f" and {len(files) - 8} more" if len(files) > 8 else ""
-    offered = f"give one of its GGUF files: {', '.join(files[:8])}{more}"
+    offered = f"give one of its GGUF files: {listed(files, 8)}"
     if not files:
         offered = "only safetensors and GGUF files can be read: look for a repository that has them"
     raise _error(name, f"the repository has no {what}; {offered}", files)
@@ -317,3 +294,68 @@ def _transfer(name: HubName) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             what = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
         raise _error(name, next((known[kind] for kind in known if isinstance(error, kind)), what)) from error
+
+
+# Models and shapes that ship with edgekv
+
+
+def shipped(name: str) -> pathlib.Path | None:
+    """A file of `models/` by its name there: in the checkout, else where the wheel put it."""
+    return next((folder / name for folder in (CHECKOUT, INSTALLED) if os.path.isfile(folder / name)), None)
+
+
+def shipped_model(name: str) -> pathlib.Path | None:
+    """The folder of a model that ships with edgekv: demo, scenes."""
+    config = shipped(f"{name}/config.json")
+    return config and config.parent
+
+
+def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where a model lies: ``path``, or, where nothing is there, the shipped model or the Hub's of that name.
+
+    A model of the Hub that is not whole in its cache is downloaded. Raises CheckpointError (field model) for what
+    is no path, where there is nothing, and where a download fails.
+    """
+    if isinstance(path, (str, os.PathLike)) and os.fspath(path):
+        place, name = user_path(path), hub_name(path)
+        found = place if os.path.exists(place) else locate(name) if name else shipped_model(os.fspath(path))
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"model={path!r}: there is none; give a Hugging Face folder, a .safetensors or .gguf file, a store, a "
+        "name on the Hub (org/name), or demo or scenes, which ship with edgekv",
+        field="model",
+        value=path,
+        accepted=["a path", "org/name", "demo", "scenes"],
+    )
+
+
+def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None = None) -> dict[str, Any]:
+    """The config of a named shape, or of a JSON file, with what was asked changed.
+
+    Random weights have no trained length, so plain rotary positions are raised to MIN_ROTARY_POSITIONS. Raises
+    ConfigError for an unknown shape.
+    """
+    config = read_shape(shape)
+    arch = architecture(config)
+    ropes, trained = arch.config.ropes, config.get(arch.positions_key) or arch.config.max_positions
+    if ropes and all(rope.kind == "default" for rope in ropes):
+        trained = max(trained, MIN_ROTARY_POSITIONS)
+    config[arch.layers_key] = n_layers or arch.config.n_layers
+    config[arch.positions_key] = n_positions or trained
+    return config
+
+
+def read_shape(shape: str) -> dict[str, Any]:
+    """The config of a named shape, or of a JSON file, as it is. Raises ConfigError for an unknown shape."""
+    path = user_path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
+    if path is None or not os.path.isfile(path):
+        known = shape_names()
+        message = f"shape={shape!r}: no such shape; accepted are {', '.join(known)}, or a path that ends in .json"
+        raise ConfigError(message, field="shape", value=shape, accepted=known)
+    return read_config(path)
+
+
+def shape_names() -> list[str]:
+    """What `load_shape` knows."""
+    return sorted({file.stem for folder in (CHECKOUT, INSTALLED) for file in folder.glob("*.json")})

@@ -13,9 +13,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ REFUSED = re.compile(
 )
 """Fields of adapter_config.json that must be false, null or empty: what they ask for can't be merged."""
 
+T = TypeVar("T")
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -69,21 +70,11 @@ class Delta:
     factor: float
     transposed: bool
 
-    @property
-    def rank(self) -> int:
-        """Of the product."""
-        return self.a.shape[0]
-
     def matrices(self) -> tuple[F32, F32]:
         """Returns A (rank, inputs), and factor * B (outputs, rank), float32; of a huge factor not finite."""
         with np.errstate(over="ignore"):
             b: F32 = to_float32(self.b.read()) * np.float32(self.factor)
         return to_float32(self.a.read()), b
-
-    def rows(self, lo: int, hi: int) -> F32:
-        """Returns outputs lo..hi, (hi - lo, inputs) float32."""
-        product: F32 = (to_float32(self.b.read()[lo:hi]) @ to_float32(self.a.read())) * np.float32(self.factor)
-        return product
 
 
 class LoraTensor(Tensor):
@@ -103,14 +94,13 @@ class LoraTensor(Tensor):
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
         rows = self._inner.rows(lo, hi, transposed)
+        a, b = (to_float32(matrix) for matrix in (self._delta.a.read(), self._delta.b.read()[lo:hi]))
         with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
-            merged = self._delta.rows(lo, hi)
+            merged: F32 = (b @ a) * np.float32(self._delta.factor)
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
-            lora = self._delta.a.path
-            raise _wrong(
-                self, f"is not finite with the LoRA of {lora} in it; give a smaller scale, or another `lora`"
-            )
+            what = f"is not finite with the LoRA of {self._delta.a.path} in it"
+            raise _wrong(self, f"{what}; give a smaller scale, or another `lora`")
         return merged
 
     def release(self) -> None:
@@ -167,11 +157,9 @@ class Lora:
         def identify(progress: TaskProgress | None) -> str:
             return hashlib.sha256(f"{source.identify(progress)}+{self.identity}".encode()).hexdigest()[:16]
 
-        deltas = self.deltas(arch, source.path)
-        for part in _parts(arch):
-            if part.tensor in deltas:
-                source.tensors.require(part.tensor, part.shape)
-        merged = {name: LoraTensor(source.tensors[name], delta) for name, delta in deltas.items()}
+        deltas, shapes = self.deltas(arch, source.path), arch.tensors()
+        found = {name: source.tensors.require(name, shapes[name]) for name in deltas}
+        merged = {name: LoraTensor(found[name], delta) for name, delta in deltas.items()}
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
     def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
@@ -179,19 +167,23 @@ class Lora:
 
         Raises ConfigError where it was trained on another model.
         """
-        known = _modules(arch)
-        deltas: dict[str, Delta] = {}
+        known, deltas = _modules(arch), dict[str, Delta]()
         for module, (a, b) in self.pairs.items():
-            part = known.get(module)
-            if part is None or part.tensor in deltas:
-                raise self._mismatch(module, arch, part)
-            changed = b.shape[0], a.shape[1]
-            if changed != (part.rows, part.columns):
-                raise _refused(
-                    f"{self.tensors.path}: A {a.shape} and B {b.shape} of {short_repr(module)} change a weight of "
-                    f"{changed}, in {place} it is {(part.rows, part.columns)}; give the model that the LoRA was "
-                    "trained on"
+            part, changed, wrong = known.get(module), (b.shape[0], a.shape[1]), ""
+            if part is None and module.endswith("lm_head") and arch.config.tied_embeddings:
+                wrong = "is the head, whose tensor is also the model's embedding: it can't be changed alone"
+            elif part is None:
+                names = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+                wrong = f"is no linear layer of this {arch.config.model_type} model; those are {names}"
+            elif part.tensor in deltas:
+                wrong = "changes the same weight as another of its modules"
+            elif changed != (part.rows, part.columns):
+                wrong = (
+                    f"has A {a.shape} and B {b.shape}, which change a weight of {changed}; in {place} it is "
+                    f"{(part.rows, part.columns)}: give the model that the LoRA was trained on"
                 )
+            if part is None or wrong:
+                raise _refused(f"{self.tensors.path}: the module {short_repr(module)} {wrong}")
             deltas[part.tensor] = Delta(a, b, self.factors[module], part.conv1d)
         return deltas
 
@@ -203,33 +195,17 @@ class Lora:
             "store of both by `edgekv quantize --lora` and no `lora`"
         )
 
-    def _mismatch(self, module: str, arch: Architecture, part: WeightPart | None) -> ConfigError:
-        if part is not None:
-            why = "changes the same weight as another of its modules"
-        elif module.endswith("lm_head") and arch.config.tied_embeddings:
-            why = "is the head, whose tensor is also the model's embedding: a change of one alone can't be merged"
-        else:
-            names = sorted({name.rpartition(".")[2] for name in _modules(arch)})
-            why = f"is no linear layer of this {arch.config.model_type} model; those are {', '.join(names)}"
-        return _refused(f"{self.tensors.path}: the module {short_repr(module)} {why}")
-
 
 def _refused(message: str, value: object = None) -> ConfigError:
     return ConfigError(message, field="lora", value=value)
-
-
-def _parts(arch: Architecture) -> Iterator[WeightPart]:
-    return (part for linear in arch.linears().values() for part in linear.parts)
 
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
     """The linear layers by each name that a module may have: with a prefix of the family, or as a text model."""
     found: dict[str, WeightPart] = {}
     tied = {tensor for tensor, _ in arch.tables().values()}
-    for part in _parts(arch):
+    for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor not in tied):
         name = part.tensor.removesuffix(".weight")
-        if part.tensor in tied:
-            continue
         found[name] = part
         if part.tensor == arch.head_tensor:
             found["lm_head"] = part
@@ -257,25 +233,21 @@ def _read(path: Path) -> LoraFile:
     """adapter_config.json. Raises ConfigError for fields that ask for what can't be merged."""
     raw = read_config(path)
     config = read_fields(raw, LoraFile, str(path), HINT)
-    checks = [
-        ("peft_type", config.peft_type == "LORA", "LORA"),
-        ("bias", config.bias == "none", "none: trained biases can't be merged here"),
-        (
-            "init_lora_weights",
-            config.init_lora_weights in PLAIN_STARTS,
+    wrong = {name: "none: this can't be merged here" for name in raw if REFUSED.fullmatch(name) and raw[name]}
+    if config.peft_type != "LORA":
+        wrong["peft_type"] = "LORA"
+    if config.bias != "none":
+        wrong["bias"] = "none: trained biases can't be merged here"
+    if config.init_lora_weights not in PLAIN_STARTS:
+        wrong["init_lora_weights"] = (
             "true, false, gaussian, eva, orthogonal: others change the base model's weights too; save it again "
-            "with PEFT's path_initial_model_for_weight_conversion",
-        ),
-        *((name, not raw[name], "none: this can't be merged here") for name in raw if REFUSED.fullmatch(name)),
-    ]
-    for name, is_right, accepted in checks:
-        if not is_right:
-            raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}", raw[name])
+            "with PEFT's path_initial_model_for_weight_conversion"
+        )
     for name in ("rank_pattern", "alpha_pattern"):
-        for key in getattr(config, name):
-            if not MODULE_NAME.fullmatch(key):
-                what = "names of modules or ends of them; other regular expressions are not read"
-                raise _refused(f"{path}: {name} is {short_repr(key)}; accepted: {what}", key)
+        if not all(map(MODULE_NAME.fullmatch, getattr(config, name))):
+            wrong[name] = "names of modules or ends of them; other regular expressions are not read"
+    for name, accepted in wrong.items():
+        raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}", raw[name])
     return config
 
 
@@ -305,22 +277,19 @@ def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     """alpha / r of a module, whose tensors have that rank."""
-    rank = config.rank_pattern.get(_key(config.rank_pattern, module), config.r)
-    alpha = config.alpha_pattern.get(_key(config.alpha_pattern, module), config.lora_alpha)
+    rank = _own(config.rank_pattern, module, config.r)
+    alpha = _own(config.alpha_pattern, module, config.lora_alpha)
     found = a.shape[0], b.shape[1]
     if found != (rank, rank):
-        raise CheckpointError(
-            f"{a.path}: A and B of {short_repr(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} "
-            f"says {rank}; {HINT}",
-            field="lora",
-        )
+        what = f"A and B of {short_repr(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} says {rank}"
+        raise CheckpointError(f"{a.path}: {what}; {HINT}", field="lora")
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def _key(pattern: Mapping[str, object], module: str) -> str:
-    """The first key that is the module's name or its end, as PEFT chooses it; with ^ it is the whole name."""
-    ends = (key for key in pattern if module == key.removeprefix("^") or module.endswith(f".{key}"))
-    return next(ends, "")
+def _own(pattern: Mapping[str, T], module: str, default: T) -> T:
+    """The first value whose key is the module's name or its end, as PEFT chooses; with ^ it is the whole name."""
+    values = (v for key, v in pattern.items() if module == key.removeprefix("^") or module.endswith(f".{key}"))
+    return next(values, default)
 
 
 def _wrong(tensor: Tensor, what: str) -> CheckpointError:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +29,7 @@ from edgekv.files import Memo, PartialFile, open_regular
 from edgekv.machine import all_cores
 from edgekv.types import F32, I8, U8, Array, TaskProgress
 
+Shape = tuple[int, ...]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 WIDTHS = {"F": (8, 4, 2), "I": (8, 4, 2, 1), "U": (8, 4, 2, 1)}
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
@@ -60,7 +60,7 @@ class Tensor(abc.ABC):
     exact_format: str | None = None
     nearest_format = "f32"
 
-    def __init__(self, path: Path, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+    def __init__(self, path: Path, name: str, dtype: str, shape: Shape, nbytes: int) -> None:
         self.path, self.name, self.dtype, self.shape, self.nbytes = path, name, dtype, shape, nbytes
 
     @abc.abstractmethod
@@ -127,10 +127,8 @@ class MappedFile:
                 f"{path}: not a whole, correct safetensors file ({reason[:200]}); download or convert it again"
             ) from error
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise CheckpointError(
-                f"{path}: cannot be read ({reason}); give a readable .safetensors file or its folder"
-            ) from error
+            hint = "give a readable .safetensors file or its folder"
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); {hint}") from error
         self.nbytes = len(self.data)
         self._hash: str | None = None
 
@@ -154,20 +152,17 @@ class MappedFile:
         try:
             with open_regular(self.path) as file:
                 found = hash_spans(file.fileno(), self.status.st_size, progress)
-                is_same = _facts(os.fstat(file.fileno())) == _facts(self.status)
+                if _facts(os.fstat(file.fileno())) == _facts(self.status):
+                    return found
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error}); try again") from error
-        if not is_same:
-            raise CheckpointError(f"{self.path}: changed while it was in use; try again when it is whole")
-        return found
+        raise CheckpointError(f"{self.path}: changed while it was in use; try again when it is whole")
 
 
 class MappedTensor(Tensor):
     """A tensor at ``start`` bytes of a mapped file. `read` returns a read-only view; nothing is copied."""
 
-    def __init__(
-        self, file: MappedFile, name: str, dtype: str, shape: tuple[int, ...], start: int, nbytes: int
-    ) -> None:
+    def __init__(self, file: MappedFile, name: str, dtype: str, shape: Shape, start: int, nbytes: int) -> None:
         super().__init__(file.path, name, dtype, shape, nbytes)
         self.file, self.start = file, start
 
@@ -186,16 +181,14 @@ class MappedTensor(Tensor):
         return view.reshape(self.shape) if math.prod(self.shape) == self.nbytes else view
 
     def release(self) -> None:
-        self._advise(mmap.MADV_DONTNEED, self.start, self.nbytes)
+        self.advise(mmap.MADV_DONTNEED)
 
     def advise(self, advice: int, first: int = 0, n: int | None = None) -> None:
-        row = self.nbytes // self.shape[0] if self.nbytes else 0
-        self._advise(advice, self.start + first * row, row * (self.shape[0] if n is None else n))
-
-    def _advise(self, advice: int, start: int, nbytes: int) -> None:
+        row, n = (self.nbytes, 1) if n is None else (self.nbytes // self.shape[0], n)
+        start = self.start + first * row
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if nbytes:
-            self.file.data.madvise(advice, aligned, start + nbytes - aligned)
+        if row:
+            self.file.data.madvise(advice, aligned, start + n * row - aligned)
 
 
 class StackedTensor(Tensor):
@@ -234,33 +227,30 @@ class Tensors(dict[str, Tensor]):
         Raises CheckpointError for a file that is missing, truncated, or whose header is damaged or lies (overlaps,
         holes, overflows, offsets past the end), and where two files hold a tensor of one name.
         """
-        opened = [_map_safetensors(Path(path)) for path in paths]
         tensors: dict[str, Tensor] = {}
-        for _, found in opened:
-            for name, tensor in found.items():
+        files = [MappedFile(Path(path), is_safetensors=True) for path in paths]
+        for file in files:
+            begin = 8 + int.from_bytes(file.data[:8], "little")
+            header = json.loads(file.data[8:begin])
+            file.metadata = header.pop("__metadata__", None) or {}
+            for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+                (start, end), shape = entry["data_offsets"], tuple(entry["shape"])
+                tensor = MappedTensor(file, name, entry["dtype"], shape, begin + start, end - start)
                 if name in tensors:
-                    where = tensors[name].path.name
-                    raise tensor.error(f"is in {where} too; download the checkpoint again")
+                    raise tensor.error(f"is in {tensors[name].path.name} too; download the checkpoint again")
                 tensors[name] = tensor
-        return cls(tensors, [file for file, _ in opened])
+        return cls(tensors, files)
 
     def __missing__(self, name: str) -> Tensor:
         where = self.path if len(self.files) == 1 else f"{len(self.files)} shards"
-        close = difflib.get_close_matches(name, self, n=3)
-        hint = f"; close names there: {', '.join(map(repr, close))}" if close else ""
-        raise CheckpointError(
-            f"{where}: tensor {name!r} is missing{hint}; give the whole checkpoint and its own config.json"
-        )
+        close = ", ".join(map(repr, difflib.get_close_matches(name, self, n=3))) or "none"
+        hint = "give the whole checkpoint and its own config.json"
+        raise CheckpointError(f"{where}: tensor {name!r} is missing, close names there: {close}; {hint}")
 
     @property
     def path(self) -> Path:
         """The first file."""
         return self.files[0].path
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The first file's."""
-        return self.files[0].metadata
 
     def with_tensors(self, changed: Mapping[str, Tensor]) -> Tensors:
         """Returns the same checkpoint with these tensors in place of, or beside, its own."""
@@ -290,14 +280,13 @@ class Tensors(dict[str, Tensor]):
                 single[name] = tensor
                 continue
             base, projection, bias = found.groups()
-            if len(tensor.shape) != (2 if bias else 3) or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
-                raise tensor.error(
-                    f"has shape {tensor.shape}, expected {2 if bias else 3} axes, the first of experts: download "
-                    "the checkpoint again"
-                )
+            axes, end = (2, "bias") if bias else (3, "weight")
+            if len(tensor.shape) != axes or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
+                what = f"has shape {tensor.shape}, expected {axes} axes, the first of experts"
+                raise tensor.error(f"{what}: download the checkpoint again")
             for part, first, step in EXPERT_PARTS[projection]:
                 for e in range(tensor.shape[0]):
-                    own = f"{base}.{e}.{part}.{'bias' if bias else 'weight'}"
+                    own = f"{base}.{e}.{part}.{end}"
                     single[own] = StackedTensor(tensor, own, e, first, step)
         return Tensors(single, self.files, self.method)
 
@@ -320,18 +309,6 @@ def to_float32(array: Array, out: F32 | None = None) -> F32:
     else:
         out[...] = array
     return out
-
-
-def _map_safetensors(path: Path) -> tuple[MappedFile, dict[str, Tensor]]:
-    file = MappedFile(path, is_safetensors=True)
-    begin = 8 + int.from_bytes(file.data[:8], "little")
-    header = json.loads(file.data[8:begin])
-    file.metadata = header.pop("__metadata__", None) or {}
-    tensors: dict[str, Tensor] = {}
-    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        start, end = entry["data_offsets"]
-        tensors[name] = MappedTensor(file, name, entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
-    return file, tensors
 
 
 def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = None) -> str:
@@ -387,10 +364,11 @@ class TensorWriter:
 
     def __enter__(self) -> TensorWriter:
         self._partial = PartialFile(self.path, self.nbytes, self._private)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self._partial.discard)
+        try:
             self._partial.write(self._header)
-            on_error.pop_all()
+        except BaseException:
+            self._partial.discard()
+            raise
         return self
 
     def write(self, name: str, array: Array) -> None:
@@ -402,19 +380,15 @@ class TensorWriter:
         rows, rows_left = (array.shape or (1,))[0], (shape or (1,))[0] - self._rows_written
         is_part = array.ndim == len(shape) and array.shape[1:] == shape[1:] and rows <= rows_left
         if array.dtype != DTYPES[dtype] or not is_part:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {dtype} {shape} with {rows_left} rows to come, "
-                f"but {array.dtype} {array.shape} was written"
-            )
+            what = f"is {dtype} {shape} with {rows_left} rows to come, but {array.dtype} {array.shape} was written"
+            raise CheckpointError(f"{self.path}: tensor {name!r} {what}")
         self._partial.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         self._rows_written += rows
         if rows == rows_left:
             self._waiting.pop()
             self._rows_written = 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 if self._waiting:
@@ -424,9 +398,7 @@ class TensorWriter:
             self._partial.discard()
 
 
-def _header(
-    path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, int]:
+def _header(path: Path, specs: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """The file's first bytes, padded with spaces to the alignment, and the bytes of data that follow."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

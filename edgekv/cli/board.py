@@ -7,7 +7,7 @@ import contextlib
 
 import msgspec
 
-from edgekv.checkpoint.shipped import read_shape
+from edgekv.checkpoint.hub import read_shape
 from edgekv.cli.options import add, option, yes
 from edgekv.cli.power import energy_source
 from edgekv.cli.terminal import Bars, say

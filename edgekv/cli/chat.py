@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from edgekv.checkpoint.shipped import shipped_model
+from edgekv.checkpoint.hub import shipped_model
 from edgekv.checks import Count, checked_value
 from edgekv.cli.options import (
     SESSION,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.shipped import shipped
+from edgekv.checkpoint.hub import shipped
 from edgekv.cli.options import add, option, read_text
 from edgekv.cli.terminal import Bars, fitted, write_json
 from edgekv.engine.decoder import Decoder

@@ -11,8 +11,7 @@ import os
 import sys
 from typing import Any
 
-from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull
-from edgekv.checkpoint.shipped import read_shape
+from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull, read_shape
 from edgekv.cli.options import (
     SOURCE,
     add,

@@ -13,8 +13,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from edgekv import files
-from edgekv.checkpoint.hub import hub_name, locate
-from edgekv.checkpoint.shipped import shape_names
+from edgekv.checkpoint.hub import hub_name, locate, shape_names
 from edgekv.checks import fields_of
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO

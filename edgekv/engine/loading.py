@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
-from edgekv.checkpoint.shipped import shipped
+from edgekv.checkpoint.hub import shipped
 from edgekv.engine.cpu import CpuBackend, NumpyBackend
 from edgekv.engine.decoder import Backend, Decoder
 from edgekv.engine.model import Model, sampling_defaults

@@ -14,9 +14,8 @@ from msgspec.structs import asdict
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.checkpoint import holds_tokenizer, open_checkpoint, read_config
-from edgekv.checkpoint.hub import name_of
+from edgekv.checkpoint.hub import find_model, name_of
 from edgekv.checkpoint.lora import Delta, Lora
-from edgekv.checkpoint.shipped import find_model
 from edgekv.checks import Natural, read_fields
 from edgekv.engine.sampling import Divisor, SamplingParams, Share, Temperature
 from edgekv.errors import ConfigError

@@ -85,7 +85,7 @@ class SessionFile:
         except CheckpointError as error:
             cause = short_repr(str(error.__cause__ or error))
             raise self._error(f"is damaged, or no session ({cause})") from error
-        self.nbytes, metadata = self._tensors.files[0].nbytes, self._tensors.metadata
+        self.nbytes, metadata = self._tensors.files[0].nbytes, self._tensors.files[0].metadata
         if "edgekv_session" not in metadata:
             raise self._error("is no edgekv session")
         if metadata["edgekv_session"] != VERSION:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import open_caches
 from edgekv.engine.model import Model
@@ -229,7 +229,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
 def shape_model(
     shape: str, n_layers: int | None, positions: int, weights: str, progress: TaskProgress | None = None
 ) -> Model:
-    """Make a model of random weights in a shape of `edgekv.checkpoint.shipped`, or find it in the cache folder.
+    """Make a model of random weights in a shape of `edgekv.checkpoint.hub`, or find it in the cache folder.
 
     n_layers: None: the shape's own. positions: tokens that it must be able to read. weights: a format's name, or
     auto. Raises ConfigError (field shape, or weights).

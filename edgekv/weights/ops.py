@@ -106,7 +106,7 @@ def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple
 def low_rank_bytes(arch: Architecture, deltas: Mapping[str, Delta]) -> int:
     """Of `low_rank`."""
     parts = (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas)
-    return 4 * sum(deltas[part.tensor].rank * (part.rows + part.columns) for part in parts)
+    return 4 * sum(deltas[part.tensor].a.shape[0] * (part.rows + part.columns) for part in parts)
 
 
 def _none(part: WeightPart) -> LowRank:

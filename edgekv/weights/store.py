@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.checkpoint.checkpoint import TEXT_FILES
 from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_float32
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
@@ -41,17 +42,6 @@ from edgekv.weights.quantize import n_blocks, quantize, unpack_zeros
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
 BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-
 Write = Callable[[str, "tuple[Codes, F32] | None"], None]
 """Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
 
@@ -228,7 +218,7 @@ def build(
         with atomic_folder(folder, is_store) as partial:
             _require_space(folder, specs_bytes(specs))
             _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
-            for name in TOKENIZER_FILES:
+            for name in TEXT_FILES:
                 if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
                     shutil.copyfile(source.tokenizer_folder / name, partial / name)
             if beside:

@@ -23,7 +23,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.files import cache_root, create_folder_once
 from edgekv.machine import machine_info
 from edgekv.models import architecture

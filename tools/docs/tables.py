@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from edgekv import CacheSpec
-from edgekv.checkpoint.shipped import read_shape
+from edgekv.checkpoint.hub import read_shape
 from edgekv.cli import parser
 from edgekv.cli.models import SYSTEM_SHARE
 from edgekv.engine.model import Model

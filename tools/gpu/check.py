@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import cupy  # noqa: E402
 import measure  # noqa: E402
 
-from edgekv.checkpoint.shipped import load_shape  # noqa: E402
+from edgekv.checkpoint.hub import load_shape  # noqa: E402
 
 DEPTHS = (8192, 32768)
 SCHEMES = ("dense", "h1b", "onebit", "planes", "kivi2", "int4", "kvcomp", "fier", "quest")

@@ -14,16 +14,7 @@ if TYPE_CHECKING:
     from edgekv.engine.sampling import Sampler as Sampler
     from edgekv.engine.sampling import SamplingParams as SamplingParams
     from edgekv.engine.session import Session as Session
-    from edgekv.errors import CacheError as CacheError
-    from edgekv.errors import CheckpointError as CheckpointError
-    from edgekv.errors import ConfigError as ConfigError
-    from edgekv.errors import ContextError as ContextError
-    from edgekv.errors import EdgeKVError as EdgeKVError
-    from edgekv.errors import ImageError as ImageError
-    from edgekv.errors import MemoryBudgetError as MemoryBudgetError
-    from edgekv.errors import PowerError as PowerError
-    from edgekv.errors import SessionError as SessionError
-    from edgekv.errors import TokenizerError as TokenizerError
+    from edgekv.errors import *  # noqa: F403
     from edgekv.kernels.interface import Segment as Segment
     from edgekv.kvcache.cache import Geometry as Geometry
     from edgekv.kvcache.cache import KVCache as KVCache
@@ -38,30 +29,27 @@ if TYPE_CHECKING:
     from edgekv.models import register_family as register_family
     from edgekv.vision.prompt import Embeddings as Embeddings
 
-_HOMES = {
-    "CACHES": "kvcache.registry",
-    "CacheSpec": "kvcache.spec",
-    "Chat": "engine.chat",
-    "Codec": "kvcache.codecs",
-    "Constraint": "engine.grammar",
-    "Embeddings": "vision.prompt",
-    "Geometry": "kvcache.cache",
-    "KVCache": "kvcache.cache",
-    "FullCache": "kvcache.full",
-    "Layout": "kvcache.cache",
-    "LoadOptions": "engine.options",
-    "RunReport": "engine.report",
-    "Sampler": "engine.sampling",
-    "SamplingParams": "engine.sampling",
-    "Segment": "kernels.interface",
-    "Session": "engine.session",
-    "Step": "engine.generation",
-    "SinkWindowCache": "kvcache.windowed",
-    "__version__": "machine",
-    "register": "kvcache.registry",
-    "register_family": "models",
-    **dict.fromkeys((name for name in vars(errors) if name.endswith("Error")), "errors"),
+_NAMES = {
+    "engine.chat": "Chat",
+    "engine.generation": "Step",
+    "engine.grammar": "Constraint",
+    "engine.options": "LoadOptions",
+    "engine.report": "RunReport",
+    "engine.sampling": "Sampler SamplingParams",
+    "engine.session": "Session",
+    "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
+    "kernels.interface": "Segment",
+    "kvcache.cache": "Geometry KVCache Layout",
+    "kvcache.codecs": "Codec",
+    "kvcache.full": "FullCache",
+    "kvcache.registry": "CACHES register",
+    "kvcache.spec": "CacheSpec",
+    "kvcache.windowed": "SinkWindowCache",
+    "machine": "__version__",
+    "models": "register_family",
+    "vision.prompt": "Embeddings",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 

@@ -17,7 +17,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -86,52 +86,6 @@ def check_fields(settings: Any) -> None:
         object.__setattr__(settings, field.name, value)
 
 
-class Field(NamedTuple):
-    """One setting of a class: what an option of a command, or a field of a request, is made of.
-
-    kind: int, float, str or another type, without None. annotation: with None and the bounds, as msgspec reads it.
-    low, high: the bounds that a number may have, None where there is none. accepted: the same in words.
-    metavar, help: as in ``Meta(extra={"metavar": ..., "help": ...})``; empty where nothing is declared.
-    """
-
-    name: str
-    kind: Any
-    annotation: Any
-    default: Any
-    low: float | None
-    high: float | None
-    accepted: str
-    metavar: str
-    help: str
-
-
-def fields_of(cls: type) -> list[Field]:
-    """The fields of a dataclass whose annotations have `msgspec.Meta`, in their order."""
-    found = []
-    for field in dataclasses.fields(cls):
-        annotation = _hints(cls)[field.name]
-        kind, metas = _unwrapped(annotation)
-        told = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
-        low, high = (
-            next((n for meta in metas for n in (getattr(meta, a), getattr(meta, b)) if n is not None), None)
-            for a, b in (("ge", "gt"), ("le", "lt"))
-        )
-        texts = _accepted(annotation), told.get("metavar", ""), told.get("help", "")
-        found.append(Field(field.name, kind, annotation, field.default, low, high, *texts))
-    return found
-
-
-def _unwrapped(kind: Any) -> tuple[Any, list[Meta]]:
-    """The first type in an annotation that is not None, and the Meta around it."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        inner, metas = _unwrapped(args[0])
-        return inner, [*metas, *args[1:]]
-    if origin in (Union, types.UnionType):
-        return _unwrapped(next(each for each in args if each is not types.NoneType))
-    return origin or kind, []
-
-
 def checked_value(name: str, value: Any, kind: Any) -> Any:
     """The value as ``kind``, an annotation. Raises the error of ERRORS that the parameter ``name`` has."""
     try:
@@ -160,7 +114,10 @@ def _fitted(value: Any, kind: Any) -> Any:
             raise TypeError
         return value
     if origin in (Union, types.UnionType):
-        return _fitted_to_one(value, args)
+        for each in args:
+            with contextlib.suppress(TypeError):
+                return _fitted(value, each)
+        raise TypeError
     if kind in (bool, int, float):
         return _number(value, kind)
     if origin is collections.abc.Sequence:
@@ -170,13 +127,6 @@ def _fitted(value: Any, kind: Any) -> Any:
     if kind is not Any and not isinstance(value, origin or kind):
         raise TypeError
     return value
-
-
-def _fitted_to_one(value: Any, kinds: tuple[Any, ...]) -> Any:
-    for kind in kinds:
-        with contextlib.suppress(TypeError):
-            return _fitted(value, kind)
-    raise TypeError
 
 
 def _number(value: Any, kind: type) -> Any:

@@ -1,18 +1,17 @@
 """Other Python processes: what one runs is edgekv's and its libraries', never what lies in the working folder.
 
 Libraries that a stranger's bytes can crash, or keep busy for ever, work in a `BoundedChild`. It runs `main`, which
-reads requests from standard input and writes answers to standard output: a length of 4 bytes and as many bytes.
+reads requests from a socket, its standard input, and writes answers there: a length of 4 bytes and as many bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pathlib
 import resource
-import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -60,23 +59,23 @@ class BoundedChild:
     """
 
     def __init__(self, module: str) -> None:
-        self._owner, pipe = os.getpid(), subprocess.PIPE
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                command(__name__, module),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
-                cwd="/",
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD,
-            )
-        except OSError as error:
-            raise EdgeKVError(f"the process that runs {module} does not start: {error}") from None
-        self.close = weakref.finalize(self, _end, self._process, self._owner)
-        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command(__name__, module),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,  # what a library prints is no answer
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is not for it
+                    cwd="/",
+                    env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD,
+                )
+            self.close = weakref.finalize(self, _end, self._process, self._socket, self._owner)
             self.ask(b"", START_SECONDS)
-        except ChildError as error:
+        except (OSError, ChildError) as error:
+            self._socket.close()
             raise EdgeKVError(f"the process that runs {module} does not start: {error}") from None
 
     @property
@@ -91,8 +90,18 @@ class BoundedChild:
         """
         if not self.is_alive:
             raise ChildError("its process has ended")
+        seconds = seconds or SECONDS
+        deadline = time.monotonic() + seconds
         try:
-            return self._exchanged(request, time.monotonic() + (seconds or SECONDS))
+            self._socket.settimeout(seconds)
+            self._socket.sendall(LENGTH.pack(len(request)) + request)
+            (length,) = LENGTH.unpack(self._received(LENGTH.size, deadline))
+            if length > MAX_ANSWER:
+                raise ChildError(f"its answer has {length} bytes, more than {MAX_ANSWER}")
+            return self._received(length, deadline)
+        except TimeoutError:
+            self.close()
+            raise ChildError("it takes too long") from None
         except OSError:
             self.close()
             raise ChildError("it ended its process") from None
@@ -100,19 +109,15 @@ class BoundedChild:
             self.close()
             raise
 
-    def _exchanged(self, request: bytes, deadline: float) -> bytes:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        out, back = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(out, False)
-        rest = memoryview(LENGTH.pack(len(request)) + request)
-        while rest:
-            _wait(out, select.POLLOUT, deadline)
-            rest = rest[os.write(out, rest) :]
-        (length,) = LENGTH.unpack(_received(back, LENGTH.size, deadline))
-        if length > MAX_ANSWER:
-            raise ChildError(f"its answer has {length} bytes, more than {MAX_ANSWER}")
-        return _received(back, length, deadline)
+    def _received(self, length: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            piece = self._socket.recv(min(length - len(data), 1 << 20))
+            if not piece:
+                raise ChildError("it ended its process")
+            data += piece
+        return bytes(data)
 
 
 def ask(question: bytes) -> bytes:
@@ -128,8 +133,7 @@ def main(module: str) -> None:
         hard = resource.getrlimit(limit)[1]
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (bound, bound))
-    _streams[:] = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    _streams[:] = sys.stdin.buffer, os.fdopen(0, "wb", closefd=False)
     answer = importlib.import_module(module).answer
     _read(LENGTH.size)
     request = ask(b"")
@@ -154,29 +158,8 @@ def _is_here(folder: str) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, owner: int) -> None:
     if owner == os.getpid():
         process.kill()
         process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-
-
-def _received(descriptor: int, length: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        _wait(descriptor, select.POLLIN, deadline)
-        piece = os.read(descriptor, length - len(data))
-        if not piece:
-            raise ChildError("it ended its process")
-        data += piece
-    return bytes(data)
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll, left = select.poll(), deadline - time.monotonic()
-    poll.register(descriptor, event)
-    if left <= 0 or not poll.poll(1000 * left):
-        raise ChildError("it takes too long")
+    ours.close()

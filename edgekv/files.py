@@ -17,15 +17,14 @@ import pathlib
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 from edgekv.errors import CheckpointError, ConfigError
 
 MAX_JSON_BYTES = 4 << 20  # of settings
 MAX_FILE_BYTES = 256 << 20  # of what is read whole
 MAX_MEMO_BYTES = 64 << 20
-LOCK = ".lock"  # the file in a partial folder that its writer locks; a partial file is locked itself
 CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
@@ -93,15 +92,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Raises CheckpointError where `atomic_write` could not write: to be asked before work whose result it is."""
     target = user_path(path)
-    if _is_special(target):
-        if not os.access(target, os.W_OK):
-            raise _unwritable(target, 0, PermissionError(0, "Permission denied"))
-        return
-    PartialFile(target, 0).discard()
+    if not _is_special(target):
+        PartialFile(target, 0).discard()
+    elif not os.access(target, os.W_OK):
+        raise _unwritable(target, 0, PermissionError(0, "Permission denied"))
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes, private: bool = False) -> None:
-    """Write a small file so that `path` holds all of it or what it held before.
+    """Write a file so that `path` holds all of it or what it held before; it is on the disk when this returns.
 
     A device or a pipe (/dev/stdout) is written to directly. private: see `PartialFile`. Raises CheckpointError
     when it cannot be written.
@@ -113,21 +111,9 @@ def atomic_write(path: str | os.PathLike[str], data: bytes, private: bool = Fals
         except OSError as error:
             raise _unwritable(target, len(data), error) from error
         return
-    atomic_stream(target, len(data), [data], private)
-
-
-def atomic_stream(
-    path: str | os.PathLike[str], nbytes: int, pieces: Iterable[bytes | memoryview], private: bool = False
-) -> None:
-    """Write a file of ``nbytes`` bytes piece by piece, so that `path` holds all of it or what it held before.
-
-    It is on the disk, not only in the page cache, when this returns. private: see `PartialFile`. Raises
-    CheckpointError when it cannot be written.
-    """
-    file = PartialFile(user_path(path), nbytes, private)
+    file = PartialFile(target, len(data), private)
     try:
-        for piece in pieces:
-            file.write(piece)
+        file.write(data)
         file.commit()
     except BaseException:
         file.discard()
@@ -154,7 +140,8 @@ class PartialFile:
                     f"{path}: needs {nbytes:,} bytes, {free:,} are free; free some space or write elsewhere"
                 )
             mode = 0o666 if self._mode is None and not private else 0o600
-            self._path, self._file = _new_partial_file(self._target, mode)
+            self._path, descriptor = _new_partial(self._target, mode)
+            self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by commit or discard
         except (OSError, ValueError) as error:
             raise _unwritable(path, nbytes, error) from error
 
@@ -174,7 +161,10 @@ class PartialFile:
             self._file.close()
         except OSError as error:
             raise _unwritable(self._target, self._nbytes, error) from error
-        _sync_folder(self._target.parent)
+        with contextlib.suppress(OSError):  # the rename is made durable where the filesystem can
+            descriptor = os.open(self._target.parent, os.O_RDONLY)
+            with _closing(descriptor):
+                os.fsync(descriptor)
 
     def discard(self) -> None:
         """Remove what was not committed."""
@@ -202,65 +192,48 @@ def _followed(path: pathlib.Path) -> pathlib.Path:
     return target
 
 
-def _sync_folder(folder: pathlib.Path) -> None:
-    """Make a rename durable, where the filesystem can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _unwritable(path: pathlib.Path, nbytes: int, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or error
-    if not nbytes:
-        return CheckpointError(f"{path}: cannot be written ({reason}); give another place, or make it writable")
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,}"
-    except OSError:
-        free = "an unknown number"
-    return CheckpointError(
-        f"{path}: cannot be written ({reason}); it needs {nbytes:,} bytes, {free} are free: "
-        "free some space or write elsewhere"
-    )
+    needs = f"; it needs {nbytes:,} bytes" if nbytes else ""
+    return CheckpointError(f"{path}: cannot be written ({reason}){needs}: free some space or write elsewhere")
 
 
-def _new_partial_file(target: pathlib.Path, mode: int = 0o666) -> tuple[pathlib.Path, BinaryIO]:
-    """A file beside ``target``, open to be written, and locked until it is closed. Raises OSError.
-
-    mode: its permissions, of which the umask takes some.
-    """
+def _new_partial(target: pathlib.Path, mode: int | None) -> tuple[pathlib.Path, int]:
+    """A file of this mode beside ``target``, or a folder for None, and its descriptor, which holds its lock."""
     while True:
-        partial = _partial_name(target)
-        file = _lock(partial, "xb", or_unlocked=True, mode=mode)
-        if file:
-            return partial, file
-
-
-def _new_partial_folder(target: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
-    """A folder beside ``target``, and its `LOCK`, locked until it is closed. Raises OSError."""
-    while True:
-        partial = _partial_name(target)
-        partial.mkdir()
+        partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+        if mode is None:
+            partial.mkdir()
         try:
-            file = _lock(partial / LOCK, "ab", or_unlocked=True)
-        except FileNotFoundError:  # another one took it for abandoned
-            continue
-        except BaseException:
-            _remove(partial)
+            how = os.O_RDONLY if mode is None else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(partial, how | os.O_CLOEXEC, mode or 0)
+        except FileNotFoundError:
+            if mode is None:  # another one took it for abandoned
+                continue
             raise
-        if file:
-            return partial, file
+        if _lock(partial, descriptor) is not False:
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _lock(path: pathlib.Path, descriptor: int) -> bool | None:
+    """Whether it could be locked, and is still there; None where the filesystem has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return None
 
 
 def _remove_abandoned(folder: pathlib.Path, names: str) -> None:
     """Removes what killed processes left in a folder. names: a pattern of what they were writing."""
     for partial in folder.glob(f"{names}.partial-*"):
-        with contextlib.suppress(OSError):  # it is gone, or there are no locks here
-            file = _lock(partial / LOCK, "ab") if partial.is_dir() else _lock(partial, "r+b")
-            if file:
-                with file:
+        with contextlib.suppress(OSError):  # it is gone
+            descriptor = os.open(partial, (os.O_RDONLY if partial.is_dir() else os.O_RDWR) | os.O_CLOEXEC)
+            with _closing(descriptor):
+                if _lock(partial, descriptor):
                     _remove(partial)
 
 
@@ -271,31 +244,12 @@ def _remove(partial: pathlib.Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _partial_name(target: pathlib.Path) -> pathlib.Path:
-    return target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-
-
-def _lock(
-    path: pathlib.Path, how: Literal["xb", "ab", "r+b"], or_unlocked: bool = False, mode: int = 0o666
-) -> BinaryIO | None:
-    """The open file, locked; None where another one locked or removed it between opening and locking.
-
-    or_unlocked: also on a filesystem without locks, where it raises OSError else.
-    """
-    file: BinaryIO = open(path, how, opener=lambda p, flags: os.open(p, flags, mode))  # noqa: SIM115 - closed by the caller
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        if or_unlocked:
-            return file
-        file.close()
-        raise
-    file.close()
-    return None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def create_folder_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
@@ -327,8 +281,8 @@ def atomic_folder(
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent, leftovers or glob.escape(folder.name))
-    new, lock = _new_partial_folder(folder)
-    with lock:
+    new, descriptor = _new_partial(folder, None)
+    with _closing(descriptor):
         try:
             yield new
             try:
@@ -336,8 +290,6 @@ def atomic_folder(
             except OSError:
                 if not is_whole(folder):  # otherwise another one was first
                     raise
-            else:
-                (folder / LOCK).unlink(missing_ok=True)
         finally:
             _remove(new)
 

@@ -19,10 +19,21 @@ from threadpoolctl import ThreadpoolController
 from edgekv.errors import ConfigError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
-PROJECT = pathlib.Path(__file__).resolve().parent.parent / "pyproject.toml"
+HINT = "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
 
 _LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@functools.cache
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+__version__ = _version("edgekv") or "unknown"
 
 
 def machine_info(root: Root = "/") -> dict[str, Any]:
@@ -30,10 +41,12 @@ def machine_info(root: Root = "/") -> dict[str, Any]:
 
     `cores` are those this process may use. `root` is the folder that holds `proc` and `sys`.
     """
-    cpuinfo = _read(pathlib.Path(root, "proc/cpuinfo"))
+    # The board as Arm kernels name it: a Raspberry Pi in both places, a Jetson in the second.
+    cpuinfo = dict(re.findall(r"^([^\t:]+)[ \t]*:[ \t]*(\S.*)$", _read(pathlib.Path(root, "proc/cpuinfo")), re.M))
+    board = cpuinfo.get("Model") or _read(pathlib.Path(root, "proc/device-tree/model")).strip("\0\n ")
     return {
-        "cpu": _cpuinfo_value(cpuinfo, "model name"),
-        "board": _board(pathlib.Path(root), cpuinfo),
+        "cpu": cpuinfo.get("model name"),
+        "board": board or None,
         "architecture": platform.machine(),
         "cores": all_cores(),
         "ram_bytes": int(psutil.virtual_memory().total),
@@ -91,8 +104,7 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
     if needed > available:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         raise MemoryBudgetError(
-            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: "
-            "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
+            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: {HINT}"
         )
 
 
@@ -108,8 +120,7 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
     except MemoryError as error:
         asked = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
         raise MemoryBudgetError(
-            f"out of memory while {what}: {asked}; {format_bytes(free_bytes())} is free: lower `ctx`, or choose a "
-            "smaller `kv` scheme or weights='int4'"
+            f"out of memory while {what}: {asked}; {format_bytes(free_bytes())} is free: {HINT}"
         ) from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
@@ -155,24 +166,6 @@ def _read(path: pathlib.Path) -> str:
         return ""
 
 
-@functools.cache
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpuinfo_value(cpuinfo: str, key: str) -> str | None:
-    match = re.search(rf"^{key}[ \t]*:[ \t]*(\S.*)$", cpuinfo, re.MULTILINE)
-    return match[1].strip() if match else None
-
-
-def _board(root: pathlib.Path, cpuinfo: str) -> str | None:
-    """The board's name as Arm kernels give it: a Raspberry Pi in both places, a Jetson in the second."""
-    return _cpuinfo_value(cpuinfo, "Model") or _read(root / "proc/device-tree/model").strip("\0\n ") or None
-
-
 def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
     """Bytes left in each memory cgroup that limits this process, from its own up to the root."""
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -199,16 +192,3 @@ def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
             # Page cache that the kernel drops first counts as used there but is ours to take.
             cached = re.search(rf"^{reclaimable} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit_bytes) - int(used_bytes) + (int(cached[1]) if cached else 0)
-
-
-def find_version(project: pathlib.Path = PROJECT) -> str:
-    """From the package's metadata, else from a checkout's pyproject.toml; "unknown" where neither is there."""
-    try:
-        return metadata.version("edgekv")
-    except metadata.PackageNotFoundError:
-        text = project.read_text(encoding="utf-8") if project.is_file() else ""
-        found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
-        return found[1] if found else "unknown"
-
-
-__version__ = find_version()

@@ -138,7 +138,7 @@ def test_an_interrupted_token_ends_its_process(tokenizer: Tokenizer, monkeypatch
         raise KeyboardInterrupt
 
     constraint, bracket = JsonSchema({}, tokenizer, tokenizer.vocab_size), tokenizer.encode("[", bos=False)[-1]
-    monkeypatch.setattr(child, "_received", interrupt)
+    monkeypatch.setattr(child.BoundedChild, "_received", interrupt)
     with pytest.raises(KeyboardInterrupt):
         constraint.accept(bracket)
     monkeypatch.undo()

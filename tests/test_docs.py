@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 import pytest
 import site_links
@@ -18,7 +17,6 @@ import tables
 import edgekv
 from edgekv import errors
 from edgekv.cli import COMMANDS, parser
-from edgekv.machine import find_version
 from edgekv.models import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -210,30 +208,14 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
-    assert len(seen) == len(block.body)
-    assert dict(seen) == {name: f"edgekv.{home}.{name}" for name, home in edgekv._HOMES.items()}
+    seen.remove((None, "edgekv.errors.*"))
+    homes = {name: f"edgekv.{home}.{name}" for name, home in edgekv._HOMES.items() if home != "errors"}
+    assert dict(seen) == homes
 
 
 def test_every_error_is_public() -> None:
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
     assert {name for name in kinds if name.endswith("Error")} <= set(edgekv.__all__)
-
-
-def test_a_checkout_that_was_never_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def none(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", none)
-    assert f'version = "{find_version()}"' in (ROOT / "pyproject.toml").read_text()
-    assert find_version(tmp_path / "pyproject.toml") == "unknown"
-    code = (
-        "import importlib.metadata as m\n"
-        "def none(name): raise m.PackageNotFoundError(name)\n"
-        "m.version = none\n"
-        "import edgekv; print(edgekv.__version__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == find_version()
 
 
 def test_importing_loads_nothing_large() -> None:

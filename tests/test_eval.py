@@ -331,8 +331,7 @@ def test_errors_are_one_line(
 
 def test_limits_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--max-kl=0", "--min-top1=1.5", "--min-needles=nan", "--needles=-1"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["eval", "--gate", "--text", "x", option])
+        assert main(["eval", "--gate", "--text", "x", option]) == 2
         assert re.search("is not a (whole )?number", capsys.readouterr().err)
 
 
@@ -355,9 +354,7 @@ def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path) -> N
         asked = b"".join(map(tokenizer.token_bytes, question.ids)).decode()
         named = re.fullmatch(r"\n\nWhat is the (.*)\? The \1 is", asked)
         assert named is not None
-        assert re.search(rf'[.?!]["\n]* The {named[1]} is {question.value}\.', written)
-    depths = sorted(question.depth for question in haystack.questions)
-    assert depths == [(i + 0.5) / 8 for i in range(8)]
+        assert re.search(rf'[.?!]["\n]* The {named[1]} is {question.fact.value}\.', written)
 
 
 @pytest.mark.parametrize("text", ["word " * 900, "x" * 4000])
@@ -446,10 +443,10 @@ def test_bench_writes_every_timing(
     ("options", "message"),
     [
         ("--shape llama9", "no such shape; accepted are"),
-        ("--ctx 1,x --shape tiny", "--ctx 1,x: accepted are numbers of tokens from 0"),
-        ("--prefill 0 --shape tiny", "--prefill 0: accepted are numbers of tokens from 1"),
+        ("--ctx 1,x --shape tiny", "--ctx: '1,x' is not a list of numbers from 0 on"),
+        ("--prefill 0 --shape tiny", "--prefill: '0' is not a list of numbers from 1 on"),
         ("--layers 2", "only a --shape can have other layers"),
-        ("--shape tiny --model x", "give one of them"),
+        ("--shape tiny --model x", "not allowed with"),
         ("--ctx 900000", "positions"),
     ],
 )
@@ -500,37 +497,28 @@ def test_tables_fit_and_name_schemes_in_full() -> None:
 CTX = ["--ctx", "1100", "--seed", "3"]
 
 
-def test_what_it_shows_is_what_it_measured(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *CTX, "--kv", "kivi2,onebit", "--json", str(tmp_path / "demo.json")]) == 0
+def test_what_the_demo_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *CTX, "--kv", "kivi2"]) == 0
     shown = capsys.readouterr().out
-    facts = json.loads((tmp_path / "demo.json").read_text())
-    config = Session.load("demo").config
-    for trial, name in zip(facts["trials"], ("dense", "kivi2", "onebit"), strict=True):
-        assert trial["cache_bytes"] == CacheSpec.parse(name).planned_bytes(config, 1100 + WRITTEN)
-        assert trial["tokens_per_s"] > 0
-        assert len(trial["answers"]) == 5
-        assert [
-            said.startswith(value) for (said, _), value in zip(trial["answers"], facts["facts"], strict=True)
-        ] == [right for _, right in trial["answers"]]
-    exact, kivi2, _ = facts["trials"]
-    assert exact["agreement"] == 1
-    assert 0.5 < kivi2["agreement"] < 1
-    assert all(right for _, right in exact["answers"])  # the model's card: 200 of 200
-    assert f"{facts['facts'][0]} found" in shown
+    assert len(re.findall(r"\d{5} found", shown)) >= 5  # the model's card: 200 of 200
     assert "times smaller" in shown
     assert "edgekv chat --model" in shown
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(map(len, shown.splitlines())) <= WIDTH
 
 
-def test_a_wrong_answer_is_not_found() -> None:
-    """The cache forgets what lies before the latest tokens; kernels are compiled before any clock."""
-    session = Session.load("demo")
-    text = (pathlib.Path(__file__).parent.parent / "models" / "demo" / "prose.txt").read_text()
-    shown, told = Demo(session._runner.decoder, session.require_tokenizer(), text, 1100, 3), []
-    spec = CacheSpec.parse("streaming:budget=64")
-    trial = shown.run(spec, "streaming", lambda task, *counts: told.append(task))
-    assert sum(right for _, right in trial.answers) < 3
-    assert told[-1] == "streaming reads"
+def test_a_scheme_of_the_demo_is_measured(demo: tuple[Decoder, Tokenizer]) -> None:
+    """The second one forgets what lies before the latest tokens; kernels are compiled before any clock."""
+    text, told = (shipped_model("demo") / "prose.txt").read_text(), []
+    shown = Demo(*demo, text, 1024, 3)
+    exact, streaming = (
+        shown.run(CacheSpec.parse(kv), kv, lambda task, *counts: told.append(task))
+        for kv in ("dense", "streaming:budget=64")
+    )
+    assert all(right for _, right in exact.answers)
+    assert sum(right for _, right in streaming.answers) < 3
+    assert exact.agreement == 1 > streaming.agreement
+    assert exact.cache_bytes == CacheSpec.parse("dense").planned_bytes(demo[0].config, 1024 + WRITTEN)
+    assert told[-1] == "streaming:budget=64 reads"
 
 
 def test_bad_options_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:

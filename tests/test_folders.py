@@ -16,7 +16,7 @@ import pytest
 
 from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CheckpointError
-from edgekv.files import LOCK, create_folder_once
+from edgekv.files import create_folder_once
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.random import RandomWeights
 from edgekv.weights.store import WeightStore, build
@@ -88,10 +88,11 @@ def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
     """Also under the number of a process that there is not, as another container's would be."""
     other = tmp_path / f"folder.partial-{2**22 + 1}"
     other.mkdir()
-    with open(other / LOCK, "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        create_folder_once(tmp_path / "folder", write)
-        assert names(tmp_path) == ["folder", other.name]
+    lock = os.open(other, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    create_folder_once(tmp_path / "folder", write)
+    assert names(tmp_path) == ["folder", other.name]
+    os.close(lock)
     create_folder_once(tmp_path / "next", write)
     assert names(tmp_path) == ["folder", "next"]
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from edgekv.cli.options import in_flags
 from edgekv.cli.terminal import one_line, visible_terminals
@@ -34,16 +35,25 @@ COMMANDS = {
 ALIASES = {"caches": "schemes"}
 """Commands by what they were called before."""
 
+RETIRED = {"--verbose": "--json FILE has every measurement and setting"}
+"""Options that are gone, and what to use."""
+
 SHELLS = ("bash", "zsh", "tcsh")
 HINT = 'to use it at once: eval "$(edgekv completion bash)"; or write it where your shell looks for them'
 
 
+class Parser(argparse.ArgumentParser):
+    """Raises an EdgeKVError for what it can't parse, which is then told as any other."""
+
+    def error(self, message: str) -> NoReturn:
+        hints = [hint for option, hint in RETIRED.items() if option in message]
+        raise EdgeKVError("; ".join([message, *hints, f"see `{self.prog} --help`"]))
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The whole command line: a subcommand for each of COMMANDS, or for ``only`` one of them."""
-    main_parser = argparse.ArgumentParser(
-        prog="edgekv",
-        description="Run Llama- and GPT-2-style models with long contexts on small machines.",
-    )
+    about = "Run Llama- and GPT-2-style models with long contexts on small machines."
+    main_parser = Parser(prog="edgekv", description=about)
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else (only,):
@@ -62,24 +72,14 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
     import shtab
 
-    def complete_files(parser: argparse.ArgumentParser) -> None:
-        for action in parser._actions:
+    parsers = [whole]
+    for each in parsers:  # which grows on the way
+        for action in each._actions:
             if action.metavar in ("FILE", "PATH", "FOLDER"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-            if isinstance(action, argparse._SubParsersAction):
-                for sub in action.choices.values():
-                    complete_files(sub)
-
-    complete_files(whole)
+            parsers += (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ()
     print(shtab.complete(whole, shell))
     return 0
-
-
-def _drop_output() -> None:
-    """What is left for standard output goes nowhere: Python would try again, and complain, when it ends."""
-    descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.close(descriptor)
 
 
 def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lambda: None) -> int:
@@ -104,16 +104,13 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output went away
-        _drop_output()
-        return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
             raise
-        _drop_output()
-        print(
-            f"edgekv: error: standard output can't be written ({error.strerror}): make room, or redirect it",
-            file=sys.stderr,
-        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again when it ends, and complains
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away
+            return 141
+        said = f"standard output can't be written ({error.strerror}): make room, or redirect it"
+        print(f"edgekv: error: {said}", file=sys.stderr)
         return 2
     return status

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from edgekv.cli.eval import is_named, without_left_out
-from edgekv.cli.options import SOURCE, add, count, model_path, option, require_one, token_counts
+from edgekv.cli.options import add, count, counts, model_path, option
 from edgekv.cli.terminal import Bars, table, write_json
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
@@ -30,22 +30,22 @@ COLUMNS: dict[str, Callable[[Timing], str]] = {
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    shape = "random weights in a shape (see `edgekv budget`)"
+    add(parser.add_mutually_exclusive_group(), "model shape", shape=shape)
     add(
         parser,
-        f"{SOURCE} shape weights kv threads json",
-        shape="random weights in a shape, not --model (see `edgekv budget`)",
+        "config weights kv threads json",
         layers=count("layers of the shape (default: its own)"),
         kv=option("LIST", f"schemes, comma-separated (default {DEFAULT_SCHEMES})"),
-        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=str, default="8192"),
-        prefill=option("LIST", "also time prompts of so many tokens"),
+        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=counts(0), default="8192"),
+        prefill=option("LIST", "also time prompts of so many tokens", type=counts(1), default=""),
         tokens=count("per scheme (default %(default)s)", default=32),
     )
 
 
 def bench_command(arguments: argparse.Namespace) -> int:
     asked = CacheSpec.parse_list(arguments.kv or DEFAULT_SCHEMES)
-    depths, lengths = token_counts("--ctx", arguments.ctx, 0), token_counts("--prefill", arguments.prefill, 1)
-    require_one(arguments)
+    depths, lengths = arguments.ctx, arguments.prefill
     if arguments.shape is None and arguments.layers:
         message = f"layers={arguments.layers}: only a `shape` can have other layers than its own"
         raise ConfigError(message, field="layers")

@@ -22,10 +22,10 @@ from edgekv.cli.options import (
     load_options,
     option,
     sampling_params,
-    token_bias,
+    sampling_value,
     yes,
 )
-from edgekv.cli.run import is_saved, open_session, open_template, save_session, speed
+from edgekv.cli.run import is_saved, open_session, open_template, speed
 from edgekv.cli.terminal import Bars, Interrupt, raw
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.generation import Step
@@ -74,10 +74,16 @@ def lines(*, history: bool) -> Iterator[str]:
             yield text
 
 
-def history_file() -> pathlib.Path:
-    """Return where typed lines are kept: under $XDG_STATE_HOME, or ~/.local/state."""
+def history_file() -> pathlib.Path | None:
+    """Return the file of typed lines, for this user's eyes alone; None where it can't be written."""
     state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
-    return pathlib.Path(state) / "edgekv" / "chat-history"
+    path = pathlib.Path(state) / "edgekv" / "chat-history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return None
+    return path
 
 
 def is_open(text: str) -> bool:
@@ -106,24 +112,13 @@ def _editor(history: bool) -> Callable[[str], str]:
     keys.add("enter")(enter)
     keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
     session: Any = PromptSession(
-        history=FileHistory(str(path)) if history and (path := _writable_history()) else InMemoryHistory(),
+        history=FileHistory(str(path)) if history and (path := history_file()) else InMemoryHistory(),
         output=create_output(raw(sys.stderr)),
         multiline=True,
         key_bindings=keys,
         prompt_continuation=MORE,
     )
     return lambda prompt: str(session.prompt(prompt))
-
-
-def _writable_history() -> pathlib.Path | None:
-    """The file, for this user's eyes alone; None where it can't be."""
-    path = history_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except OSError:
-        return None
-    return path
 
 
 # The conversation
@@ -271,13 +266,9 @@ class Terminal:
 
 def _read(name: str, text: str, before: Any) -> Any:
     """The value that /set is given; of logit_bias those before with one more, or none."""
-    if name == "logit_bias":
-        return None if text == "none" else {**(before or {}), **dict([token_bias(text)])}
-    try:
-        value = float(text)
-    except ValueError:
-        raise EdgeKVError(f"/set {name} {text!r}: give a number") from None
-    return int(value) if value.is_integer() else value
+    if name != "logit_bias":
+        return sampling_value(name, text)
+    return None if text == "none" else {**(before or {}), **dict([sampling_value(name, text)])}
 
 
 COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
@@ -314,7 +305,8 @@ def chat_command(arguments: argparse.Namespace) -> int:
     if taken_up:
         say(f"{arguments.session}: {len(chat.messages)} messages, {len(session.tokens)} tokens")
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))
-    save_session(arguments, session)
+    if arguments.session is not None:
+        session.save(arguments.session)
     return 0
 
 

@@ -13,17 +13,17 @@ import numpy as np
 
 from edgekv.checkpoint.hub import shipped
 from edgekv.cli.options import add, option, read_text
-from edgekv.cli.terminal import Bars, fitted, write_json
+from edgekv.cli.terminal import Bars, fitted
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
+from edgekv.engine.loading import heads_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import Options
 from edgekv.errors import ContextError, EdgeKVError
-from edgekv.eval.needles import Prose, ask, make_haystack, read
+from edgekv.eval.needles import Prose, Reader, make_haystack
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.machine import blas_threads, format_bytes, machine_info
+from edgekv.machine import blas_threads, format_bytes
 from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
@@ -76,32 +76,27 @@ class Demo:
             has = f"the text has {len(tokens)} tokens, the model {decoder.config.max_positions} positions"
             message = f"ctx={ctx}: {has}; accepted: {accepted}"
             raise ContextError(message, field="ctx", value=ctx, accepted=[accepted])
-        self.decoder, self.tokenizer, self.capacity = decoder, tokenizer, ctx + WRITTEN
+        self.reader = Reader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
     def run(self, spec: CacheSpec, name: str, progress: TaskProgress) -> Trial:
         """Read the text, ask for each fact, and go on with the prose; kernels are compiled before any clock."""
-        warm_up(self.decoder, spec, self.capacity, progress)
-        caches = open_caches(self.decoder, spec, self.capacity)
+        reader, decoder = self.reader, self.reader.decoder
+        warm_up(decoder, spec, reader.ctx, progress)
+        caches = reader.open(spec)
         begin = time.perf_counter()
-        read(self.decoder, self.haystack.ids, caches, lambda i, n: progress(f"{name} reads", i, n))
+        reader.read(self.haystack.ids, caches, lambda i, n: progress(f"{name} reads", i, n))
         first_token_s = time.perf_counter() - begin
         cache_bytes = sum(cache.nbytes for cache in attending(caches))
-        texts = ask(
-            self.decoder,
-            self.tokenizer,
-            self.haystack,
-            caches,
-            lambda: open_caches(self.decoder, spec, self.capacity),
-        )
+        texts = reader.ask(self.haystack, caches, spec)
         answers = [
             (text, asked.is_answered(text)) for text, asked in zip(texts, self.haystack.questions, strict=True)
         ]
         with blas_threads(1):
             begin = time.perf_counter()
-            likeliest = [int(to_host(self.decoder.step(token, caches)).argmax()) for token in self.after]
+            likeliest = [int(to_host(decoder.step(token, caches)).argmax()) for token in self.after]
             seconds = time.perf_counter() - begin
         self._exact = self._exact or likeliest
         agreement = float(np.mean(np.equal(likeliest, self._exact)))
@@ -111,7 +106,7 @@ class Demo:
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         parser,
-        "kv ctx threads device json",
+        "kv ctx threads device",
         kv=option("LIST", "schemes beside f16 (default %(default)s)", default=SCHEMES),
         ctx={"default": 4096, "help": "tokens of text (default %(default)s)"},
         text=option("FILE", "prose to hide the facts in (default: the demo model's own)"),
@@ -133,12 +128,9 @@ def demo_command(arguments: argparse.Namespace) -> int:
         names = ["f16", *(spec.short for spec in specs[1:])]
         print(INTRODUCTION.format(len(demo.haystack.ids)))
         trials = [demo.run(spec, name, bars.update) for spec, name in zip(specs, names, strict=True)]
-    values = {question.name or "pass key": question.value for question in demo.haystack.questions}
+    values = {question.fact.name or "pass key": question.fact.value for question in demo.haystack.questions}
     print(_table(values, trials))
     print(NEXT.format(kv=trials[1].kv))
-    if arguments.json:
-        facts = {"trials": trials, "ctx": arguments.ctx, "seed": seed, "facts": list(values.values())}
-        write_json(arguments.json, facts | {"machine": machine_info()})
     return 0
 
 

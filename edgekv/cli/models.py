@@ -21,7 +21,6 @@ from edgekv.cli.options import (
     model_path,
     option,
     read_text,
-    require_one,
     size,
     yes,
 )
@@ -34,11 +33,10 @@ from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
 from edgekv.kvcache.spec import PRESETS, suited
-from edgekv.machine import all_cores, available_memory_bytes, format_bytes
+from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import WeightStore
-from edgekv.weights.threads import FEW_CORES, remembered
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
@@ -107,7 +105,6 @@ def info_command(arguments: argparse.Namespace) -> int:
         "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
         "auto_weights": own.name,
-        "threads": _threads_text(model),
     }
     if arguments.json:
         if isinstance(model.weights, CheckpointWeights):
@@ -122,22 +119,12 @@ def info_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _threads_text(model: Model) -> str:
-    """How many threads its products will use here."""
-    cores = all_cores()
-    if cores <= FEW_CORES:
-        return f"all {cores} cores"
-    known = remembered(model.arch, model.weight_format("auto"))
-    if known is None:
-        return f"of {cores} cores, as many as the first load finds fastest"
-    return f"of {cores} cores {known.decode} for a token's products, {known.prompt} for a prompt's: measured here"
-
-
 # edgekv budget
 
 
 def budget_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SOURCE} shape weights kv kv_budget ctx")
+    add(parser.add_mutually_exclusive_group(), "model shape")
+    add(parser, "config weights kv kv_budget ctx")
     told = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
     parser.add_argument("--memory", **size("memory", told))
     parser.add_argument("--json", **yes("print as JSON"))
@@ -147,8 +134,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     free, where = available_memory_bytes(), "available here"
     if arguments.memory is not None:
-        where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
-        free = _ours(arguments.memory)
+        free, where = _ours(arguments.memory), f"of {format_bytes(arguments.memory)}, an eighth left to the system"
     model = _budget_model(arguments)
     plan = _plan(model, options, options.kv)
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
@@ -192,7 +178,6 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
     """Open the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
     from edgekv.eval.bench import unread_model
 
-    require_one(arguments)
     if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
     name = hub_name("demo" if arguments.model is None else arguments.model)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterator
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, get_type_hints
 
 from edgekv import files
 from edgekv.checkpoint.hub import hub_name, locate, shape_names
-from edgekv.checks import fields_of
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO
 from edgekv.engine.options import LORA_NAME, OVERFLOWS, Options
@@ -29,17 +29,14 @@ from edgekv.weights.formats import WEIGHTS
 # What argparse makes of a text
 
 
-def number(what: str, accepts: Callable[[Any], bool], kind: type = float) -> Callable[[str], Any]:
+def number(what: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
     """Return a type for argparse: a number that ``accepts`` takes. what: such numbers, in words."""
 
     def convert(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+        with contextlib.suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return convert
 
@@ -47,6 +44,16 @@ def number(what: str, accepts: Callable[[Any], bool], kind: type = float) -> Cal
 positive_int = number("a whole number of 1 or more", lambda value: value >= 1, int)
 natural = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
+
+
+def counts(least: int) -> Any:
+    """Return a type for argparse: numbers of tokens from ``least`` on, separated by commas."""
+    what = f"a list of numbers from {least} on, separated by commas"
+
+    def read(text: str) -> list[int]:
+        return [int(item) for item in text.split(",") if item]
+
+    return number(what, lambda found: min(found, default=least) >= least, read)
 
 
 def output_file(path: str) -> str:
@@ -62,27 +69,16 @@ def picture_file(path: str) -> str:
     return output_file(path)
 
 
-def token_bias(text: str) -> tuple[int, float]:
-    """Read ID=BIAS. Raises ConfigError (field logit_bias)."""
+def sampling_value(name: str, text: str) -> Any:
+    """Read a setting's number; of logit_bias (token, bias). Raises ConfigError, whose field is the setting."""
     token, _, bias = text.partition("=")
     try:
-        return int(token), float(bias)
+        if name == "logit_bias":
+            return int(token), float(bias)
+        return int(text) if re.fullmatch(r"\s*[-+]?\d+\s*", text) else float(text)
     except ValueError:
-        accepted = "ID=BIAS, a token's id and a number from -100 to 100"
-        raise ConfigError(
-            f"logit_bias={text!r}: give {accepted}", field="logit_bias", value=text, accepted=[accepted]
-        ) from None
-
-
-def token_counts(option: str, text: str | None, least: int) -> list[int]:
-    """Read a comma-separated list of numbers of tokens."""
-    try:
-        counts = [int(item) for item in (text or "").split(",") if item]
-    except ValueError:
-        counts = [-1]
-    if any(count < least for count in counts):
-        raise EdgeKVError(f"{option} {text}: accepted are numbers of tokens from {least} on, separated by commas")
-    return counts
+        wanted = "ID=BIAS, a token's id and a number from -100 to 100" if name == "logit_bias" else "a number"
+        raise ConfigError(f"{name}={text!r}: give {wanted}", field=name, value=text, accepted=[wanted]) from None
 
 
 # Options
@@ -179,11 +175,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plot": option("FILE", type=picture_file),
 }
 """What argparse is told of an option, by the parameter that it gives."""
-FLAG_NAMES = {"images": "--image", "loras": "--lora"}
 OTHERS = ("prompt", "layers", "hz", "slots", "output", "calibrate", "max_request", "prefix_cache")
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
 """Which model; and everything that loads a session."""
+
+
+def names_of(declared: Any) -> list[str]:
+    """Return the settings of a dataclass."""
+    return [field.name for field in dataclasses.fields(declared)]
 
 
 def add(parser: Any, names: str, **others: Any) -> None:
@@ -205,18 +205,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
     how = parser.add_mutually_exclusive_group()
     add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
-    for field in fields_of(SamplingParams):
-        to, text = (how, field.help + later) if field.name == "temperature" else (parser, field.help)
-        kind = {**REPEATED, "type": token_bias} if field.name == "logit_bias" else {"type": field.kind}
-        to.add_argument(FLAGS[field.name], **kind, metavar=field.metavar, help=text)
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        told = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
+        if name == "temperature":
+            told["help"] += later
+        if name == "logit_bias":
+            told |= REPEATED
+        add(how if name == "temperature" else parser, "", **{name: told})
     add(parser, "stop")
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
     """Read the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
-    given: dict[str, Any] = {
-        field.name: getattr(arguments, field.name) for field in dataclasses.fields(SamplingParams)
-    }
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names_of(SamplingParams)}
     given["logit_bias"] = dict(given["logit_bias"]) or None
     if arguments.greedy:
         given["temperature"] = 0.0
@@ -238,8 +239,7 @@ def model_path(arguments: argparse.Namespace) -> str:
 
 def load_options(arguments: argparse.Namespace) -> Options:
     """Return the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
-    names = (field.name for field in dataclasses.fields(Options))
-    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in names_of(Options) if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
         given |= _loras(given["lora"])
     return Options(**given)
@@ -266,12 +266,6 @@ def _loras(values: list[str]) -> dict[str, Any]:
     return {"lora": merged[0] if merged else None, "loras": named}
 
 
-def require_one(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where both --shape and --model are given."""
-    if arguments.shape is not None and arguments.model is not None:
-        raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
-
-
 def bytes_text(n: int) -> str:
     """Return bytes rounded for people, and exact for checking."""
     return f"{format_bytes(n)} ({n} bytes)"
@@ -294,12 +288,8 @@ QUOTES = "'\""
 HIDDEN = "\0"  # stands in a message for what a user gave
 
 
-def _names() -> Iterator[str]:
-    yield from (field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind))
-    yield from (*OPTIONS, *OTHERS)
-
-
-FLAGS = {name: FLAG_NAMES.get(name) or "--" + name.replace("_", "-") for name in _names()}
+NAMES = (*names_of(Options), *names_of(SamplingParams), *OPTIONS, *OTHERS)
+FLAGS = {name: "--" + name.replace("_", "-") for name in NAMES} | {"images": "--image", "loras": "--lora"}
 """The option of a parameter, the `field` of an `EdgeKVError`."""
 _QUOTED = r"'[^']*'|\"[^\"]*\""
 _MENTION = re.compile(rf"`(\w+)`|(?<![-\w.:,=/])(\w+)=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")

@@ -23,24 +23,21 @@ from edgekv.cli.options import (
     option,
     read_text,
     sampling_params,
-    yes,
 )
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.grammar import read_schema
-from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.options import Options, default_ctx
+from edgekv.engine.options import Options
 from edgekv.engine.report import RunReport
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
-from edgekv.engine.state import require_room
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter
-from edgekv.text.template import ChatTemplate, without_places
+from edgekv.text.template import ChatTemplate
 from edgekv.vision import picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
@@ -69,27 +66,22 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
     names = ", ".join(options.loras)
     if len(options.loras) > 1:
         raise ConfigError(f"--lora: a conversation has one, not {names}; `edgekv serve` has several")
-    if not is_saved(arguments):
+    if is_saved(arguments):
+        with bars:
+            path = model_path(arguments)
+            session = Session.restore(arguments.session, path, progress=bars.update, **vars(options))
+        warn_ungated(session.model, session.plan.kv)
+    else:
         session = load_session(arguments, options, bars)
         for name in options.loras:
             session.use_lora(name)
-        return session
-    with bars:
-        session = Session.restore(arguments.session, model_path(arguments), progress=bars.update, **vars(options))
     if options.loras and session.lora is None:
         raise SessionError(
             f"{arguments.session}: was held without a LoRA beside the weights; leave `lora` out, or start a new "
             "session",
             field="lora",
         )
-    warn_ungated(session.model, session.plan.kv)
     return session
-
-
-def save_session(arguments: argparse.Namespace, session: Session) -> None:
-    """Write --session, where it is given."""
-    if arguments.session is not None:
-        session.save(arguments.session)
 
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
@@ -145,22 +137,8 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     file = option("FILE", "read the prompt from a file; - is standard input")
     add(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
-    verbose = yes("report every measurement and setting")
-    add(parser, "json_schema device draft json", draft={"default": "none"}, verbose=verbose)
+    add(parser, "json_schema device draft json", draft={"default": "none"})
     add_power_options(parser)
-
-
-def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
-    """Raise ContextError for a prompt that can't fit, before anything large is loaded."""
-    if is_saved(arguments) or arguments.overflow != "stop":
-        return
-    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
-    ctx = arguments.ctx or default_ctx(model.config)
-    if (
-        len(prompt.encode(errors="replace")) + 2 > ctx and model.tokenizer_path is not None
-    ):  # a token is a byte or more
-        tokenizer = open_tokenizer(model)
-        require_room(len(tokenizer.encode(without_places(prompt, tokenizer))), ctx, model.config.max_positions)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -173,8 +151,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.image:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [picture(path) for path in arguments.image]
-    if isinstance(prompt, str) and not images:
-        require_fit(arguments, prompt)
     meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)
@@ -189,15 +165,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     }
     with terminable(), meter:
         status = _generate(session, prompt, how, not (arguments.max_new_tokens or schema), bars, meter)
-    save_session(arguments, session)
+    if arguments.session is not None:
+        session.save(arguments.session)
     report = session.report()
     report.energy = meter.report()
     message = report.finish_message and in_flags(report.finish_message)
     shown = dataclasses.replace(report, notes=list(map(in_flags, report.notes)), finish_message=message)
-    if arguments.verbose:
-        print(shown.to_text(), file=sys.stderr)
-    else:
-        print_rows(summary(session, shown, ready_s), sys.stderr)
+    print_rows(summary(session, shown, ready_s), sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status

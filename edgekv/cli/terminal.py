@@ -8,19 +8,13 @@ import json
 import re
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from edgekv.files import atomic_write
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 WIDTH = 100  # of tables, in characters
-REFRESH_S = 0.4  # of a bar, so that the seconds go on while nothing else does
 COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
 PICTURES = (".png", ".svg", ".pdf")
@@ -122,12 +116,9 @@ def write_json(path: str, facts: Any) -> None:
 
 
 class Bars:
-    """Progress on standard error, one task at a time, redrawn while it waits; nothing where it is piped."""
+    """Progress on standard error, one task at a time; nothing where it is piped."""
 
-    def __init__(self) -> None:
-        self._task = ""
-        self._bar: tqdm | None = None
-        self._lock = threading.Lock()
+    _task, _bar = "", None
 
     def __enter__(self) -> Bars:
         return self
@@ -146,9 +137,7 @@ class Bars:
             unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
             self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
             self._task = task
-            threading.Thread(target=self._refresh, args=(self._bar,), daemon=True).start()
-        with self._lock:
-            self._bar.update(done - self._bar.n)
+        self._bar.update(done - self._bar.n)
         if done >= total:
             self._close()
 
@@ -156,20 +145,10 @@ class Bars:
         """Show a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
         self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
 
-    def _refresh(self, bar: Any) -> None:
-        """Redraw the bar, for its seconds, until another takes its place."""
-        while True:
-            time.sleep(REFRESH_S)
-            with self._lock:
-                if self._bar is None or self._bar is not bar:
-                    return
-                self._bar.refresh()
-
     def _close(self) -> None:
-        with self._lock:
-            if self._bar is not None:
-                self._bar.close()
-            self._bar = None
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
 
 class Terminated(KeyboardInterrupt):

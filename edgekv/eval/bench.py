@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,13 +68,11 @@ class Prefill:
 def timed(seconds: Seconds, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that its time is added to ``seconds[part]``."""
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begin
+        result = function(*args, **kwargs)
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begin
+        return result
 
     return call
 
@@ -185,7 +182,7 @@ def bench(
     depths: Sequence[int],
     *,
     tokens: int,
-    progress: TaskProgress | None = None,
+    progress: TaskProgress = lambda task, done, total: None,
 ) -> list[Timing]:
     """Time at least ``tokens`` tokens with each scheme at each depth, the schemes taking turns."""
     results = []
@@ -193,13 +190,11 @@ def bench(
     for depth in depths:
         timers = []
         for i, spec in enumerate(specs):
-            if progress:
-                progress(f"filling caches to {depth} tokens", i, len(specs))
+            progress(f"filling caches to {depth} tokens", i, len(specs))
             timers.append(SchemeTimer(decoder, spec, depth, (rounds + 1) * ROUND_TOKENS))
         with blas_threads(1):
             for i in range(rounds):
-                if progress:
-                    progress(f"decoding at {depth} tokens", i, rounds)
+                progress(f"decoding at {depth} tokens", i, rounds)
                 for timer in timers:
                     timer.decode(ROUND_TOKENS)
         results += [timer.timing() for timer in timers]

@@ -78,8 +78,7 @@ def evaluate(
             accepted=[f"2 to {len(tokens)}"] if len(tokens) > 1 else [],
         )
     with memory_errors("measuring", decoder.backend.free_bytes):
-        reference = CacheSpec.parse(REFERENCE)
-        exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
+        exact = [_hidden(decoder, window, CacheSpec.parse(REFERENCE), 0)[0] for window in windows]
         base = _compare(decoder, windows, exact, exact)
         results = []
         for spec in specs:
@@ -110,8 +109,8 @@ def _hidden(
     window: npt.NDArray[Any],
     spec: CacheSpec,
     fit_tokens: int,
-    adapter: Adapter | None,
-    progress: LayerProgress | None,
+    adapter: Adapter | None = None,
+    progress: LayerProgress | None = None,
 ) -> tuple[F32, list[LayerState]]:
     """Final hidden states (n, hidden) of a window, and the caches as it left them."""
     caches = open_caches(decoder, spec, len(window), adapter)

@@ -13,7 +13,7 @@ from edgekv.engine.options import DEFAULT_CTX
 from edgekv.engine.verdicts import needs_gate
 from edgekv.errors import ContextError
 from edgekv.eval.evaluate import Quality, evaluate
-from edgekv.eval.needles import NEEDLES, NeedleTest, Prose
+from edgekv.eval.needles import NEEDLES, NeedleTest, Prose, Reader
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.spec import PRESETS
 from edgekv.text import Tokenizer
@@ -111,12 +111,12 @@ def gate(
     read = tokens[: ctx * windows]
     qualities = evaluate(decoder, read, ctx, specs, adapter=adapter, progress=progress)
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
-    needle_test = NeedleTest.make(decoder, tokenizer, Prose(text, tokenizer), ctx, n=n_needles, progress=progress)
+    reader = Reader(decoder, tokenizer, ctx, adapter)
+    needle_test = NeedleTest(reader, Prose(text, tokenizer), n_needles, progress)
     verdicts = []
     for spec, quality in zip(specs, qualities, strict=True):
         needles = None
         if needle_test.applies:
-            found = needle_test.score(decoder, tokenizer, spec, adapter, progress)
-            needles = found, needle_test.n_known
+            needles = needle_test.score(spec, progress), needle_test.n_known
         verdicts.append(judge(quality, needles, limits or GateLimits()))
     return verdicts, needle_test

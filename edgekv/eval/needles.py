@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.machine import blas_threads
 from edgekv.text import Tokenizer
-from edgekv.types import F32, I64, TaskProgress
+from edgekv.types import F32, I64, LayerProgress, TaskProgress
 
 Ids = npt.NDArray[Any]
 Rng = np.random.Generator
@@ -32,49 +32,27 @@ SPACING = 100  # tokens of the window for each
 KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be tested so
 SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
 
-# Scores use the first wording of each; training uses them all.
-KEY_STATEMENTS = (
-    "The pass key is {value}. Remember it.",
-    "The pass key is {value}. Remember it. {value} is the pass key.",
-    "Remember the pass key: it is {value}.",
-)
-KEY_QUESTIONS = (
-    "What is the pass key? The pass key is",
-    "What was the pass key? It was",
-    "The pass key is",
-)
-CODE_STATEMENTS = (
-    "The code of the {name} is {value}.",
-    "The code for the {name} is {value}.",
-    "Remember that the {name} has the code {value}.",
-)
-CODE_QUESTIONS = (
-    "What is the code of the {name}? The code of the {name} is",
-    "What was the code for the {name}? It was",
-    "The code of the {name} is",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A needle: the digits to remember, what they belong to (None: the pass key), and the wording of both ends."""
+    """A needle: the digits to remember, and what they belong to (None: the pass key)."""
 
     value: str
     name: str | None = None
-    statement_wording: int = 0
-    question_wording: int = 0
 
     @property
     def statement(self) -> str:
         """The sentence that is hidden."""
-        wordings = CODE_STATEMENTS if self.name else KEY_STATEMENTS
-        return wordings[self.statement_wording].format(name=self.name, value=self.value)
+        if self.name is None:
+            return f"The pass key is {self.value}. Remember it."
+        return f"The code of the {self.name} is {self.value}."
 
     @property
     def question(self) -> str:
         """The question that asks for it, up to where the digits come."""
-        wordings = CODE_QUESTIONS if self.name else KEY_QUESTIONS
-        return wordings[self.question_wording].format(name=self.name)
+        if self.name is None:
+            return "What is the pass key? The pass key is"
+        return f"What is the code of the {self.name}? The code of the {self.name} is"
 
 
 def draw_value(rng: Rng) -> str:
@@ -159,20 +137,15 @@ def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Ids that ask for one fact, the digits that answer it, and how many tokens they take.
+    """Ids that ask for a fact, and how many tokens its digits take."""
 
-    name: what the digits belong to; None: they are the pass key.
-    """
-
+    fact: Fact
     ids: list[int]
-    value: str
     n_answer: int
-    depth: float
-    name: str | None = None
 
     def is_answered(self, text: str) -> bool:
         """Whether a text begins with the answer."""
-        return text.startswith(self.value)
+        return text.startswith(self.fact.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,133 +166,95 @@ def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
     facts = [Fact(draw_value(rng), name) for name in (None, *draw_names(rng, n - 1))]
     for depth, fact in zip(depths, facts, strict=True):
         asked, digits = prose.continuing("\n\n" + fact.question), prose.continuing(" " + fact.value)
-        questions.append(Question(asked, fact.value, len(digits), depth, fact.name))
+        questions.append(Question(fact, asked, len(digits)))
         pieces.append((depth, prose.continuing(" " + fact.statement)))
     room = max(len(question.ids) + question.n_answer for question in questions)
     return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), tuple(questions))
 
 
 @dataclasses.dataclass(frozen=True)
-class NeedleTest:
-    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked."""
+class Reader:
+    """Reads texts into caches of ``ctx`` tokens, and asks for what was hidden in them."""
 
+    decoder: Decoder
+    tokenizer: Tokenizer
     ctx: int
-    haystacks: tuple[Haystack, ...]
-    n_hidden: int
+    adapter: Adapter | None = None
 
-    @classmethod
-    def make(
-        cls,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        prose: Prose,
-        ctx: int,
-        *,
-        n: int = NEEDLES,
-        seed: int = 0,
-        progress: TaskProgress | None = None,
-    ) -> NeedleTest:
-        """Hide ``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
-        per_haystack = min(PER_HAYSTACK, ctx // SPACING)
+    def open(self, spec: CacheSpec) -> list[LayerState]:
+        """Return empty caches of a scheme."""
+        return open_caches(self.decoder, spec, self.ctx, self.adapter)
+
+    def read(self, ids: Sequence[int], caches: Sequence[LayerState], progress: LayerProgress | None = None) -> F32:
+        """Return the logits (vocab,) after the ids, which enter the caches."""
+        with blas_threads(self.decoder.threads):
+            hidden = self.decoder.prefill(self.decoder.embed(ids, caches[0].n_seen), caches, progress)
+            logits: F32 = to_host(self.decoder.head(hidden[-1:]))[0]
+            return logits
+
+    def ask(self, haystack: Haystack, caches: Sequence[LayerState], spec: CacheSpec) -> list[str]:
+        """Return the likeliest text after each question, as long as its answer; ``caches`` stay as they are."""
+        texts = []
+        for question in haystack.questions:
+            own = self.open(spec)
+            for source, target in zip(caches, own, strict=True):
+                copy_cache(source, target)
+            tokens = [int(self.read(question.ids, own).argmax())]
+            with blas_threads(1):
+                while len(tokens) < question.n_answer:
+                    tokens.append(int(to_host(self.decoder.step(tokens[-1], own)).argmax()))
+            said = b"".join(map(self.tokenizer.token_bytes, tokens))
+            texts.append(said.decode("utf-8", errors="replace").lstrip())
+        return texts
+
+    def answers(self, haystack: Haystack, spec: CacheSpec) -> list[bool]:
+        """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
+
+        The text is read as a prompt is, and compressed before any question is known; no question sees another.
+        """
+        if not haystack.questions:
+            return []
+        caches = self.open(spec)
+        self.read(haystack.ids, caches)
+        said = self.ask(haystack, caches, spec)
+        return [question.is_answered(text) for question, text in zip(haystack.questions, said, strict=True)]
+
+
+class NeedleTest:
+    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked.
+
+    n: needles to hide, at most `PER_HAYSTACK` in a window of the reader's ctx, and fewer in a short one.
+    """
+
+    def __init__(self, reader: Reader, prose: Prose, n: int, progress: TaskProgress | None = None) -> None:
+        self.reader, self.haystacks = reader, list[Haystack]()
+        per_haystack = min(PER_HAYSTACK, reader.ctx // SPACING)
         sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
-        rng = np.random.default_rng([seed, ctx])
-        haystacks = [make_haystack(rng, prose, ctx, size) for size in sizes]
-        dense, known = CacheSpec.parse(EXACT), []
-        for i, haystack in enumerate(haystacks):
-            right = answers(decoder, tokenizer, dense, haystack, ctx)
+        rng = np.random.default_rng([0, reader.ctx])
+        self.n_hidden = sum(sizes)
+        for haystack in [make_haystack(rng, prose, reader.ctx, size) for size in sizes]:
+            right = reader.answers(haystack, CacheSpec.parse(EXACT))
             asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)
-            known.append(Haystack(haystack.ids, asked))
+            self.haystacks.append(Haystack(haystack.ids, asked))
             if progress:
-                progress("needles, dense", i + 1, len(haystacks))
-        return cls(ctx, tuple(known), sum(sizes))
-
-    @property
-    def n_known(self) -> int:
-        """Questions that the dense cache answers."""
-        return sum(len(haystack.questions) for haystack in self.haystacks)
-
-    @property
-    def applies(self) -> bool:
-        """Whether the dense cache finds enough of them to say something about other schemes."""
-        return self.n_known > 0 and self.n_known >= KNOWN_SHARE * self.n_hidden
+                progress("needles, dense", len(self.haystacks), len(sizes))
+        self.n_known = sum(len(haystack.questions) for haystack in self.haystacks)
+        # Whether the dense cache finds enough of them to say something about other schemes.
+        self.applies = self.n_known > 0 and self.n_known >= KNOWN_SHARE * self.n_hidden
 
     @property
     def note(self) -> str:
         """How many needles the dense cache finds, or why the test says nothing."""
         if not self.n_hidden:
-            return f"not applicable: none were hidden in windows of {self.ctx} tokens"
+            return f"not applicable: none were hidden in windows of {self.reader.ctx} tokens"
         found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
         return f"{found}; schemes are asked for those" if self.applies else f"not applicable: {found}"
 
-    def score(
-        self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        spec: CacheSpec,
-        adapter: Adapter | None = None,
-        progress: TaskProgress | None = None,
-    ) -> int:
+    def score(self, spec: CacheSpec, progress: TaskProgress | None = None) -> int:
         """Count the known needles that the scheme finds."""
         n = 0
-        for i, haystack in enumerate(self.haystacks):
-            n += sum(answers(decoder, tokenizer, spec, haystack, self.ctx, adapter))
+        for i, haystack in enumerate(self.haystacks, 1):
+            n += sum(self.reader.answers(haystack, spec))
             if progress:
-                progress(f"needles, {spec.scheme.name}", i + 1, len(self.haystacks))
+                progress(f"needles, {spec.scheme.name}", i, len(self.haystacks))
         return n
-
-
-def answers(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    spec: CacheSpec,
-    haystack: Haystack,
-    ctx: int,
-    adapter: Adapter | None = None,
-) -> list[bool]:
-    """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
-
-    The text is read as a prompt is, and compressed before any question is known; no question sees another.
-    """
-    if not haystack.questions:
-        return []
-    caches = open_caches(decoder, spec, ctx, adapter)
-    read(decoder, haystack.ids, caches)
-    said = ask(decoder, tokenizer, haystack, caches, lambda: open_caches(decoder, spec, ctx, adapter))
-    return [question.is_answered(text) for question, text in zip(haystack.questions, said, strict=True)]
-
-
-def ask(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    haystack: Haystack,
-    caches: Sequence[LayerState],
-    open_new: Callable[[], list[LayerState]],
-) -> list[str]:
-    """Return the likeliest text after each question, as long as its answer; ``caches`` stay as they are.
-
-    open_new: opens empty caches of the same scheme and size.
-    """
-    texts = []
-    for question in haystack.questions:
-        own = open_new()
-        for source, target in zip(caches, own, strict=True):
-            copy_cache(source, target)
-        tokens = [int(read(decoder, question.ids, own).argmax())]
-        with blas_threads(1):
-            while len(tokens) < question.n_answer:
-                tokens.append(int(to_host(decoder.step(tokens[-1], own)).argmax()))
-        texts.append(b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace").lstrip())
-    return texts
-
-
-def read(
-    decoder: Decoder,
-    ids: Sequence[int],
-    caches: Sequence[LayerState],
-    progress: Callable[[int, int], None] | None = None,
-) -> F32:
-    """Return the logits (vocab,) after the ids, which enter the caches. progress(layer, n_layers)."""
-    with blas_threads(decoder.threads):
-        hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches, progress)
-        logits: F32 = to_host(decoder.head(hidden[-1:]))[0]
-        return logits

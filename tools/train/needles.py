@@ -1,4 +1,4 @@
-"""Facts hidden in prose: rows that teach retrieval, in every wording of `edgekv.eval.needles`."""
+"""Facts hidden in prose: rows that teach retrieval, in more wordings than `edgekv.eval.needles` asks in."""
 
 from __future__ import annotations
 
@@ -10,22 +10,50 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.eval.needles import (
-    COLOURS,
-    THINGS,
-    Fact,
-    Prose,
-    Rng,
-    draw_names,
-    draw_value,
-)
+from edgekv.eval import needles
+from edgekv.eval.needles import COLOURS, THINGS, Prose, Rng, draw_names, draw_value
 
 Ids = npt.NDArray[np.uint16]
 Labels = npt.NDArray[np.uint8]
 Row = tuple[Ids, Labels]
 Piece = tuple[Sequence[int], int]  # token ids, and how many at their end are an answer
 
+KEY_STATEMENTS = (
+    "The pass key is {value}. Remember it.",
+    "The pass key is {value}. Remember it. {value} is the pass key.",
+    "Remember the pass key: it is {value}.",
+)
+KEY_QUESTIONS = ("What is the pass key? The pass key is", "What was the pass key? It was", "The pass key is")
+CODE_STATEMENTS = (
+    "The code of the {name} is {value}.",
+    "The code for the {name} is {value}.",
+    "Remember that the {name} has the code {value}.",
+)
+CODE_QUESTIONS = (
+    "What is the code of the {name}? The code of the {name} is",
+    "What was the code for the {name}? It was",
+    "The code of the {name} is",
+)
 IGNORED, PROSE, COPY, ANSWER = range(4)  # what a token of a training row is to the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact(needles.Fact):
+    """A fact in one of three wordings at either end; scores use the first ones."""
+
+    statement_wording: int = 0
+    question_wording: int = 0
+
+    @property
+    def statement(self) -> str:
+        """The sentence that is hidden."""
+        wording = (CODE_STATEMENTS if self.name else KEY_STATEMENTS)[self.statement_wording]
+        return wording.format(name=self.name, value=self.value)
+
+    @property
+    def question(self) -> str:
+        """The question that asks for it, up to where the digits come."""
+        return (CODE_QUESTIONS if self.name else KEY_QUESTIONS)[self.question_wording].format(name=self.name)
 
 
 def training_facts(rng: Rng, n: int) -> list[Fact]:

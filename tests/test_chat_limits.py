@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -81,7 +82,7 @@ def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatc
     if started:
         rendered(FINE)
     with monkeypatch.context() as patch:
-        patch.setattr(child, "_received", interrupt)
+        patch.setattr(child.BoundedChild, "_received", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rendered("the first")
     assert rendered(FINE) == "user: x\n"
@@ -126,9 +127,8 @@ def test_a_worker_without_its_renderer_ends_by_itself() -> None:
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.text.sandbox')"
     request = json.dumps({"source": endless, "names": {}}).encode()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", patched], **pipes) as process:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen([sys.executable, "-c", patched], stdin=theirs.fileno()) as process:
         for each in (b"", request):
-            process.stdin.write(child.LENGTH.pack(len(each)) + each)
-        process.stdin.flush()
+            ours.sendall(child.LENGTH.pack(len(each)) + each)
         assert process.wait(60) == -signal.SIGALRM

@@ -42,7 +42,8 @@ def machine_info(root: Root = "/") -> dict[str, Any]:
     `cores` are those this process may use. `root` is the folder that holds `proc` and `sys`.
     """
     # The board as Arm kernels name it: a Raspberry Pi in both places, a Jetson in the second.
-    cpuinfo = dict(re.findall(r"^([^\t\n:]+)[ \t]*:[ \t]*(\S.*)$", _read(pathlib.Path(root, "proc/cpuinfo")), re.M))
+    lines = _read(pathlib.Path(root, "proc/cpuinfo"))
+    cpuinfo = dict(re.findall(r"^([^\t\n:]+)[ \t]*:[ \t]*(\S.*)$", lines, re.MULTILINE))
     board = cpuinfo.get("Model") or _read(pathlib.Path(root, "proc/device-tree/model")).strip("\0\n ")
     return {
         "cpu": cpuinfo.get("model name"),

@@ -11,7 +11,7 @@ from helpers import raises
 from safetensors.numpy import save_file
 
 from edgekv import SamplingParams, Session
-from edgekv.checkpoint.shipped import load_shape
+from edgekv.checkpoint.hub import load_shape
 from edgekv.cli import main
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec

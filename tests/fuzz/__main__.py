@@ -17,10 +17,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 
-from .kinds import KINDS, RARE
+from . import model_kinds, use_kinds  # noqa: F401 - they register their kinds
 from .material import Material
-from .runner import Case, Tally, run
-from .worker import ready, run_case
+from .mutate import KINDS, RARE
+from .runner import Case, Tally, ready, run, run_case
 
 
 def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:

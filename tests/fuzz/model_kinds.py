@@ -1,32 +1,47 @@
-"""Kinds of input that are files of a model: each is damaged and given to what reads it."""
+"""Kinds of input that are files: of a model, a saved session, the cache folder, the Hub, the working folder."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from random import Random
 from typing import Any
+from unittest import mock
 
 import golden_cases
+import hub_server
 import lora_cases
 import numpy as np
 import packed_cases
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from session_parts import joined, parts
 
-from edgekv import SamplingParams, Session
+from edgekv import EdgeKVError, SamplingParams, Session, child
+from edgekv.checkpoint.hub import HubName, pull
 from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
+from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.engine.options import SessionPlan
+from edgekv.engine.verdicts import Verdicts
+from edgekv.kvcache import CacheSpec
 from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template
 from edgekv.vision import picture
 from edgekv.vision.images import Preprocess
+from edgekv.weights import threads
 
-from .material import CTX, DEMO, N_PROMPT, Material
-from .mutate import as_json, damaged, mutated, poisoned, poisoned_tensors
+from .material import CTX, DEMO, MORE, N_PROMPT, Material, Saved
+from .mutate import ODD, as_json, damaged, kind, mutated, poisoned, poisoned_tensors
 
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
@@ -39,6 +54,7 @@ def used(folder: pathlib.Path, **options: Any) -> None:
     session.prefill([1, 2, 3])
 
 
+@kind
 def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
     source = rng.choice((m.llama, m.gpt2, m.llava))
     shutil.copy(source / "model.safetensors", folder)
@@ -51,15 +67,16 @@ def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder)
 
 
+@kind
 def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
     source = rng.choice(m.families)
     shutil.copy(source / "model.safetensors", folder)
-    (folder / "config.json").write_bytes(
-        as_json(mutated(json.loads((source / "config.json").read_text()), rng), rng)
-    )
+    raw = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
     used(folder, kv="dense")
 
 
+@kind
 def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """NaN, infinities and huge numbers in a model's weights, through every format and scheme."""
     source = rng.choice(m.lasting)
@@ -72,6 +89,7 @@ def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
         list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=3, sampling=sampling))
 
 
+@kind
 def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """What config.json says of the packing is damaged, the header of the tensors, or the numbers in them."""
     source = rng.choice(m.packed)
@@ -88,6 +106,7 @@ def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder, weights="auto")
 
 
+@kind
 def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """One tensor as a library packed it: its parts damaged, of other types and shapes, or gone."""
     name = rng.choice(sorted(packed_cases.LIBRARIES))
@@ -119,6 +138,7 @@ def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
         each.rows(0, min(3, each.shape[0]))
 
 
+@kind
 def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
     source = rng.choice((m.llama, m.gpt2))
     shutil.copy(source / "config.json", folder)
@@ -126,6 +146,7 @@ def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder)
 
 
+@kind
 def index(m: Material, folder: pathlib.Path, rng: Random) -> None:
     shutil.copy(m.llama / "config.json", folder)
     tensors = golden_cases.tensors("llama31")
@@ -139,6 +160,7 @@ def index(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder)
 
 
+@kind
 def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
     what = rng.randrange(4)
     if what == 0:
@@ -163,6 +185,7 @@ def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
         opened.piece(token)
 
 
+@kind
 def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """Its header is damaged, or the blocks behind it."""
     data = rng.choice(m.gguf).read_bytes()
@@ -171,34 +194,29 @@ def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder / "model.gguf", weights="auto", device=rng.choice(("cpu", "numpy")), threads=1)
 
 
+@kind
 def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
     metadata = {"format": "edgekv-adapter", "version": "1", "base": m.loaded.model.identity, "scheme": "h1b"}
     if rng.random() < 0.5:
         metadata[rng.choice(list(metadata))] = rng.choice(("", "2", "x" * 10_000, m.loaded.model.identity))
-    shapes = ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
-    tensors = {
-        rng.choice(("tau", "key_scale", "lam", "x")): np.full(
-            rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32
-        )
-    }
-    save_file(tensors, folder / "adapter", metadata=metadata)
+    name, shapes = rng.choice(("tau", "key_scale", "lam", "x")), ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
+    array = np.full(rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32)
+    save_file({name: array}, folder / "adapter", metadata=metadata)
     if rng.random() < 0.7:
         (folder / "adapter").write_bytes(damaged((folder / "adapter").read_bytes(), rng))
     loaded = Session.load(m.llama, kv="h1b", adapter=folder / "adapter", weights="f32", device="numpy", ctx=16)
     loaded.prefill([1, 2, 3])
 
 
+@kind
 def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
     place = lora_cases.write("llama", folder / "lora")
     config, weights = place / "adapter_config.json", place / "adapter_model.safetensors"
     if rng.random() < 0.7:
         config.write_bytes(as_json(mutated(json.loads(config.read_text()), rng), rng))
     if rng.random() < 0.3:
-        tensors = {
-            name: np.full(array.shape, rng.choice((1, np.nan, 3e38)), np.float32)
-            for name, array in load_file(weights).items()
-        }
-        save_file(tensors, weights)
+        whole = load_file(weights).items()
+        save_file({n: np.full(a.shape, rng.choice((1, np.nan, 3e38)), np.float32) for n, a in whole}, weights)
     if rng.random() < 0.5:
         weights.write_bytes(damaged(weights.read_bytes(), rng))
     given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
@@ -208,17 +226,20 @@ def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
         Model.open(m.llama, lora=given).weights.matrix("1.qkv")
 
 
+@kind
 def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
     (folder / "image").write_bytes(damaged(rng.choice(m.images), rng, 200))
     Preprocess.read(m.llava / "preprocessor_config.json")(picture(folder / "image"))
 
 
+@kind
 def processor(m: Material, folder: pathlib.Path, rng: Random) -> None:
     raw = json.loads((m.llava / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_bytes(as_json(mutated(raw, rng), rng))
     Preprocess.read(folder / "preprocessor_config.json")(picture(Image.new("RGB", (30, 20))))
 
 
+@kind
 def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
     place = folder / "store"
     shutil.copytree(rng.choice(m.stores), place)
@@ -233,3 +254,203 @@ def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
         else:
             (place / name).write_bytes(damaged(data, rng, HEAD))
     used(place, weights="auto", device="cpu", threads=1)
+
+
+# Saved sessions
+
+
+@kind
+def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
+    """Honest checksums, lying content."""
+    return _lying(m.sessions, folder, rng)
+
+
+def _lying(sessions: list[Saved], folder: pathlib.Path, rng: Random) -> Session:
+    data, models = rng.choice(sessions)
+    content, entries, arrays = parts(data)
+    what = rng.randrange(4)
+    if what < 2:
+        arrays = _changed(rng.choice(list(entries.values())), arrays, damaged, rng)
+    elif what == 2:
+        content = as_json(mutated(content, rng), rng)
+    else:
+        entries = mutated(entries, rng)
+    return _restored(folder, joined(content, entries, arrays), rng.choice(models))
+
+
+def _changed(
+    entry: dict[str, Any],
+    arrays: bytes,
+    change: Callable[[bytes, Random], bytes],
+    rng: Random,
+) -> bytes:
+    """The arrays with one of them changed, as many bytes as before."""
+    a, b = entry["data_offsets"]
+    changed = change(arrays[a:b], rng)[: b - a]
+    return arrays[:a] + changed.ljust(b - a, b"\0") + arrays[b:]
+
+
+def _restored(folder: pathlib.Path, data: bytes, model: Session) -> Session:
+    (folder / "session").write_bytes(data)
+    return Session.restore(folder / "session", model)
+
+
+@kind
+def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """A lying session that was accepted goes on."""
+    _resume(session(m, folder, rng), rng)
+
+
+def _resume(restored: Session, rng: Random) -> None:
+    restored.prefill(MORE)
+    restored.rewind(rng.randrange(len(restored.tokens)))
+    restored.prefill([1])
+
+
+@kind
+def recurrent(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Of a model with layers that do not attend."""
+    _resume(_lying(m.recurrent_sessions, folder, rng), rng)
+
+
+@kind
+def numbers(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """NaN, infinities and huge numbers in what is saved, of every scheme and family."""
+    data, models = rng.choice([*m.sessions[::2], *m.recurrent_sessions, *m.family_sessions])
+    content, entries, arrays = parts(data)
+    for entry in rng.sample(list(entries.values()), min(len(entries), rng.choice((1, 1, 2, 100)))):
+        arrays = _changed(entry, arrays, poisoned, rng)
+    restored = _restored(folder, joined(content, entries, arrays), rng.choice((*models, models[1])))
+    list(restored.generate(MORE, max_new_tokens=3, temperature=rng.choice((0.0, 1.0)), seed=1))
+    _resume(restored, rng)
+
+
+# Places that edgekv looks into
+
+
+@kind
+def remembered(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Whatever a file of the cache holds, all that it was remembered for goes on: it is made again."""
+    shutil.copytree(m.cache, folder / "cache")
+    files = [file for file in sorted((folder / "cache").rglob("*")) if file.is_file()]
+    for file in rng.sample(files, rng.choice((1, 1, 2))):
+        data = file.read_bytes()
+        if file.suffix == ".json":
+            value = json.loads(data)
+            data = as_json(rng.choice(ODD) if rng.random() < 0.3 else mutated(value, rng), rng)
+        file.write_bytes(damaged(data, rng) if file.suffix != ".json" or rng.random() < 0.2 else data)
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "cache")),
+        mock.patch.object(threads, "FEW_CORES", 0),
+    ):
+        use_remembered(m)
+
+
+def use_remembered(m: Material) -> None:
+    """What makes, or reads, each kind of file in the cache."""
+    for path, kv in ((m.talker, "planes"), (m.gguf[0], "onebit")):
+        with Session.load(path, kv=kv, weights="int4" if path == m.talker else "auto") as session:
+            session.prefill([1, 2, 3])
+            spec = CacheSpec.parse("kivi2")
+            verdicts = Verdicts(session.model)
+            verdicts.warning(spec)
+            verdicts.warn_once(spec)
+            threads.remembered(session.model.arch, session.model.weight_format("int8"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["info", "--model", str(m.talker)]) == 0
+
+
+NAMES = (
+    *("../x", "../../../x", "a/../../../x", "/x", "a/b", "..", ".", "", "/", "x" * 300),
+    *("\x1b[2Jx", "a\nb", "\ud800", "%2e%2e/x", "..\\x", "x\0y", "~", "model.safetensors", "config.json", 5, None),
+)
+
+
+class _LyingHub(hub_server._Handler):
+    """headers: what is sent in place of the true ones; facts, from what is true: what it tells of a model."""
+
+    headers_sent: dict[str, str]
+    rng: Random
+
+    def send_header(self, keyword: str, value: str) -> None:
+        super().send_header(keyword, self.headers_sent.get(keyword, value))
+
+    def _send_json(self, repository: hub_server.Repository, name: str) -> None:
+        files = [{"rfilename": file, "size": p.stat().st_size} for file, p in repository.files().items()]
+        facts = {"id": name, "modelId": name, "sha": repository.commit, "siblings": files, "tags": []}
+        if self.rng.random() < 0.6:
+            facts = mutated(facts, self.rng, (*ODD[:16], *NAMES))
+        data = json.dumps(facts).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@kind
+def hub(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Whatever a Hub says: nothing is written outside of the Hub's cache."""
+    import huggingface_hub.constants as constants
+
+    model, names = folder / "model", (*NAMES, str(folder / "outside"))
+    model.mkdir()
+    (model / "config.json").write_bytes((m.llama / "config.json").read_bytes())
+    weights = rng.choice(("model.safetensors", "a.safetensors", "x.gguf"))
+    (model / weights).write_bytes(b"weights")
+    if weights == "a.safetensors":
+        homes = {"metadata": {}, "weight_map": {"a": weights, "b": rng.choice(names)}}
+        (model / "model.safetensors.index.json").write_bytes(as_json(mutated(homes, rng, names), rng))
+    sent = {}
+    for header in ("ETag", "X-Repo-Commit", "X-Linked-Etag", "Location"):
+        if rng.random() < 0.4:
+            name = str(rng.choice(names)).encode("ascii", "ignore").decode().replace("\n", "").replace("\0", "")
+            sent[header] = rng.choice((name, f'"{name}"', f'W/"{name}"'))
+    told = hub_server.Hub({"org/name": hub_server.Repository(model)})
+    handler = type("Handler", (_LyingHub,), {"hub": told, "headers_sent": sent, "rng": rng})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    home = folder / "home" / "a" / "b" / "hub"
+    settings = {
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(home),
+        "HF_HUB_OFFLINE": False,
+    }
+    file = "x.gguf" if weights == "x.gguf" else None
+    try:
+        with mock.patch.multiple(constants, **settings):
+            path = pull(HubName("org/name", None, file))
+            assert path.resolve().is_relative_to(home.resolve()), path
+            with contextlib.suppress(EdgeKVError):
+                Model.open(path)
+    finally:
+        server.shutdown()
+        server.server_close()
+        written = [each for each in (folder / "home").rglob("*") if not each.is_relative_to(home)]
+        assert all(home.is_relative_to(each) for each in written), written
+        assert {each.name for each in folder.iterdir()} <= {"model", "home"}, list(folder.iterdir())
+
+
+PLANTED = (
+    *("signal", "json", "struct", "select", "types", "subprocess", "numpy", "numba", "jinja2", "llguidance"),
+    *("edgekv", "sitecustomize", "usercustomize", "encodings", "site", "resource", "datetime", "ctypes"),
+)
+CHILDREN: tuple[tuple[str, ...], ...] = (("edgekv.engine.cpu", "dense"),)
+
+
+@kind
+def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Modules beside a model are not run by the processes that edgekv starts there."""
+    mark = folder / "ran"
+    for name in rng.sample(PLANTED, 6):
+        file = folder / f"{name}.py" if rng.random() < 0.5 else folder / name / "__init__.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"open({str(mark)!r}, 'w').close()")
+    (folder / "edgekv.pth").write_text(f"import os; open({str(mark)!r}, 'w').close()\n")
+    module, *arguments = rng.choice(CHILDREN)
+    done = subprocess.run(child.command(module, *arguments), cwd=folder, timeout=8, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    child.BoundedChild(rng.choice(("edgekv.text.sandbox", "edgekv.engine.matcher"))).close()
+    assert not mark.exists(), [file.name for file in folder.iterdir()]

@@ -1,4 +1,4 @@
-"""Seeded damage to bytes and to JSON."""
+"""Seeded damage to bytes and to JSON, and the kinds of input that are damaged."""
 
 from __future__ import annotations
 
@@ -6,37 +6,28 @@ import copy
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+KINDS: dict[str, Callable[..., object]] = {}
+"""Each makes a damaged input from whole material, in a folder, and gives it to what reads it."""
+RARE = {"working_folder": 100, "template": 20} | dict.fromkeys(("deep_schema", "remembered"), 10)
+RARE |= dict.fromkeys(("weights", "numbers", "hub"), 4)
+"""Slow kinds: a case in so many rounds."""
+
+
+def kind(function: Callable[..., object]) -> Callable[..., Any]:
+    """Decorates a function (material, folder, rng) whose name is the kind's."""
+    KINDS[function.__name__] = function
+    return function
+
+
 ODD: tuple[Any, ...] = (
-    None,
-    True,
-    0,
-    -1,
-    1,
-    2,
-    1 << 31,
-    1 << 63,
-    10**30,
-    10**400,
-    0.5,
-    1e-300,
-    1e308,
-    math.nan,
-    math.inf,
-    -math.inf,
-    "",
-    "x",
-    "\ud800",
-    "a" * 10_000,
-    [],
-    {},
-    [[]],
-    [None] * 100,
-    {"a": {"b": []}},
+    *(None, True, 0, -1, 1, 2, 1 << 31, 1 << 63, 10**30, 10**400, 0.5, 1e-300, 1e308),
+    *(math.nan, math.inf, -math.inf),
+    *("", "x", "\ud800", "a" * 10_000, [], {}, [[]], [None] * 100, {"a": {"b": []}}),
 )
 NUMBERS = (0, 1, 2, 127, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1)
 

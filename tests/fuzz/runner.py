@@ -1,4 +1,7 @@
-"""Runs cases in worker processes, within limits of time; what fails is written down with what reproduces it."""
+"""Runs cases in worker processes, within limits of time and memory: a crash ends a worker and not the run.
+
+A worker gets a line of JSON for each case, and answers with one.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,38 @@ import dataclasses
 import json
 import os
 import pathlib
+import resource
 import select
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
 
-from .worker import ANSWER
+from edgekv.errors import EdgeKVError
+from edgekv.files import cache_root
+
+from .mutate import KINDS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SECONDS = 10.0  # for a case
 START_SECONDS = 600.0  # kernels may have to be compiled
+MEMORY = 2 << 30  # beyond what the process has when it is ready
+ANSWER = "\x1fanswer "
 Case = tuple[str, int]
+SELF_TEST = "EDGEKV_FUZZ_SELF_TEST"  # where it is set, workers have these kinds of case, and no material
+NEVER: dict[str, Callable[..., Any]] = {
+    "crash": lambda *_: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": lambda *_: time.sleep(60),
+    "hunger": lambda *_: bytearray(3 << 30),
+    "nothing": lambda *_: None,
+}
 
 
 @dataclasses.dataclass
@@ -28,9 +50,7 @@ class Tally:
     """Cases by kind and outcome, seconds by kind, and what failed: the case and why."""
 
     counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
-    seconds: collections.defaultdict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
+    seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
 
     @property
@@ -74,7 +94,7 @@ class Worker:
         self._buffer = b""
         self._scratch = tempfile.TemporaryDirectory(prefix="edgekv-fuzz-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.worker", self._scratch.name],
+            [sys.executable, "-m", "tests.fuzz.runner", self._scratch.name],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -129,3 +149,69 @@ def run(
         if worker is None:
             own.close()
     return tally
+
+
+# In a worker
+
+
+def main() -> None:
+    scratch = pathlib.Path(sys.argv[1])
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root() / "kernels"))
+    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+    warnings.simplefilter("ignore")
+    made = None
+    if SELF_TEST in os.environ:
+        KINDS.update(NEVER)
+    else:
+        from . import model_kinds, use_kinds  # noqa: F401 - takes longer than a case may
+        from .material import Material
+
+        made = Material(scratch / "material", "EDGEKV_FUZZ_SECONDS" in os.environ)
+        ready()
+    taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    bound = taken + MEMORY if most == resource.RLIM_INFINITY else min(taken + MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    say({"ready": True})
+    for line in sys.stdin:
+        kind, seed = json.loads(line)
+        folder = scratch / "case"
+        folder.mkdir()
+        try:
+            run_case(kind, seed, made, folder)
+            outcome = "success"
+        except EdgeKVError as error:
+            outcome = "error" if "\n" not in str(error) else f"an error of several lines: {str(error)[:500]}"
+        except BaseException:
+            outcome = traceback.format_exc()
+        say({"outcome": outcome})
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(scratch / "cache", ignore_errors=True)
+
+
+def ready() -> None:
+    """What no case is about takes no time from now on: writes that reach the disk, kernels compiled ahead."""
+    from edgekv.engine import loading
+
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+    loading.warm_up = lambda *_: 0.0
+
+
+def run_case(kind: str, seed: int, made: Any, folder: pathlib.Path) -> None:
+    """One case in its folder, which is the working folder too."""
+    here = pathlib.Path.cwd()
+    os.chdir(folder)
+    try:
+        KINDS[kind](made, folder, Random(f"{kind} {seed}"))
+    finally:
+        os.chdir(here)
+
+
+def say(value: object) -> None:
+    """Libraries may print to standard output too."""
+    print(f"\n{ANSWER}{json.dumps(value)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from serving import DEMO, asked, engine_of
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat, EventStream
+from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat
 from edgekv.server.engine import AnswerEnd, Channel, Engine, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.prompts import EncodedPrompt
@@ -188,27 +188,3 @@ def test_an_answer_that_cannot_be_built_says_so(
     monkeypatch.setattr(form, "take", fail)
     with asked(loaded, raising=True) as client, pytest.raises(KeyError, match="a bug"):  # also for uvicorn's log
         client.post(path, json={"model": "m", **asks})
-
-
-@pytest.mark.parametrize(("error", "logged"), [(RuntimeError("a bug"), 1), (ConnectionResetError(), 0)])
-def test_what_ends_a_stream_is_logged_unless_it_is_the_client(
-    error: Exception, logged: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)
-
-    class Builder:
-        def opening(self) -> list[dict[str, Any]]:
-            return [{}]
-
-    async def run() -> None:
-        async def send(message: object) -> None:
-            raise error
-
-        async def receive() -> dict[str, str]:
-            await asyncio.sleep(60)
-            return {"type": "http.disconnect"}
-
-        await EventStream(Channel(), Builder())({}, receive, send)  # type: ignore[arg-type]
-
-    asyncio.run(run())
-    assert len(caplog.records) == logged

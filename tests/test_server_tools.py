@@ -14,7 +14,7 @@ from serving import DEMO, asked, openai_client
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
-from edgekv.server.answers import Answer, AnswerParser, Call, Content, Delta
+from edgekv.server.answers import Answer, AnswerParser
 from edgekv.server.engine import Piece
 from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, find_format, tools_grammar
 from edgekv.server.requests import ChatRequest, Function, Tools, read
@@ -187,18 +187,17 @@ TEXTS: list[tuple[str, str, list[Any]]] = [  # form, text; content, [reasoning] 
 ]
 
 
-def joined(deltas: list[Delta]) -> list[Any]:
+def joined(deltas: list[dict[str, Any]]) -> list[Any]:
     """Neighbours of a kind as one: texts, [reasoning], (name, arguments)."""
     found: list[Any] = []
     for delta in deltas:
-        last = found[-1] if found else None
-        if isinstance(delta, Call):
-            found.append((delta.name, _loaded(delta.arguments)))
-        else:
-            kind: type = str if isinstance(delta, Content) else list
-            joins = isinstance(last, kind)
-            text = ("".join(last) if joins else "") + delta.text
-            found[len(found) - joins :] = [text if kind is str else [text]]
+        functions = [call["function"] for call in delta.get("tool_calls", ())]
+        found += [(function["name"], _loaded(function["arguments"])) for function in functions]
+        for kind, field in ((str, "content"), (list, "reasoning_content")):
+            if text := delta.get(field, ""):
+                joins = bool(found) and isinstance(found[-1], kind)
+                text = ("".join(found[-1]) if joins else "") + text
+                found[len(found) - joins :] = [text if kind is str else [text]]
     return found
 
 
@@ -226,7 +225,7 @@ def test_reasoning_that_the_prompt_began(session: Session) -> None:
     asked = read({"model": "m", "messages": USER}, ChatRequest)
     answer = Answer(asked, EncodedPrompt([1], thinks=True), prompts)
     for text in ("So", "</thi", "nk>", "\n\nYes", "."):
-        answer.push(Piece(0, text, n_tokens=2))
+        answer.take(Piece(0, text, n_tokens=2))
     assert (answer.n_reasoning, answer.content) == (6, "Yes.")
     assert joined([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
 

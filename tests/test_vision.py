@@ -25,7 +25,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.arrays import to_host
 from edgekv.server.prompts import RequestEncoder
-from edgekv.server.requests import ChatRequest, ImagePart, ImageUrl, Message, TextPart
+from edgekv.server.requests import ChatRequest, ImageUrl, Message, Part
 from edgekv.text.template import ChatTemplate
 from edgekv.vision import picture
 from edgekv.weights.cuda import DeviceWeights
@@ -263,7 +263,7 @@ def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:
     assert cases.IMAGE_TOKEN not in chat.session.tokens[:-1]
     server = RequestEncoder(chat.template, tokenizer, 64, 96)
     assert server.ids("w5 <image> w9", "input") == said
-    parts = [ImagePart(ImageUrl("data:image/png;base64,AAAA")), TextPart("<image> w5")]
+    parts = [Part("image_url", image_url=ImageUrl("data:image/png;base64,AAAA")), Part("text", "<image> w5")]
     turns = [Message("user", content) for content in (parts, "w5 <image>")]
     (encoded,) = server.encode(ChatRequest(model="m", messages=turns))
     assert encoded.ids.count(cases.IMAGE_TOKEN) == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ import string
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -42,35 +41,10 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """Text for the reader."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Reasoning:
-    """What the model thought before."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The ``number``-th call of a tool: arguments is JSON, or as far as it came where the answer was cut off."""
-
-    number: int
-    id: str
-    name: str
-    arguments: str = ""
-
-
-Delta = Content | Reasoning | Call
-
-
 class AnswerParser:
-    """Takes text in pieces of any length; gives what is certain of it so far, and calls once they are whole.
+    """Takes text in pieces of any length; gives OpenAI's deltas of what is certain, and calls once they are whole.
+
+    Arguments are JSON, or as far as it came where the answer was cut off.
 
     thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
     can be called. forced: the text is calls and nothing else. plain: all of it is content.
@@ -87,9 +61,10 @@ class AnswerParser:
     ) -> None:
         self._form, self._names, self._forced = form, names, forced
         self.is_cut = False  # once it has ended: within a call
-        self._held, self._out = "", list[Delta]()
+        self.content = self.reasoning = ""
+        self.calls: list[Json] = []
+        self._held, self._out = "", list[Json]()
         self._name: str | None = None  # of a call whose arguments stand alone
-        self._n_calls = 0
         self._is_first = True  # nothing was given yet
         opening = self._reasoning if thinks else self._opening
         self._read: Callable[[bool], bool] = self._content if plain else opening
@@ -99,17 +74,17 @@ class AnswerParser:
         """Whether the text is within reasoning."""
         return self._read == self._reasoning
 
-    def push(self, text: str, last: bool = False) -> list[Delta]:
+    def push(self, text: str, last: bool = False) -> list[Json]:
         """Return what more is known with this text."""
         self._held += text
         while self._held and self._read(last):
             pass
-        if last and self._forced and not self._n_calls and not self.is_cut:
+        if last and self._forced and not self.calls and not self.is_cut:
             self._cut("", whole=False)
         deltas, self._out = self._out, []
         return deltas
 
-    def end(self) -> list[Delta]:
+    def end(self) -> list[Json]:
         """Return what was held back, once no more comes."""
         return self.push("", last=True)
 
@@ -133,22 +108,20 @@ class AnswerParser:
 
     def _reasoning(self, last: bool) -> bool:
         self._is_first = False
-        return self._upto(END_THINK, Reasoning, self._opening, last)
+        return self._upto(END_THINK, self._opening, last)
 
     def _content(self, last: bool) -> bool:
-        return self._upto(self._form.begin if self._form else "", Content, self._between, last)
+        return self._upto(self._form.begin if self._form else "", self._between, last)
 
-    def _upto(
-        self, mark: str, kind: type[Content] | type[Reasoning], behind: Callable[[bool], bool], last: bool
-    ) -> bool:
+    def _upto(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
         """Give all before the mark; what may be its beginning is held."""
         at = self._held.find(mark) if mark else -1
         if at >= 0:
-            self._give(kind(self._held[:at]))
+            self._give(self._held[:at])
             self._held, self._read = self._held[at + len(mark) :], behind
             return True
         safe = len(self._held) - (0 if last else possible_start(self._held, mark))
-        self._give(kind(self._held[:safe]))
+        self._give(self._held[:safe])
         self._held = self._held[safe:]
         return False
 
@@ -209,7 +182,7 @@ class AnswerParser:
         if isinstance(given, dict) and isinstance(value.get("name"), str):
             self._call(value["name"], json.dumps(given, ensure_ascii=False))
         else:
-            self._give(Content(text))
+            self._give(text)
 
     def _cut(self, name: str, whole: bool) -> None:
         """A call that was cut off before its arguments: given where only one has this name, or begins with it."""
@@ -220,12 +193,17 @@ class AnswerParser:
 
     def _call(self, name: str, arguments: str) -> None:
         id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-        self._out.append(Call(self._n_calls, id, name, arguments))
-        self._n_calls += 1
+        function = {"name": name, "arguments": arguments}
+        self.calls.append({"id": id, "type": "function", "function": function})
+        self._out.append({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
 
-    def _give(self, delta: Content | Reasoning) -> None:
-        if delta.text and not (self._forced and isinstance(delta, Content)):
-            self._out.append(delta)
+    def _give(self, text: str) -> None:
+        if text and self.is_thinking:
+            self.reasoning += text
+            self._out.append({"reasoning_content": text})
+        elif text and not self._forced:
+            self.content += text
+            self._out.append({"content": text})
 
 
 def object_end(text: str) -> int:
@@ -254,57 +232,38 @@ def _json(text: str) -> Any:
         return None
 
 
-class Answer:
-    """One answer as it grows: content, reasoning, tool calls, log probabilities, and why it ended."""
+class Answer(AnswerParser):
+    """One answer as it grows, with its log probabilities, and why it ended."""
 
     def __init__(self, request: Request, prompt: EncodedPrompt, encoder: RequestEncoder) -> None:
         tools = request.tools_allowed
         names = tuple(function.name for function in tools.callable) if tools else ()
-        self._parser = AnswerParser(
+        super().__init__(
             plain=not isinstance(request, ChatRequest),
             thinks=prompt.thinks,
             form=encoder.form if names else None,
             names=names,
             forced=bool(tools and tools.forced),
         )
-        self.content = self.reasoning = ""
         self.n_reasoning = 0  # tokens, with those of the marks around it
-        self.calls: list[Json] = []
         self.logprobs: list[Json] = []
         self._n_sent = 0  # of them
         self.reason: str | None = None
 
-    def push(self, piece: Piece) -> list[Delta]:
-        """Return what the next piece of text adds."""
-        thought = self._parser.is_thinking
-        deltas = self._added(self._parser.push(piece.text))
-        self.n_reasoning += piece.n_tokens if thought or self._parser.is_thinking else 0
-        return deltas
-
-    def end(self, reason: str) -> list[Delta]:
-        """Return what was held back; ``reason``: why the text ended."""
-        deltas = self._added(self._parser.end())
-        self.reason = "tool_calls" if self.calls and reason == "stop" and not self._parser.is_cut else reason
+    def take(self, event: Piece | AnswerEnd) -> list[Json]:
+        """Return what the next piece of text adds, or what was held back at the end."""
+        if isinstance(event, Piece):
+            thought, deltas = self.is_thinking, self.push(event.text)
+            self.n_reasoning += event.n_tokens if thought or self.is_thinking else 0
+            return deltas
+        deltas = self.end()
+        self.reason = "tool_calls" if self.calls and event.reason == "stop" and not self.is_cut else event.reason
         return deltas
 
     def new_logprobs(self) -> list[Json]:
         """Return the log probabilities that no chunk has had."""
         new, self._n_sent = self.logprobs[self._n_sent :], len(self.logprobs)
         return new
-
-    def _added(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            if isinstance(delta, Content):
-                self.content += delta.text
-            elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
-            else:
-                self.calls.append(_call_json(delta))
-        return deltas
-
-
-def _call_json(call: Call) -> Json:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class AnswerFormat:
@@ -341,19 +300,16 @@ class AnswerFormat:
         i, answer = event.index, self._answers[event.index]
         self._timings = {"timings": event.timings} if event.timings else {}
         if isinstance(event, Piece):
-            offset = len(answer.content)
-            for found in event.logprobs:
-                top = [self._entry(*pair) for pair in found.top]
-                entry = self._entry(found.token, found.logprob)
-                answer.logprobs.append(entry | {"top_logprobs": top} | self.place(offset))
-                offset += len(entry["token"])
-            return self._chunks(i, answer.push(event))
-        self._n_open -= 1
-        deltas = answer.end(event.reason)
-        again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted with the first answer
-        self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
-        last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
-        return [*self._chunks(i, deltas), self._chunk(last, **self._timings)]
+            answer.logprobs += self._entries(event, len(answer.content))
+        deltas = [self.delta(delta) for delta in answer.take(event)]
+        chunks = [self._chunk(self._choice(i, d, answer.new_logprobs()), **self._timings) for d in deltas]
+        if isinstance(event, AnswerEnd):
+            self._n_open -= 1
+            again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted with the first answer
+            self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
+            last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
+            chunks.append(self._chunk(last, **self._timings))
+        return chunks
 
     def opening(self) -> list[Json]:
         """Return the first chunks of a stream."""
@@ -370,9 +326,9 @@ class AnswerFormat:
         rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage)}
         return {**self._base, **rest, **self._timings}
 
-    def delta(self, delta: Delta) -> Json:
-        """Return what a choice of a chunk has of it."""
-        raise NotImplementedError
+    def delta(self, delta: Json) -> Json:
+        """Return a delta as a choice of a chunk has it."""
+        return {"delta": delta}
 
     def text(self, answer: Answer) -> Json:
         """Return the text of a whole answer as a choice has it."""
@@ -386,16 +342,19 @@ class AnswerFormat:
         """Return the log probabilities of tokens as a choice has them."""
         return {"content": entries, "refusal": None}
 
-    def _chunks(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        new = self._answers[i].new_logprobs
-        return [self._chunk(self._choice(i, self.delta(delta), new()), **self._timings) for delta in deltas]
-
     def _choice(self, i: int, text: Json, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
         logprobs = self.logprobs(entries) if entries else None
         return {"index": i, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self._base, "object": self.chunk_object, "choices": choices, **more}
+
+    def _entries(self, piece: Piece, offset: int) -> Iterator[Json]:
+        """Yield the log probabilities of a piece's tokens. offset: of its text in the answer's."""
+        for found in piece.logprobs:
+            entry = self._entry(found.token, found.logprob)
+            yield entry | {"top_logprobs": [self._entry(*pair) for pair in found.top], **self.place(offset)}
+            offset += len(entry["token"])
 
     def _entry(self, token: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token)
@@ -411,9 +370,8 @@ class CompletionFormat(AnswerFormat):
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
     no_text: ClassVar[Json] = {"text": ""}
 
-    def delta(self, delta: Delta) -> Json:
-        assert isinstance(delta, Content)
-        return {"text": delta.text}
+    def delta(self, delta: Json) -> Json:
+        return {"text": delta["content"]}
 
     def text(self, answer: Answer) -> Json:
         return {"text": answer.content}
@@ -439,11 +397,6 @@ class ChatFormat(AnswerFormat):
     def opening(self) -> list[Json]:
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(self._choice(i, role)) for i in range(len(self._answers))]
-
-    def delta(self, delta: Delta) -> Json:
-        if isinstance(delta, Call):
-            return {"delta": {"tool_calls": [{"index": delta.number, **_call_json(delta)}]}}
-        return {"delta": {"content" if isinstance(delta, Content) else "reasoning_content": delta.text}}
 
     def text(self, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
@@ -543,11 +496,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _while_connected(receive, self._channel, self._send(send))
-        except OSError:  # the client is gone
-            pass
-        except Exception:
-            LOG.exception("a stream failed")
+            with contextlib.suppress(OSError):  # the client is gone
+                await _while_connected(receive, self._channel, self._send(send))
         finally:
             self._on_end()
 

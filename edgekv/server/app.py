@@ -184,13 +184,9 @@ class _Server:
 
     async def props(self, request: Request) -> Response:
         """What clients of llama.cpp's server ask for, and what this one has beside."""
-        session, template, sampling = self._engine.session, self._engine.prompts.template, self._engine.sampling
-        tokenizer = self._engine.prompts.tokenizer
-        settings = {
-            "max_tokens": self._engine.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-        }
+        session, sampling, prompts = self._engine.session, self._engine.sampling, self._engine.prompts
+        most = self._engine.max_new_tokens
+        settings = {"max_tokens": most, "temperature": sampling.temperature, "top_p": sampling.top_p}
         return JSONResponse(
             {
                 "default_generation_settings": {"n_ctx": self._plan.ctx, "params": settings},
@@ -198,10 +194,7 @@ class _Server:
                 "model_alias": self._name,
                 "loras": list(self._loras),
                 "model": session.model.summary(),
-                "chat_template": template.source,
-                "chat_template_caps": {"tools": template.knows_tools},
-                "bos_token": None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
-                "eos_token": next((tokenizer.piece(i) for i in tokenizer.eos_ids), None),
+                "chat_template": prompts.template.source,
                 "modalities": {"vision": session.model.image_token is not None, "audio": False},
                 "build_info": f"edgekv {__version__}",
                 "kv": str(self._plan.kv),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import hashlib
+import functools
 import json
 import threading
 from array import array
@@ -33,7 +33,7 @@ from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images,
 REMEMBERED_ANSWERS = 512
 KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each
 LOOKED_BACK = 8  # tokens of a prompt's end, among which the beginning of the reasoning is looked for
-IMAGE_BYTES = 64 << 20  # of embeddings that are kept
+KEPT_IMAGES = 16  # files and their embeddings, some MB each
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -137,12 +137,11 @@ def decoded(url: str, name: str) -> bytes:
 
 
 class Images:
-    """The images of all conversations as the model sees them, the latest ones kept; for any thread."""
+    """The images of all conversations as the model sees them, the latest KEPT_IMAGES kept; for any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._seen: OrderedDict[bytes, Embeddings] = OrderedDict()
-        self._lock = threading.Lock()
+        self._embedded = functools.lru_cache(KEPT_IMAGES)(self._embed)
 
     def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
         """Return the prompt with images at its image tokens. ImageError: no image, or a model that sees none."""
@@ -155,19 +154,10 @@ class Images:
         require_places(ids, vision.image_token, len(files))
         return place_images(ids, vision.image_token, [self._embedded(file) for file in files], 0)
 
-    def _embedded(self, file: bytes) -> Embeddings:
-        key = hashlib.sha256(file).digest()
-        found = self._seen.get(key)
-        if found is None:
-            picture = picture_of(file, "the image")
-            with self._session.exclusive():
-                found = self._session.vision(picture)
-        with self._lock:
-            self._seen[key] = found
-            self._seen.move_to_end(key)
-            while sum(each.rows.nbytes for each in self._seen.values()) > IMAGE_BYTES and len(self._seen) > 1:
-                self._seen.popitem(last=False)
-        return found
+    def _embed(self, file: bytes) -> Embeddings:
+        picture = picture_of(file, "the image")
+        with self._session.exclusive():
+            return self._session.vision(picture)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,12 +206,12 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": function.name,
-                "description": function.description or "",
-                "parameters": function.parameters or {"type": "object", "properties": {}},
+                "name": each.name,
+                "description": each.description or "",
+                "parameters": each.parameters or {"type": "object", "properties": {}},
             },
         }
-        for function in functions
+        for each in functions
     ]
 
 

@@ -11,10 +11,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, Struct
 
 from edgekv.checks import LARGEST, short_repr
 from edgekv.engine.sampling import SamplingParams
@@ -37,7 +37,8 @@ Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Stop = Annotated[str, Meta(min_length=1)]
 Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
 Texts = str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
-ToolChoice = Literal["none", "auto", "required"]
+IsText = Annotated[str, Meta(pattern=r"^(text)\Z")]
+IsFunction = Annotated[str, Meta(pattern=r"^(function)\Z")]
 
 
 class RequestError(EdgeKVError):
@@ -78,17 +79,21 @@ class StrictStruct(Struct, forbid_unknown_fields=True):
     """An object without fields that are not declared."""
 
 
-class TextPart(StrictStruct, tag_field="type", tag="text"):
-    text: str
-
-
 class ImageUrl(StrictStruct):
     url: str
     detail: str | None = None  # not used
 
 
-class ImagePart(StrictStruct, tag_field="type", tag="image_url"):
-    image_url: ImageUrl
+class Part(StrictStruct):
+    """A text or an image."""
+
+    type: Annotated[str, Meta(pattern=r"^(text|image_url)\Z")]
+    text: str = ""
+    image_url: ImageUrl | None = None
+
+    def __post_init__(self) -> None:
+        if (self.image_url is None) == (self.type == "image_url"):
+            raise ValueError("Expected image_url where that is its type")
 
 
 class CalledFunction(StrictStruct):
@@ -109,15 +114,15 @@ class ToolCall(StrictStruct):
 
     function: CalledFunction
     id: str = ""
-    type: Literal["function"] = "function"
+    type: IsFunction = "function"
     index: int | None = None
 
 
 class Message(StrictStruct):
     """A turn. What OpenAI's own answers have beside role and content may come back, empty."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | ImagePart] | None = None
+    role: Annotated[str, Meta(pattern=r"^(system|developer|user|assistant|tool)\Z")]
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -131,7 +136,7 @@ class Message(StrictStruct):
     def images(self) -> list[str]:
         """Their URLs, in order."""
         parts = self.content if isinstance(self.content, list) else ()
-        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+        return [part.image_url.url for part in parts if part.image_url]
 
     def as_turn(self, place: str) -> dict[str, Any]:
         """Return what chat templates take: one text, with a mark for each image, and arguments as objects.
@@ -161,7 +166,7 @@ class Message(StrictStruct):
         if isinstance(self.content, str):
             return self.content
         return "".join(
-            f"{PLACEHOLDER}\n" if isinstance(part, ImagePart) else as_text(part.text, [PLACEHOLDER])
+            f"{PLACEHOLDER}\n" if part.image_url else as_text(part.text, [PLACEHOLDER])
             for part in self.content or ()
         )
 
@@ -175,7 +180,7 @@ class Function(StrictStruct):
 
 class Tool(StrictStruct):
     function: Function
-    type: Literal["function"] = "function"
+    type: IsFunction = "function"
 
 
 class JsonSchema(StrictStruct):
@@ -188,7 +193,7 @@ class JsonSchema(StrictStruct):
 class ResponseFormat(StrictStruct):
     """Text, any JSON object, or JSON of a schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Annotated[str, Meta(pattern=r"^(text|json_object|json_schema)\Z")]
     json_schema: JsonSchema | None = None
 
 
@@ -306,11 +311,11 @@ class ChatRequest(Request, kw_only=True):
     logprobs: bool = False
     top_logprobs: Top = 0
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | ToolCall = "auto"
+    tool_choice: Annotated[str, Meta(pattern=r"^(none|auto|required)\Z")] | ToolCall = "auto"
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    modalities: Annotated[list[IsText], Meta(max_length=1)] | None = None
     verbosity: Any = None
 
     def __post_init__(self) -> None:
@@ -365,12 +370,14 @@ class CompletionRequest(Request, kw_only=True):
 
     prompt: Texts
     logprobs: Top | None = None
-    echo: Literal[False] = False
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
+    echo: bool = False
+    best_of: Annotated[int, Meta(ge=1, le=1)] = 1
+    suffix: Annotated[str, Meta(max_length=0)] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.echo:
+            raise bad_field("echo", self.echo, "false")
         if (n := len(listed(self.prompt, "prompt"))) * self.n > MAX_CHOICES:
             many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
             raise RequestError(400, f"{many}: ask in parts", param="n")
@@ -388,7 +395,7 @@ class EmbeddingRequest(StrictStruct):
 
     model: str
     input: Texts
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Annotated[str, Meta(pattern=r"^(float|base64)\Z")] = "float"
     dimensions: Positive | None = None
     user: Any = None
 
@@ -421,56 +428,29 @@ def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
     return prompt
 
 
-def read(body: Any, kind: type[T], at: str = "") -> T:
-    """Return the request, or what stands ``at`` a path of one, as ``kind``.
-
-    Raises RequestError (400): the field, its value and what is accepted.
-    """
+def read(body: Any, kind: type[T]) -> T:
+    """Return the body as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
     if not isinstance(body, dict):
-        what = f"{at or 'the body'} is a JSON {type(body).__name__}"
-        raise RequestError(400, f"{what}; send an object", param=at or None)
+        raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
     given = {name: value for name, value in body.items() if value is not None}
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
-        raise _refused(reason, path.rstrip("`").lstrip("."), given, kind, at) from None
-
-
-def _refused(reason: str, path: str, given: Any, kind: type[Struct], at: str) -> RequestError:
-    """Return msgspec's reason with the value and all that is accepted in its place."""
-    value, types = given, [inspect.type_info(kind)]
+    path = path.rstrip("`").lstrip(".")
+    if field := re.search(r"(unknown|required) field `(.*?)`", reason):
+        name = f"{path}.{field[2]}".strip(".")[:60]
+        if field[1] == "required":
+            raise RequestError(400, f"{name!r} is missing", param=name)
+        fields = "" if path else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
+        raise RequestError(400, f"unknown field {name!r}{fields}", param=name)
+    value: Any = given
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
-        types = [variant for each in types for variant in _variants(_inner(each, key))]
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, list) and index.isdigit() and int(index) < len(value):
             value = value[int(index)]
-    if field := re.search(r"(unknown|required) field `(.*?)`", reason):
-        name = f"{at}.{path}.{field[2]}".replace("..", ".").strip(".")[:60]
-        if field[1] == "required":
-            return RequestError(400, f"{name!r} is missing", param=name)
-        fields = sorted(field.encode_name for each in types for field in getattr(each, "fields", ()))
-        return RequestError(400, f"unknown field {name!r}; accepted: {', '.join(fields)}", param=name)
-    names = [json.dumps(value).strip('"') or '""' for each in types for value in getattr(each, "values", ())]
-    if names and any(isinstance(each, inspect.StructType) for each in types):
-        names.append("an object")
+    if texts := re.search(r"matching regex '\^\((.*)\)\\\\Z'", reason):
+        raise bad_field(path, value, texts[1].replace("|", ", "))
     expected = re.match(r"Expected (.*?)(, got .*)?$", reason)
-    accepted = ", ".join(names) or (expected[1].replace("`", "") if expected else "a smaller number")
-    return bad_field(f"{at}.{path}".strip("."), value, accepted)
-
-
-def _inner(kind: inspect.Type, key: str) -> list[inspect.Type]:
-    """Return what a struct's field, a dictionary's values or a list's items may be."""
-    if isinstance(kind, inspect.StructType):
-        tag = [inspect.LiteralType((kind.tag,))] if key == kind.tag_field else []
-        return [*(field.type for field in kind.fields if field.encode_name == key), *tag]
-    return [getattr(kind, name) for name in ("value_type", "item_type") if hasattr(kind, name)]
-
-
-def _variants(kinds: Iterable[inspect.Type]) -> list[inspect.Type]:
-    found: list[inspect.Type] = []
-    for kind in kinds:
-        inner = kind.type if isinstance(kind, inspect.Metadata) else kind
-        found += _variants(inner.types) if isinstance(inner, inspect.UnionType) else [inner]
-    return found
+    raise bad_field(path, value, expected[1].replace("`", "") if expected else "a smaller number")

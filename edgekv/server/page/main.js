@@ -3,48 +3,49 @@
 const NEARLY_FULL = 0.9;
 let conversation = newConversation(), settings = readSettings(), abort = null, model = "", ctx = 0;
 
-const act = {
-  open(id) {
-    abort?.abort();
-    conversation = kept.get(id) ?? newConversation();
-    closeMenu();
-    redraw();
-    $("text").focus();
-  },
-  async remove(talk) {
-    kept.delete(talk.id);
-    talk.removed = true;
-    await stored("readwrite", objects => objects.delete(talk.id));
-    if (talk === conversation) act.open(newest()[0]?.id);
-    else redrawList();
-  },
-  async renamed(talk, title) {
-    talk.title = title || talk.title;
-    await keep(talk, talk.updated);
-    redrawList();
-  },
-  edited(i, text) {
-    if (abort) return;
-    conversation.messages.length = i + 1;
-    conversation.messages[i].content = text;
-    ask();
-  },
-  regenerate() {
-    if (abort) return;
-    if (conversation.messages.at(-1)?.role === "assistant") conversation.messages.pop();
-    if (conversation.messages.length) ask();
-  },
-  redraw: () => redraw(),
-};
-const view = new View(act);
+function openTalk(id) {
+  abort?.abort();
+  conversation = kept.get(id) ?? newConversation();
+  closeMenu();
+  redraw();
+  $("text").focus();
+}
+
+async function remove(talk) {
+  if (!confirm(`Delete “${talk.title}”?`)) return;
+  kept.delete(talk.id);
+  talk.removed = true;
+  await stored("readwrite", objects => objects.delete(talk.id));
+  if (talk === conversation) openTalk(newest()[0]?.id);
+  else redrawList();
+}
+
+async function rename(talk) {
+  talk.title = prompt("Name of the conversation", talk.title)?.trim() || talk.title;
+  await keep(talk, talk.updated);
+  redrawList();
+}
+
+function edited(i, text) {
+  if (abort) return;
+  conversation.messages.length = i + 1;
+  conversation.messages[i].content = text;
+  ask();
+}
+
+function regenerate() {
+  if (abort) return;
+  if (conversation.messages.at(-1)?.role === "assistant") conversation.messages.pop();
+  if (conversation.messages.length) ask();
+}
 
 function redraw(error) {
-  view.show(conversation, error);
+  show(conversation, error);
   redrawList();
   showContext(error);
 }
 
-function redrawList() { view.list(newest(), conversation.id); }
+function redrawList() { showList(newest(), conversation.id); }
 
 async function keep(talk, updated = Date.now()) {
   if (talk.removed) return;
@@ -59,7 +60,7 @@ async function keep(talk, updated = Date.now()) {
 async function ask() {
   const asked = conversation, answered = {role: "assistant", content: "", reasoning: ""};
   redraw();
-  const grow = view.growing();
+  const grow = growing();
   let error = null, saved = performance.now();
   busy(true);
   await keep(asked);
@@ -184,25 +185,11 @@ async function watch() {
   setTimeout(watch, 1000);
 }
 
-function exported() {
-  const {title, messages} = conversation;
-  const whole = {title, model, messages: messages.map(({role, content, images}) => ({role, content, images}))};
-  const url = URL.createObjectURL(new Blob([JSON.stringify(whole, null, 2)], {type: "application/json"}));
-  element("a", {href: url, download: `${(title || "conversation").replace(/[^\w-]+/g, "-").slice(0, 40)}.json`}).click();
-  setTimeout(() => URL.revokeObjectURL(url), 1000);
-}
-
-const FIELDS = ["temperature", "max-tokens", "system", "theme"];
-
-function showSettings() {
-  document.documentElement.dataset.theme = settings.theme ?? "";
-  for (const id of FIELDS) $(id).value = settings[id] ?? "";
-}
+const FIELDS = ["temperature", "max-tokens", "system"];
 
 function settingsChanged() {
   settings = Object.fromEntries([...FIELDS, "lora"].map(id => [id, $(id).checkValidity() ? $(id).value : ""]));
   writeSettings(settings);
-  document.documentElement.dataset.theme = settings.theme;
 }
 
 function closeMenu() {
@@ -241,17 +228,15 @@ for (const kind of ["dragover", "dragleave", "drop"])
 on("attach", "click", () => $("file").click());
 on("file", "change", async () => { await attach($("file").files); $("file").value = ""; });
 on("stop", "click", () => abort?.abort());
-for (const id of ["new", "fresh"]) on(id, "click", () => act.open(null));
+for (const id of ["new", "fresh"]) on(id, "click", () => openTalk(null));
 on("slide", "click", slide);
-on("export", "click", exported);
 on("settings", "click", () => $("options").showModal());
 on("options", "change", settingsChanged);
 on("menu", "click", () => { $("menu").ariaExpanded = String($("side").classList.toggle("open")); });
 
 (async () => {
-  showSettings();
+  for (const id of FIELDS) $(id).value = settings[id] ?? "";
   await openStore();
-  $("storage").hidden = Boolean(database);
-  act.open(newest()[0]?.id);
+  openTalk(newest()[0]?.id);
   watch();
 })();

@@ -122,102 +122,81 @@ function button(label, action, properties = {}) {
   return made;
 }
 
-// act: what the buttons call.
-class View {
-  constructor(act) { this.act = act; }
+let shown = null;  // the conversation
 
-  // The whole conversation; error: what went wrong with the last answer.
-  show(conversation, error) {
-    const last = conversation.messages.length - 1, follows = conversation !== this.shown || this.isAtEnd();
-    this.shown = conversation;
-    $("talk").replaceChildren(...conversation.messages.map((message, i) => this.message(message, i, i === last && !error)));
-    if (error)
-      $("talk").append(element("article", {className: "error"}, `${error.message} `, button("Try again", () => this.act.regenerate())));
-    if (follows) this.toEnd();
-  }
+// The whole conversation; error: what went wrong with the last answer.
+function show(conversation, error) {
+  const last = conversation.messages.length - 1, follows = conversation !== shown || isAtEnd();
+  shown = conversation;
+  $("talk").replaceChildren(...conversation.messages.map((message, i) => article(message, i, i === last && !error)));
+  if (error) $("talk").append(element("article", {className: "error"}, `${error.message} `, button("Try again", regenerate)));
+  if (follows) toEnd();
+}
 
-  message(message, i, isLast) {
-    const made = element("article", {className: message.role, ariaLabel: NAMES[message.role]});
-    if (message.dropped) made.classList.add("dropped");
-    if (message.images?.length)
-      made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
-    const body = element("div", {className: "body"});
-    made.append(body);
-    this.fill(body, message);
-    const actions = element("div", {className: "actions"}, button("Copy", made => copied(message.content, made)));
-    if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => this.edit(made, body, message, i)));
-    if (message.role === "assistant" && isLast) actions.append(button("Regenerate", () => this.act.regenerate()));
-    made.append(actions);
-    return made;
-  }
+function article(message, i, isLast) {
+  const made = element("article", {className: message.role, ariaLabel: NAMES[message.role]});
+  if (message.dropped) made.classList.add("dropped");
+  if (message.images?.length)
+    made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
+  const body = element("div", {className: "body"});
+  fill(body, message);
+  const actions = element("div", {className: "actions"}, button("Copy", made => copied(message.content, made)));
+  if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i)));
+  if (message.role === "assistant" && isLast) actions.append(button("Regenerate", regenerate));
+  made.append(body, actions);
+  return made;
+}
 
-  fill(body, message) {
-    if (message.role === "user") { body.textContent = message.content; return; }
-    const parts = [];
-    if (message.reasoning)
-      parts.push(element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning));
-    body.replaceChildren(...parts, markdown(message.content));
-  }
+function fill(body, message) {
+  if (message.role === "user") { body.textContent = message.content; return; }
+  const parts = [];
+  if (message.reasoning)
+    parts.push(element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning));
+  body.replaceChildren(...parts, markdown(message.content));
+}
 
-  edit(article, body, message, i) {
-    const area = element("textarea", {className: "editor", value: message.content, rows: 3, ariaLabel: "Edit the message"});
-    const done = () => { if (area.value.trim()) this.act.edited(i, area.value.trim()); };
-    area.addEventListener("keydown", event => {
-      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
-      if (event.key === "Escape") { event.stopPropagation(); this.act.redraw(); }
+function edit(article, message, i) {
+  const area = element("textarea", {className: "editor", value: message.content, rows: 3, ariaLabel: "Edit the message"});
+  const done = () => { if (area.value.trim()) edited(i, area.value.trim()); };
+  area.addEventListener("keydown", event => {
+    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
+    if (event.key === "Escape") { event.stopPropagation(); redraw(); }
+  });
+  const actions = element("div", {className: "actions"}, button("Send again", done), button("Cancel", () => redraw()));
+  article.replaceChildren(area, actions);
+  area.focus();
+}
+
+// A place for an answer that is coming; returns what to call with its message as it grows.
+function growing() {
+  const body = element("div", {className: "body"});
+  $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body));
+  toEnd();
+  let frame = 0;
+  return message => {
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      const follows = isAtEnd();
+      fill(body, message);
+      if (follows) toEnd();
     });
-    const actions = element("div", {className: "actions"}, button("Send again", done), button("Cancel", () => this.act.redraw()));
-    article.replaceChildren(area, actions);
-    area.focus();
-  }
+  };
+}
 
-  // A place for an answer that is coming; returns what to call with its message as it grows.
-  growing() {
-    const body = element("div", {className: "body"});
-    $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body));
-    this.toEnd();
-    let frame = 0;
-    return message => {
-      frame ||= requestAnimationFrame(() => {
-        frame = 0;
-        const follows = this.isAtEnd();
-        this.fill(body, message);
-        if (follows) this.toEnd();
-      });
-    };
-  }
+// Whether the reader has not scrolled up: then the text is followed.
+function isAtEnd() {
+  const talk = $("talk");
+  return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+}
 
-  // Whether the reader has not scrolled up: then the text is followed.
-  isAtEnd() {
-    const talk = $("talk");
-    return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-  }
+function toEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
 
-  toEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
-
-  list(conversations, current) {
-    $("list").replaceChildren(...conversations.map(each => {
-      const title = each.title || "New conversation", isCurrent = each.id === current;
-      const open = button(title, () => this.act.open(each.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null});
-      const rename = button("✎", () => this.rename(line, each), {className: "small", ariaLabel: `Rename ${title}`});
-      const remove = button("×", made => {
-        if (made.textContent === "×") made.textContent = "Delete?";
-        else this.act.remove(each);
-      }, {className: "small", ariaLabel: `Delete ${title}`});
-      remove.addEventListener("blur", () => { remove.textContent = "×"; });
-      const line = element("li", {className: isCurrent ? "current" : ""}, open, rename, remove);
-      return line;
-    }));
-  }
-
-  rename(line, conversation) {
-    const input = element("input", {value: conversation.title, ariaLabel: "Name of the conversation"});
-    input.addEventListener("keydown", event => {
-      if (event.key === "Escape") input.value = conversation.title;
-      if (event.key === "Enter" || event.key === "Escape") input.blur();
-    });
-    input.addEventListener("blur", () => this.act.renamed(conversation, input.value.trim()), {once: true});
-    line.replaceChildren(input);
-    input.select();
-  }
+function showList(conversations, current) {
+  $("list").replaceChildren(...conversations.map(each => {
+    const title = each.title || "New conversation", isCurrent = each.id === current;
+    return element("li", {className: isCurrent ? "current" : ""},
+      button(title, () => openTalk(each.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null}),
+      button("✎", () => rename(each), {className: "small", ariaLabel: `Rename ${title}`}),
+      button("×", () => remove(each), {className: "small", ariaLabel: `Delete ${title}`}));
+  }));
 }

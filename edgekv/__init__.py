@@ -7,13 +7,13 @@ from edgekv import errors
 
 if TYPE_CHECKING:
     from edgekv.engine.chat import Chat as Chat
-    from edgekv.engine.generation import Step as Step
     from edgekv.engine.grammar import Constraint as Constraint
-    from edgekv.engine.options import LoadOptions as LoadOptions
+    from edgekv.engine.loading import LoadOptions as LoadOptions
     from edgekv.engine.report import RunReport as RunReport
     from edgekv.engine.sampling import Sampler as Sampler
     from edgekv.engine.sampling import SamplingParams as SamplingParams
     from edgekv.engine.session import Session as Session
+    from edgekv.engine.session import Step as Step
     from edgekv.errors import *  # noqa: F403
     from edgekv.kernels.interface import Segment as Segment
     from edgekv.kvcache.cache import Geometry as Geometry
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "engine.chat": "Chat",
-    "engine.generation": "Step",
     "engine.grammar": "Constraint",
-    "engine.options": "LoadOptions",
+    "engine.loading": "LoadOptions",
     "engine.report": "RunReport",
     "engine.sampling": "Sampler SamplingParams",
-    "engine.session": "Session",
+    "engine.session": "Session Step",
     "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
     "kernels.interface": "Segment",
     "kvcache.cache": "Geometry KVCache Layout",

@@ -20,17 +20,12 @@ class Recorded:
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
         decoder = session._runner.decoder
-        step, together = decoder.step, decoder.step_together
-
-        def one(token: int, caches: Any) -> Any:
-            self.rows.append(1)
-            return step(token, caches)
+        together = decoder.step_together
 
         def several(tokens: Sequence[int], caches: Any) -> Any:
             self.rows.append(len(tokens))
             return together(tokens, caches)
 
-        monkeypatch.setattr(decoder, "step", one)
         monkeypatch.setattr(decoder, "step_together", several)
 
 

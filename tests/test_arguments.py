@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgekv import Chat, EdgeKVError, Embeddings, Sampler, SamplingParams, Session
-from edgekv.engine.options import Options
+from edgekv.engine.loading import Options
 from edgekv.text.template import ChatTemplate
 
 HUGE = 10**5000

@@ -19,7 +19,7 @@ from helpers import SCHEMES
 from edgekv import SamplingParams
 from edgekv.cli import COMMANDS, main, parser
 from edgekv.cli.options import FLAGS, in_flags
-from edgekv.engine.options import Options
+from edgekv.engine.loading import Options
 from edgekv.errors import EdgeKVError
 
 

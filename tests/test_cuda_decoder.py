@@ -19,13 +19,12 @@ from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.cuda_graph import FEWEST_TOKENS
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.generation import choose_token
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
-from edgekv.engine.runner import Runner
+from edgekv.engine.runner import Runner, State
 from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.engine.scheduler import SerialScheduler
-from edgekv.engine.state import State
+from edgekv.engine.session import choose_token
 from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.eval.evaluate import evaluate
 from edgekv.kernels.arrays import to_host

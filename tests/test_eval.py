@@ -23,8 +23,7 @@ from edgekv.cli.demo import WRITTEN, Demo
 from edgekv.cli.terminal import WIDTH, fitted, table
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
-from edgekv.engine.model import Model
-from edgekv.engine.verdicts import Verdicts, needs_gate
+from edgekv.engine.model import Model, Verdicts, needs_gate
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.eval.bench import BLOCKS, SchemeTimer, Timing, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate

@@ -129,7 +129,7 @@ def test_saved_sessions_belong_to_their_lora(base: pathlib.Path, lora: pathlib.P
             Session.restore(saved, base, lora=other, device="numpy")
         assert error.value.field == "lora"
         given = "no LoRA" if other is None else "the LoRA helper:1 ("
-        one_line(error, "was held with the LoRA helper:0.5 (", given, "`lora`")
+        one_line(error, "the LoRA helper:0.5 (", given, "`lora`")
 
 
 def test_a_quantized_checkpoint_is_merged_unpacked(base: pathlib.Path, lora: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ from slot_cases import Recorded, at_once
 from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.cli import main
 from edgekv.engine.cuda import CudaBackend
-from edgekv.engine.options import Options
+from edgekv.engine.loading import Options
 from edgekv.errors import CheckpointError, ConfigError, SessionError
 from edgekv.kvcache import CacheSpec
 from edgekv.server.engine import SessionPool
@@ -131,7 +131,7 @@ def test_saved_sessions_go_on_with_their_own(
     for given in ({}, {"half": f"{lora}:0.5"}):
         with pytest.raises(SessionError) as error:
             Session.restore(saved, base, weights="f32", loras=given)
-        one_line(error, "was held with the LoRA helper:1 (", "beside the weights", "no LoRA")
+        one_line(error, "the LoRA helper:1 (", "beside the weights", "no LoRA")
 
 
 def test_those_of_several_loras_decode_together(

@@ -14,8 +14,8 @@ import pytest
 from helpers import raises
 
 from edgekv import ConfigError, Session, SessionError
+from edgekv.engine.runner import ANSWER_TOKENS
 from edgekv.engine.session_file import SessionFile, write
-from edgekv.engine.state import ANSWER_TOKENS
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache.cache import Workspace, rewind
 from edgekv.kvcache.recurrent import EVERY, RecurrentState, recurrent_states

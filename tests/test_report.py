@@ -62,9 +62,7 @@ def test_what_was_not_measured_is_none():
         "latency_p95_ms",
         "achieved_gb_per_s",
         "images",
-        "visual_cache_bytes",
         "state_bytes",
-        "text_cache_bytes",
         "drafts",
     }
     assert {name for name, value in numbers.items() if value is None} == unmeasured

@@ -31,8 +31,8 @@ class Slow:
         self._computing = threading.Lock()
         self.may_end.set()
 
-    def step(self, token: int, caches: Any) -> np.ndarray:
-        return self.step_together([token], [caches])[0]
+    def steps(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
+        return self.step_together(tokens, [caches])
 
     def step_together(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
         assert self._computing.acquire(blocking=False)
@@ -67,7 +67,7 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
-            np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
+            np.testing.assert_array_equal(schedule.steps(decoder, [token], ())[0], [token, token])
         schedule.finish()
 
     threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
@@ -90,7 +90,7 @@ def test_a_prompt_lets_tokens_go_first() -> None:
     def write() -> None:
         reading.wait()
         asked.set()
-        logits.append(schedule.step(decoder, 7, ()))
+        logits.append(schedule.steps(decoder, [7], ())[0])
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -111,7 +111,7 @@ def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
 
     def write() -> None:
         while not ended.is_set():
-            schedule.step(decoder, 1, ())
+            schedule.steps(decoder, [1], ())[0]
 
     threads = [threading.Thread(target=write) for _ in range(n)]
     for thread in threads:
@@ -150,9 +150,9 @@ def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
     schedule = BatchScheduler(decoder.threads)
-    threading.Thread(target=schedule.step, args=(decoder, 1, ())).start()
+    threading.Thread(target=schedule.steps, args=(decoder, [1], ())).start()
     for token in (2, 3):
-        np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
+        np.testing.assert_array_equal(schedule.steps(decoder, [token], ())[0], [token, token])
     assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
 
 
@@ -163,12 +163,12 @@ def test_a_failed_pass_is_told_to_all() -> None:
 
     def fails(token: int) -> str:
         with pytest.raises(MemoryError) as caught:
-            schedule.step(decoder, token, ())
+            schedule.steps(decoder, [token], ())[0]
         return str(caught.value)
 
     assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
     decoder.fails = None
-    np.testing.assert_array_equal(schedule.step(decoder, 5, ()), [5, 5])
+    np.testing.assert_array_equal(schedule.steps(decoder, [5], ())[0], [5, 5])
 
 
 class InterruptedThread:
@@ -217,8 +217,8 @@ def test_an_interrupted_token_is_not_computed() -> None:
     schedule = BatchScheduler(decoder.threads)
     interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
-        schedule.step(decoder, 1, ())
-    np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])
+        schedule.steps(decoder, [1], ())[0]
+    np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])
     assert decoder.passes == [[2]]
 
 
@@ -229,7 +229,7 @@ def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     decoder.may_end.clear()
 
     def write(token: int) -> None:
-        schedule.step(decoder, token, ())
+        schedule.steps(decoder, [token], ())[0]
         schedule.finish()
 
     threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
@@ -271,7 +271,7 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
     schedule = BatchScheduler(decoder.threads)
 
     def ask(token: int) -> Any:
-        return schedule.step(decoder, token, ())
+        return schedule.steps(decoder, [token], ())[0]
 
     def last(token: int) -> Any:
         """A token of whoever is waited for, who then computes."""
@@ -303,12 +303,12 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
         assert decoder.passes == [[5], [7, 6], [1, 2] if computes else [2, 1]]
         decoder.may_end.set()
         monkeypatch.undo()
-        np.testing.assert_array_equal(schedule.step(decoder, 3, ()), [3, 3])
+        np.testing.assert_array_equal(schedule.steps(decoder, [3], ())[0], [3, 3])
 
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
     for schedule in (BatchScheduler(1), SerialScheduler(1)):
         with schedule.exclusive(), pytest.raises(SessionError):
-            schedule.step(decoder, 1, ())
-        np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])
+            schedule.steps(decoder, [1], ())[0]
+        np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])

@@ -12,8 +12,8 @@ import pytest
 from helpers import SESSION_KV, raises
 
 from edgekv import LoadOptions, SamplingParams, Session
-from edgekv.engine import state
-from edgekv.engine.options import Options
+from edgekv.engine import runner
+from edgekv.engine.loading import Options
 from edgekv.errors import (
     CheckpointError,
     ConfigError,
@@ -106,7 +106,7 @@ def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypat
         each.prefill([1, 2, 3])
     other.prefill([4, 5, 6, 7])
     with monkeypatch.context() as patch:
-        patch.setattr(state, "copy_used", fail)
+        patch.setattr(runner, "copy_used", fail)
         with pytest.raises(MemoryError):
             session.copy_from(other)
     assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)

@@ -15,8 +15,9 @@ import pytest
 from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
-from edgekv.engine.session_file import OLD_MAGIC, SessionFile, write
-from edgekv.engine.state import used_part
+from edgekv.cli import main
+from edgekv.engine.runner import used_part
+from edgekv.engine.session_file import SessionFile, write
 from edgekv.errors import CheckpointError, SessionError
 from edgekv.kvcache import CacheSpec
 
@@ -69,26 +70,21 @@ def test_restored_text_equals_uninterrupted_text(loaded: Session, kv: str, tmp_p
     assert len(set(whole)) > 30
 
 
-@pytest.mark.parametrize("kv", ["h2o", "onebit", "visual=planes"])
-def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathlib.Path) -> None:
-    whole = text(sliding.fork(kv=kv), PROMPT, 60)
-    saved = sliding.fork(kv=kv)
-    first = text(saved, PROMPT, 20)
-    saved.save(tmp_path / "session")
-    restored = Session.restore(tmp_path / "session", sliding)
-    assert first + text(restored, [], 40, restored.last_sampler) == whole
-
-
-@pytest.mark.parametrize("kv", ["visual1:group=channel", "visual=planes"])
-def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
-    sessions = [loaded.fork(kv=kv) for _ in range(2)]
-    for session in sessions:
+@pytest.mark.parametrize(
+    ("model_of", "kv"), [("sliding", "h2o"), ("sliding", "onebit"), ("loaded", "visual=planes")]
+)
+def test_sliding_layers_and_image_tokens(
+    model_of: str, kv: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    """Saved 20 tokens before the second image is complete, and is packed."""
+    base = request.getfixturevalue(model_of)
+    straight, saved = base.fork(kv=kv), base.fork(kv=kv)
+    for session in (straight, saved):
         for cache in session.caches:
             cache.mark_images([(10, 60), (1100, 1250)])
-    whole = text(sessions[0], PROMPT, 100)
-    first = text(sessions[1], PROMPT, 30)  # 20 tokens before the span is packed
-    sessions[1].save(tmp_path / "session")
-    restored = Session.restore(tmp_path / "session", loaded)
+    whole, first = text(straight, PROMPT, 100), text(saved, PROMPT, 30)
+    saved.save(tmp_path / "session")
+    restored = Session.restore(tmp_path / "session", base)
     assert first + text(restored, [], 70, restored.last_sampler) == whole
 
 
@@ -167,14 +163,10 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
     (tmp_path / "newer").write_bytes(newer)
     with pytest.raises(SessionError, match="format version '3', this edgekv reads 2"):
         Session.restore(tmp_path / "newer", model)
-    (tmp_path / "old").write_bytes(OLD_MAGIC + b'\1\0\0\0 12345678{"content":{"edgekv": "0.9.1"}}')
-    with pytest.raises(SessionError, match=r"was written by edgekv 0\.9\.1: open it with that") as error:
-        Session.restore(tmp_path / "old", model)
-    assert "\n" not in str(error.value)
 
 
 CHANGES = {
-    "another model": ({"identity": "0" * 16, "model": "other"}, "belongs to the model other"),
+    "another model": ({"identity": "0" * 16, "model": "other"}, "was held with model='other with identity 0000"),
     "other weights": ({"weights": "int8"}, "was held with weights='int8', not "),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
@@ -216,7 +208,7 @@ def test_a_file_that_belongs_to_something_else(
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
     with raises(SessionError, field="kv", match=r"was held with kv='onebit.*not dense"):
         Session.restore(file, loaded, kv="dense")
-    with raises(SessionError, field="ctx", match="was held with ctx=1400, not 1000"):
+    with raises(SessionError, field="ctx"):
         Session.restore(file, loaded, ctx=1000)
     with raises(SessionError, field="weights"):
         Session.restore(file, model, weights="int8")
@@ -260,14 +252,14 @@ def started_and_killed(arguments: list[object], seconds: float) -> list[bytes]:
 
 def test_kill_9_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: pathlib.Path) -> None:
     path, rng = tmp_path / "session", random.Random(1)
-    for _ in range(12):
+    for _ in range(8):
         said = started_and_killed([WRITER, path], rng.random() * 0.15)
         file = SessionFile(path)
         k = file.content["k"]
         assert k in (int(said[-1]), int(said[-1]) + 1) if said else k in (1, 2)
-        array = np.empty(204_000, np.uint64)
-        file.fill("4", array)
-        assert (array == k).all()
+        arrays = {str(i): np.empty(200_000 + 1000 * i, np.uint64) for i in range(5)}
+        file.fill(arrays)
+        assert (arrays["4"] == k).all()
     write(path, {"k": 0}, {})
     assert list(tmp_path.iterdir()) == [path]  # what the killed left is gone
 
@@ -286,23 +278,19 @@ def test_a_full_disk_keeps_the_old_file(loaded: Session, file: pathlib.Path) -> 
     assert list(file.parent.iterdir()) == [file]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "edgekv", "run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, timeout=300)
-
-
-@pytest.mark.parametrize("options", [["--kv", "onebit"]])
-def test_run_session_goes_on_in_another_process(
-    shared: pathlib.Path, tmp_path: pathlib.Path, options: list[str]
+def test_the_command_goes_on_with_a_session(
+    shared: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["--model", shared / "models" / "stories260K", "--temperature", 1, "--seed", 3]
-    prompt = ["--prompt", "Once upon a time", *options]
-    whole = run(*common, *prompt, "--max-new-tokens", 50)
-    assert whole.returncode == 0, whole.stderr
-    session = ["--session", tmp_path / "file"]
-    first = run(*common, *prompt, *session, "--max-new-tokens", 20)
-    second = run(*common, *session, "--max-new-tokens", 30)
-    assert first.stdout[:-1] + second.stdout[:-1] == whole.stdout[:-1]
-    refused = run(*common, *session, "--kv", "dense")
-    assert (refused.returncode, refused.stderr.count(b"\n")) == (2, 1)
-    assert b"leave --kv out" in refused.stderr
+    def out(*arguments: object, status: int = 0) -> str:
+        common = ["--model", shared / "models" / "stories260K", "--temperature", 1, "--seed", 3]
+        assert main(["run", *map(str, (*common, *arguments))]) == status
+        found = capsys.readouterr()
+        return found.err if status else found.out[:-1]
+
+    prompt, session = ["--prompt", "Once upon a time", "--kv", "onebit"], ["--session", tmp_path / "file"]
+    whole = out(*prompt, "--max-new-tokens", 50)
+    first = out(*prompt, *session, "--max-new-tokens", 20)
+    assert first + out(*session, "--max-new-tokens", 30) == whole
+    refused = out(*session, "--kv", "dense", status=2)
+    assert refused.count("\n") == 1
+    assert "leave --kv out" in refused

@@ -124,8 +124,8 @@ def test_a_larger_array_is_refused_before_it_is_read(tmp_path: pathlib.Path) -> 
     write(tmp_path / "file", {}, {"a": np.ones((4, 4096), np.uint8)})
     file, small = SessionFile(tmp_path / "file"), np.zeros((4, 1024), np.uint8)
     with pytest.raises(SessionError, match="array 'a' is U8"):
-        file.require({"a": small})
-    file.require({"a": np.zeros((8, 5000), np.uint8)})
+        file.fill({"a": small})
+    file.fill({"a": np.zeros((8, 5000), np.uint8)})
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,9 @@ from edgekv.cli.options import (
 from edgekv.cli.run import is_saved, open_session, open_template, speed
 from edgekv.cli.terminal import Bars, Interrupt, raw
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
-from edgekv.engine.generation import Step
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.sampling import SamplingParams
-from edgekv.engine.session import Session
+from edgekv.engine.session import Session, Step
 from edgekv.errors import EdgeKVError, unknown
 from edgekv.machine import format_bytes
 from edgekv.vision import picture, require_vision

@@ -15,8 +15,7 @@ from edgekv.checkpoint.hub import shipped
 from edgekv.cli.options import add, option, read_text
 from edgekv.cli.terminal import Bars, fitted
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import heads_bits, load_model, open_model, open_tokenizer, warm_up
-from edgekv.engine.options import Options
+from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.errors import ContextError, EdgeKVError
 from edgekv.eval.needles import Prose, Reader, make_haystack
 from edgekv.kernels.arrays import to_host

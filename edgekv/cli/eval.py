@@ -26,8 +26,7 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.plots import plot, require_matplotlib
 from edgekv.cli.terminal import Bars, fitted, table, write_json
-from edgekv.engine.model import Model
-from edgekv.engine.verdicts import Verdicts, needs_gate
+from edgekv.engine.model import Model, Verdicts, needs_gate
 from edgekv.errors import ConfigError
 from edgekv.eval.evaluate import EvalInput, Quality, evaluate
 from edgekv.eval.gate import (

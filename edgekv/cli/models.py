@@ -25,9 +25,8 @@ from edgekv.cli.options import (
     yes,
 )
 from edgekv.cli.terminal import Bars, print_rows, say
-from edgekv.engine.loading import open_model
+from edgekv.engine.loading import Options, SessionPlan, default_ctx, open_model
 from edgekv.engine.model import Model
-from edgekv.engine.options import Options, SessionPlan, default_ctx
 from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec

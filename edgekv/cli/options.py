@@ -16,8 +16,7 @@ from typing import Any, get_type_hints
 from edgekv import files
 from edgekv.checkpoint.hub import hub_name, locate, shape_names
 from edgekv.cli.terminal import PICTURES, say
-from edgekv.engine.loading import AUTO
-from edgekv.engine.options import LORA_NAME, OVERFLOWS, Options
+from edgekv.engine.loading import AUTO, LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.files import require_writable, user_path

@@ -27,8 +27,8 @@ from edgekv.cli.options import (
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.grammar import read_schema
+from edgekv.engine.loading import Options
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.options import Options
 from edgekv.engine.report import RunReport
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from edgekv.checks import Count, Natural, checked
-from edgekv.engine.generation import Step, Stops
+from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import SamplingParams
-from edgekv.engine.session import Session
-from edgekv.engine.state import require_room
+from edgekv.engine.session import Session, Step, Stops
 from edgekv.errors import SessionError
 from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate

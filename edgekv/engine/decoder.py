@@ -118,8 +118,8 @@ def visible_range(t0: int, t1: int, window: int | None) -> tuple[int, I64, I64]:
 class Backend(abc.ABC):
     """Where and with what a decoder computes; arrays of activations and caches lie in its memory.
 
-    chunk: tokens of a prompt whose activations are alive at a time. threads: cores. keeps_kernels: whether
-    compiled kernels are remembered by `edgekv.kernels.kernel_cache`. free_bytes(): memory that is left.
+    chunk: tokens of a prompt whose activations are alive at a time. keeps_kernels: whether compiled kernels are
+    remembered by `edgekv.kernels.kernel_cache`.
     """
 
     weights: Weights
@@ -270,16 +270,14 @@ class Decoder:
 
     def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """Logits (vocab,) after appending one token, valid until the next step."""
-        if self.replay is not None:
-            replayed: F32 = self.replay.step(token, attending(caches))
-            return replayed
-        logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
+        logits: F32 = self.steps((token,), caches)[0]
         return logits
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """Logits (n, vocab) after each of a few tokens, all of them appended: `step`, several at once."""
-        if len(tokens) == 1:
-            return self.step(tokens[0], caches)[None]
+        """Logits (n, vocab) after each of a few tokens, all of them appended, valid until the next step."""
+        if len(tokens) == 1 and self.replay is not None:
+            replayed: F32 = self.replay.step(tokens[0], attending(caches))[None]
+            return replayed
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
@@ -287,26 +285,24 @@ class Decoder:
 
         A pass of the linear layers has what they would have alone.
         """
-        passes = (slice(a, a + FEW_ROWS) for a in range(0, len(tokens), FEW_ROWS))
-        return np.concatenate([self._step_pass(tokens[part], conversations[part]) for part in passes])
-
-    def _step_pass(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
-        rotations = [self._ropes.at(start, 1) for start in starts]
-        for i in range(self.config.n_layers):
-            projected = self.attention_in(i, x)
-            attn_out = self.workspace.array("together", (len(tokens), self.arch.widths(i)[1]))
-            for j, caches in enumerate(conversations):
-                attn_out[j : j + 1] = self._attend(i, projected[j : j + 1], caches[i], rotations[j][i])
-            x = self.attention_out(i, x, attn_out)
-        return self.head(x)
+        passes = (slice(a, a + FEW_ROWS) for a in range(0, len(tokens), FEW_ROWS))
+        return np.concatenate([self.head(self.forward(x[part], *conversations[part])) for part in passes])
 
-    def forward(self, x: F32, caches: Sequence[LayerState]) -> F32:
-        """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
-        rotations = self._ropes.at(caches[0].n_seen, len(x))
-        for i, cache in enumerate(caches):
-            x = self._layer(i, x, cache, rotations[i])
+    def forward(self, x: F32, *conversations: Sequence[LayerState]) -> F32:
+        """Appends tokens, as many to each conversation, through `KVCache.attend`; returns their hidden states.
+
+        x (n, hidden): their embeddings, those of the first conversation first.
+        """
+        n = len(x) // len(conversations)
+        rotations = [self._ropes.at(caches[0].n_seen, n) for caches in conversations]
+        for i in range(self.config.n_layers):
+            projected, outs = self.attention_in(i, x), []
+            for j, caches in enumerate(conversations):
+                out = self._attend(i, projected[j * n : (j + 1) * n], caches[i], rotations[j][i])
+                outs.append(out if len(conversations) == 1 else out.copy())
+            x = self.attention_out(i, x, outs[0] if len(outs) == 1 else np.concatenate(outs))
         return x
 
     def prefill(

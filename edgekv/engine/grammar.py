@@ -8,7 +8,6 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
-from urllib.parse import unquote
 
 import numpy as np
 
@@ -19,10 +18,7 @@ from edgekv.files import read_object, user_path
 from edgekv.text import Tokenizer
 from edgekv.types import F32
 
-MAX_LEVELS = 300  # of a schema: its objects and lists within each other
-MAX_OBJECTS = 20_000  # and how many, each as often as it is compiled
 MAX_QUESTIONS = 1000  # of the matcher, for one token
-MAX_ITEMS = 300_000  # that are looked at to know that: a third of a second
 MAX_IDLE = 1  # processes that wait for the next text: each holds the vocabulary
 
 
@@ -96,57 +92,11 @@ class JsonSchema(Grammar):
     KIND = "schema"
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
-        require_bounded(schema)
-        super().__init__(json.dumps(schema), tokenizer, vocab_size)
-
-
-def require_bounded(schema: Any) -> None:
-    """Raises ConfigError for a JSON schema that nests or, with its references followed, grows beyond bounds."""
-    known: dict[int, tuple[int, int]] = {}  # by what is referred to
-    targets: dict[str, Any] = {}  # by reference: each is read once, however long it is
-    n_items = 0
-
-    def measure(part: Any, level: int, merged: bool) -> tuple[int, int]:
-        """(objects, levels) of a part. merged: what it refers to is compiled into it, as `allOf` is."""
-        nonlocal n_items
-        if not isinstance(part, (dict, list)):
-            return 0, 0
-        n_items += len(part)
-        if n_items > MAX_ITEMS:
-            raise _refused(f"with its references it has more than {MAX_ITEMS:,} members")
-        n, height, reference = 1, 0, part.get("$ref") if isinstance(part, dict) else None
-        if level < MAX_LEVELS and isinstance(reference, str):
-            if reference not in targets:
-                targets[reference] = _target(schema, reference)
-            target = targets[reference]
-            if id(target) not in known:
-                known[id(target)] = 1, 0  # while it is measured: of one that refers to itself
-                known[id(target)] = measure(target, level + 1, True)
-            height = known[id(target)][1]
-            n += known[id(target)][0] if merged or len(part) > 1 else 0
-        for key, each in part.items() if isinstance(part, dict) else enumerate(part):
-            if level < MAX_LEVELS:
-                more, below = measure(each, level + 1, key == "allOf" or (merged and isinstance(key, int)))
-                n, height = n + more, max(height, below)
-        if level >= MAX_LEVELS or height >= MAX_LEVELS:
-            raise _refused(f"with its references it nests more than {MAX_LEVELS} levels deep")
-        if n > MAX_OBJECTS:
-            raise _refused(f"with its references it has more than {MAX_OBJECTS:,} objects")
-        return n, height + 1
-
-    measure(schema, 0, False)
-
-
-def _target(schema: Any, reference: str) -> Any:
-    """What `#` or `#/a/b` refers to; None for any other reference, which llguidance refuses or knows."""
-    root, *names = unquote(reference).split("/")
-    if root != "#":
-        return None
-    for name in names:
-        if not isinstance(schema, dict):
-            return None
-        schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
-    return schema
+        try:
+            text = json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refused(error) from None
+        super().__init__(text, tokenizer, vocab_size)
 
 
 def find_constraint(
@@ -155,7 +105,7 @@ def find_constraint(
     tokenizer: Callable[[], Tokenizer],
     vocab_size: int,
 ) -> Constraint | None:
-    """The constraint that a schema or a caller gives; None: neither. Raises ConfigError for both, and as above."""
+    """The constraint that a schema or a caller gives; None: neither. Raises ConfigError for both."""
     if schema is None:
         return constraint
     if constraint is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import DraftCounts
-from edgekv.engine.state import State
+from edgekv.engine.runner import State
 from edgekv.files import atomic_write
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
@@ -24,15 +24,10 @@ FinishReason = Literal["stop", "length"]
 """OpenAI's: "stop" where the text came to its end, "length" where it was cut off."""
 
 
-DERIVED = (
-    "text_cache_bytes",
-    "decode_tokens",
-    "prefill_tokens_per_s",
-    "decode_tokens_per_s",
-    "latency_median_ms",
-    "latency_p95_ms",
-    "achieved_gb_per_s",
-)  # of a report's JSON, beside its fields
+DERIVED = (  # of a report's JSON, beside its fields
+    *("decode_tokens", "prefill_tokens_per_s", "decode_tokens_per_s"),
+    *("latency_median_ms", "latency_p95_ms", "achieved_gb_per_s"),
+)
 
 
 @dataclass
@@ -47,15 +42,13 @@ class RunReport:
     compile_s: seconds that compiling kernels took while the session was opened, in no other figure.
     time_to_first_token_s: seconds from the prompt to the first token's text.
     cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
-    visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
     bytes_read_per_token: weights and cache that one decode step reads.
     state_bytes: of layers that do not attend, with the snapshots of their states; None where all attend.
     images: those of the prompt.
     energy: joules by phase, where a meter was asked for.
     machine: `edgekv.machine.machine_info`.
     notes: warnings a reader of the numbers must see, a line each.
-    finish_reason: "stop" where the text came to its end, "length" where it was cut off, as OpenAI has it; None
-        while it goes on, or where it was interrupted.
+    finish_reason: None while the text goes on, or where it was interrupted.
     finish_message: the same for people, with the limit that was met.
     """
 
@@ -67,7 +60,6 @@ class RunReport:
     time_to_first_token_s: float | None = None
     images: ImagesReport | None = None
     cache_bytes: int | None = None
-    visual_cache_bytes: int | None = None
     state_bytes: int | None = None
     weights_bytes: int | None = None
     bytes_read_per_token: int | None = None
@@ -89,13 +81,6 @@ class RunReport:
         self._pass_start = self._pass_start if same_pass else len(latencies)
         of_pass = [*latencies[self._pass_start :], seconds]
         latencies[self._pass_start :] = [math.fsum(of_pass) / len(of_pass)] * len(of_pass)
-
-    @property
-    def text_cache_bytes(self) -> int | None:
-        """The rest of the cache, where the scheme keeps images apart."""
-        if self.cache_bytes is None or self.visual_cache_bytes is None:
-            return None
-        return self.cache_bytes - self.visual_cache_bytes
 
     @property
     def decode_tokens(self) -> int:
@@ -143,11 +128,14 @@ class RunReport:
             rows.append(("images", f"{self.images.n}, {self.images.tokens} tokens, {self.images.seconds:.3f} s"))
         if self.compile_s:
             rows.append(("compiling", f"{self.compile_s:.1f} s for kernels, once per machine"))
-        prefill = _number(self.prefill_tokens_per_s, ".1f", " tokens/s")
+        prefill, decode = _number(self.prefill_tokens_per_s, ".1f", " tokens/s"), "no token"
+        if self.decode_latencies_s:
+            decode = f"{self.decode_tokens} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
+            decode += f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
         rows += [
             ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
             ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
-            ("decode", self._decode_text()),
+            ("decode", decode),
         ]
         if self.drafts and self.drafts.source != "none":
             per_pass = _number(_ratio(self.decode_tokens, self.drafts.passes), ".2f", " tokens per pass")
@@ -155,8 +143,6 @@ class RunReport:
             rows.append(("drafts", f"{self.drafts.source}: {accepted}, {per_pass}"))
         memory = f"cache {_size(self.cache_bytes)}, {state}weights {_size(self.weights_bytes)}"
         rows.append(("memory", f"{memory}, peak RSS {_size(self.peak_rss_bytes)}"))
-        if self.visual_cache_bytes is not None:
-            rows.append(("cache", f"visual {_size(self.visual_cache_bytes)}, text {_size(self.text_cache_bytes)}"))
         bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
         rows += [
             ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
@@ -165,14 +151,6 @@ class RunReport:
             *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
-
-    def _decode_text(self) -> str:
-        if not self.decode_latencies_s:
-            return "no token"
-        return (
-            f"{self.decode_tokens} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
-            f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
-        )
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
@@ -183,16 +161,15 @@ class RunReport:
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
     """The report, with the bytes as they are now, and the notes of plan, images and cache."""
     caches = state.caches
-    report.cache_bytes = state.kv_bytes
-    report.state_bytes = state.nbytes - state.kv_bytes or None
-    visual = [cache.image_bytes for cache in caches if cache.image_bytes is not None]
-    report.visual_cache_bytes = sum(visual) if visual else None
+    report.cache_bytes = sum(cache.nbytes for cache in attending(caches))
+    report.state_bytes = state.nbytes - report.cache_bytes or None
     report.weights_bytes = decoder.ops.weights_bytes
     read = decoder.weights.token_bytes + decoder.ops.changes_bytes
     report.bytes_read_per_token = read + sum(cache.bytes_read() for cache in caches)
-    n_decoded = len(report.decode_latencies_s)
-    if report.drafts and report.drafts.accepted and n_decoded:
-        report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
+    if report.drafts and report.drafts.accepted and report.decode_tokens:
+        report.bytes_read_per_token = round(
+            report.bytes_read_per_token * report.drafts.passes / report.decode_tokens
+        )
     report.peak_rss_bytes = peak_rss_bytes()
     seen = report.images.notes if report.images else ()
     dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]

@@ -1,43 +1,256 @@
-"""Tokens into a session's state, logits out of it; room is made when the context is full."""
+"""A conversation's state, and what runs a decoder over it; room is made when the context is full."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from edgekv.checks import short_repr
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import MOST, DraftCounts, NGramDrafts
+from edgekv.engine.sampling import Sampler
 from edgekv.engine.scheduler import SerialScheduler
-from edgekv.engine.state import (
-    Spans,
-    State,
-    flatten,
-    keep_spans,
-    require_room,
-    shift_spans,
-    slice_spans,
-    visual_ranges,
-    whole_spans,
-)
 from edgekv.errors import ContextError, SessionError, TokenizerError
+from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
-from edgekv.types import F32, LayerProgress
-from edgekv.vision.prompt import Prompt
+from edgekv.types import F32, Array, LayerProgress
+from edgekv.vision.prompt import VISUAL, Embeddings, Prompt
 
 SINK = 4  # first tokens, on which attention rests (StreamingLLM)
+ANSWER_TOKENS = 16  # at the end of a prompt, which begin the answer
 
 
-def kept_positions(n: int, room: int, n_first: int = 0) -> list[int]:
+@dataclasses.dataclass(frozen=True)
+class EmbeddingSpan:
+    """Embeddings from position ``start`` on."""
+
+    start: int
+    rows: F32
+    modality: str
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last embedding."""
+        return self.start + len(self.rows)
+
+
+Spans = list[EmbeddingSpan]
+
+
+def shift_spans(spans: Sequence[EmbeddingSpan], by: int) -> Spans:
+    """The spans of a prompt, which begins at position ``by``."""
+    return [dataclasses.replace(span, start=span.start + by) for span in spans]
+
+
+def keep_spans(spans: Sequence[EmbeddingSpan], kept: Sequence[int]) -> Spans:
+    """The spans of a conversation of which only the positions ``kept``, in order, are left."""
+    if not spans:
+        return []
+    places = np.asarray(kept)
+    parts = []
+    for span in spans:
+        within = np.flatnonzero((places >= span.start) & (places < span.stop))
+        if len(within):
+            parts.append(EmbeddingSpan(int(within[0]), span.rows[places[within] - span.start], span.modality))
+    return parts
+
+
+def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -> None:
+    """Raises ContextError for a prompt of ``n_tokens`` behind ``n_held`` others, where ``ctx`` are too few."""
+    free, needed = max(ctx - n_held, 0), n_held + n_tokens
+    if n_tokens <= free:
+        return
+    held = f"the prompt has {n_tokens} tokens and {free} of ctx={ctx} are free"
+    if needed > max_positions:
+        raise ContextError(
+            f"{held}; it needs {needed} positions, and this model has {max_positions}: shorten it, or set "
+            "overflow='slide'",
+            field="prompt",
+            value=n_tokens,
+            accepted=[f"up to {max_positions - n_held} tokens"] if n_held < max_positions else [],
+        )
+    raise ContextError(
+        f"{held}; shorten it, raise `ctx` (this model: up to {max_positions}), or set overflow='slide'",
+        field="ctx",
+        value=ctx,
+        accepted=[f"{needed} to {max_positions}"],
+    )
+
+
+class State:
+    """All that the next tokens depend on, beside the model. It computes nothing.
+
+    caches: one per layer; those of layers that attend are of one scheme.
+    tokens: ids of prompt and output; the last ones may not be in the caches yet.
+    spans: positions that hold embeddings, whose tokens are placeholders.
+    sampler: of the last text.
+    n_dropped: tokens that left the conversation when it outgrew the context.
+    n_first: so many tokens at its beginning, a system message, stay then.
+    memo: whatever the session's owner wants to be saved with it, as JSON.
+    rope_invalidates_keys(n, m): whether the keys of n tokens are others once the conversation has m.
+    n_draft: tokens in the caches behind those of the conversation: drafts that may be its next ones.
+    """
+
+    def __init__(self, caches: list[LayerState], rope_invalidates_keys: Callable[[int, int], bool]) -> None:
+        self.caches, self._keys_change = caches, rope_invalidates_keys
+        self.tokens: list[int] = []
+        self.spans: Spans = []
+        self.sampler: Sampler | None = None
+        self.n_dropped = self.n_first = 0
+        self.memo: dict[str, Any] = {}
+        self.n_draft = 0
+        self._is_torn = False  # whether a rewind was interrupted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches' arrays."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of the conversation in the caches."""
+        return self.caches[0].n_seen - self.n_draft
+
+    @property
+    def pending(self) -> list[int]:
+        """The latest tokens, which are not in the caches yet."""
+        return self.tokens[self.n_cached :]
+
+    def clear(self) -> None:
+        """Forgets all of the conversation, with its memo."""
+        self.rewind(0)
+        self.sampler, self.n_dropped, self.n_first, self.memo = None, 0, 0, {}
+
+    def drop_drafts(self) -> None:
+        """Takes what is tentative out of the caches."""
+        if self.n_draft:
+            for cache in reversed(self.caches):  # the first, which `n_cached` reads, last
+                cache.advance(-self.n_draft)
+            self.n_draft = 0
+
+    def mend(self) -> None:
+        """After an interrupt: layers of several lengths get one length, those that were being rewound nothing."""
+        shortest = 0 if self._is_torn else min(cache.n_seen for cache in self.caches)
+        if self._is_torn or any(cache.n_seen != shortest for cache in self.caches):
+            self.n_draft = 0
+            self._rewind(shortest)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forgets all but the first ``n_tokens`` tokens.
+
+        What a scheme can't keep of them is pending again.
+        """
+        self.drop_drafts()
+        self.rewind_caches(min(n_tokens, len(self.tokens)))
+        del self.tokens[n_tokens:]
+        self.spans = keep_spans(self.spans, range(n_tokens))
+
+    def rewind_caches(self, n_tokens: int) -> None:
+        """Forgets keys and values behind the first ``n_tokens``, or all where these would now be others."""
+        before = self.n_cached
+        self._rewind(n_tokens)
+        if self._keys_change(before, self.n_cached):
+            self._rewind(0)
+
+    def _rewind(self, n_tokens: int) -> None:
+        self._is_torn = True
+        rewind(self.caches, n_tokens)
+        self._is_torn = False
+
+    def mark_turn(self, n_more: int) -> None:
+        """Before a prompt of ``n_more`` tokens: where a rewind is likely to lead to.
+
+        To where the prompt begins, and to shortly before its end: what a template writes there for the answer is
+        often written otherwise when the conversation is sent again.
+        """
+        for cache in self.caches:
+            cache.mark(self.n_cached)
+            if n_more > ANSWER_TOKENS:
+                cache.mark(self.n_cached + n_more - ANSWER_TOKENS)
+
+    def require_keys(self, n_more: int) -> None:
+        """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
+        if self._keys_change(self.n_cached, self.n_cached + n_more):
+            self._rewind(0)
+
+    def shared(self, prompt: Prompt) -> tuple[int, int]:
+        """Where the conversation and a prompt part: after so many tokens, and so many pieces of the prompt."""
+        at, spans = 0, {span.start: span for span in self.spans}
+        for n, piece in enumerate(prompt):
+            span = spans.get(at)
+            if isinstance(piece, Embeddings):
+                if span is None or not np.array_equal(span.rows, piece.rows):
+                    return at, n
+                at = span.stop
+            elif span is None and at < len(self.tokens) and self.tokens[at] == piece:
+                at += 1
+            else:
+                return at, n
+        return at, len(prompt)
+
+    def align(self, prompt: Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a prompt part; returns what must be appended of the prompt.
+
+        That is at least its last piece, whose logits are needed.
+        """
+        same, n = self.shared(prompt[:-1])
+        self.rewind(same)
+        return list(prompt[n:])
+
+    def replace(self, tokens: list[int], spans: Spans) -> None:
+        """Other tokens, all of them pending, in place of the present ones."""
+        self.drop_drafts()
+        self._rewind(0)
+        self.tokens, self.spans = tokens, spans
+
+    def copy_from(self, other: State, caches: list[LayerState]) -> None:
+        """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
+        other.drop_drafts()
+        for cache, source in zip(caches, other.caches, strict=True):
+            state = source.state()
+            for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+                copy_used(state.arrays[name], array)
+        self.caches = caches
+        self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)
+        self.spans, self.n_dropped, self.n_first = list(other.spans), other.n_dropped, other.n_first
+
+
+def used_part(array: Array) -> tuple[slice, ...]:
+    """The box from the first element on outside of which a C-contiguous array is zero."""
+    part = [slice(None)] * array.ndim
+    bits = array.view(f"u{array.itemsize}")
+    for axis in sorted(range(array.ndim), key=lambda i: -array.shape[i]):
+        rows = bits[tuple(part)]
+        if axis < array.ndim - 1 and array.shape[-1] * array.itemsize % 8 == 0 and part[-1] == slice(None):
+            rows = rows.view(np.uint64)
+        used = np.flatnonzero(rows.any(axis=tuple(i for i in range(array.ndim) if i != axis)))
+        part[axis] = slice(int(used[-1]) + 1 if len(used) else 0)
+    return tuple(part)
+
+
+def copy_used(source: Array, target: Array) -> None:
+    """Copies an array (n, ...) into one of zeros without touching what is zero in both, which takes no memory."""
+    part = used_part(source) if isinstance(source, np.ndarray) else ...  # a device's
+    target[part] = source[part]
+
+
+def kept_positions(n: int, room: int, n_first: int, spans: Spans) -> list[int]:
     """Of n tokens, which are too many, the positions of the ``room`` first and latest ones that stay.
 
     Those are computed again from position 0, so that positions fit any scheme. n_first: so many at the beginning
-    stay, where they leave a quarter of the room.
+    stay, where they leave a quarter of the room. Of an image all stay or none.
     """
     sink = max(min(SINK, room // 2), n_first if n_first <= room * 3 // 4 else 0)
-    return [*range(sink), *range(n - (room - sink), n)]
+    kept = [*range(sink), *range(n - (room - sink), n)]
+    cut = [span for span in spans if not {*kept}.issuperset(range(span.start, span.stop))]
+    return [i for i in kept if not any(span.start <= i < span.stop for span in cut)]
 
 
 class Runner:
@@ -68,11 +281,6 @@ class Runner:
         self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property
-    def n_pending(self) -> int:
-        """Tokens of the conversation that are not in the caches yet."""
-        return len(self.state.tokens) - self.state.n_cached
-
-    @property
     def is_full(self) -> bool:
         """Whether the context has no room for the latest token, and none can be made."""
         return len(self.state.tokens) > self.ctx and not self.slides
@@ -83,6 +291,13 @@ class Runner:
             raise SessionError(
                 "this conversation is being computed: let it end first, or give each thread a `fork`"
             )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.require_free()
+        with self._lock:
+            self.state.mend()
+            yield
 
     @property
     def is_ready(self) -> bool:
@@ -130,12 +345,11 @@ class Runner:
             if self.state.n_draft:  # else all drafts were taken back meanwhile
                 self.state.n_draft -= 1
             return self._ready
-        self.require_free()
-        with self._lock:
-            self.state.mend()
+        with self._alone():
             self._make_room()
             drafts = self._drafted()
-            first: F32 = (self._steps(drafts) if drafts else self._logits([], 1))[0]
+            ids = [*self.state.pending, *drafts]
+            first: F32 = (self._steps(ids, len(drafts)) if drafts else self._logits([], 1))[0]
         self._n_drafted = len(drafts)
         self.counts.passes += 1
         self.counts.proposed += len(drafts)
@@ -158,15 +372,13 @@ class Runner:
         made first. On an error the conversation is what it was, though it may be pending.
         """
         state = self.state
-        self.require_free()
-        with self._lock:
-            state.mend()
+        with self._alone():
             before = state.tokens, state.spans, state.n_dropped
             try:
                 ids, spans = self._room_for(ids, spans)
-                state.require_keys(self.n_pending + len(ids))
-                self.n_read = self.n_pending + len(ids)
-                state.add_coming_spans(spans)
+                self.n_read = len(state.pending) + len(ids)
+                state.require_keys(self.n_read)
+                state.spans = [*state.spans, *shift_spans(spans, len(state.tokens))]
                 logits = self._logits(ids, n_logits, progress)
             except BaseException:
                 state.tokens, state.spans, state.n_dropped = before
@@ -174,23 +386,26 @@ class Runner:
             state.tokens.extend(ids)
             return logits
 
-    def flatten_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
-        """A prompt as ids and the spans among them; of any length where it ``slides``: `append` makes room.
+    def read_prompt(self, prompt: Prompt, *, n_pending: int = 0) -> tuple[list[int], Spans]:
+        """A prompt of any length as ids, with a placeholder for each row of embeddings, and the spans of these.
 
-        Raises ContextError, TokenizerError where it can't be read.
+        Raises ContextError for other embeddings than the model's and, without pending tokens, for an empty prompt,
+        TokenizerError for an id that is none of the model's.
         """
-        ids, spans = self.known_prompt(prompt, self.n_pending)
-        if not slides:
-            require_room(len(ids), self.ctx, self.decoder.config.max_positions, len(self.state.tokens))
-        return ids, spans
-
-    def known_prompt(self, prompt: Prompt, n_pending: int = 0) -> tuple[list[int], Spans]:
-        """A prompt of the model's tokens, as ids and spans; with pending ones it may be empty.
-
-        Raises ContextError for an empty prompt, TokenizerError for an id that is none of the model's.
-        """
-        config = self.decoder.config
-        ids, spans = flatten(prompt, self._placeholder, config.hidden_size)
+        config, ids, spans = self.decoder.config, list[int](), Spans()
+        for piece in prompt:
+            if not isinstance(piece, Embeddings):
+                ids.append(int(piece))
+                continue
+            rows = np.ascontiguousarray(piece.rows, np.float32)
+            if rows.shape != (len(rows), config.hidden_size) or not len(rows) or not np.isfinite(rows).all():
+                raise ContextError(
+                    f"embeddings of shape {rows.shape}: this model takes (n, {config.hidden_size}), n of 1 or "
+                    "more, of finite numbers",
+                    field="prompt",
+                )
+            spans.append(EmbeddingSpan(len(ids), rows, piece.modality))
+            ids += [self._placeholder] * len(rows)
         if not ids and not n_pending:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
         bad = [token for token in ids if not 0 <= token < config.vocab_size]
@@ -200,6 +415,13 @@ class Runner:
                 field="prompt",
                 value=bad[0],
             )
+        return ids, spans
+
+    def fitting_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
+        """`read_prompt`; ContextError where it does not fit and does not slide, which makes room in `append`."""
+        ids, spans = self.read_prompt(prompt, n_pending=len(self.state.pending))
+        if not slides:
+            require_room(len(ids), self.ctx, self.decoder.config.max_positions, len(self.state.tokens))
         return ids, spans
 
     def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
@@ -227,43 +449,38 @@ class Runner:
                 self.drafts.begin(state.tokens)
 
     def _kept(self, n: int, room: int, spans: Spans) -> list[int] | None:
-        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made.
-
-        Of an image all stay or none.
-        """
+        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made."""
         if n <= self.ctx or not self.slides:
             return None
-        kept = whole_spans(spans, kept_positions(n, max(room, 1), self.state.n_first))
+        kept = kept_positions(n, max(room, 1), self.state.n_first, spans)
         self.state.n_dropped += n - len(kept)
         return kept
 
     def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
         """(n_last, vocab) after the last of the pending tokens and these, which all enter the caches."""
         state, decoder = self.state, self.decoder
-        state.require_keys(self.n_pending + len(more))
+        state.require_keys(len(state.pending) + len(more))
         ids, start = [*state.pending, *more], state.n_cached
-        spans = slice_spans(state.spans, start, start + len(ids))
+        spans = keep_spans(state.spans, range(start, start + len(ids)))
         if start and len(ids) == 1 and not spans:
-            with self._undone_on_error(start, 1):
-                return self.scheduler.step(decoder, ids[0], state.caches)[None]
+            return self._steps(ids)
         with self._undone_on_error(start, len(ids)), self.scheduler.exclusive() as pause:
             x = decoder.embed(ids, start)
             for span in spans:
                 decoder.place(span.rows, x, start, span.start)
             for cache in state.caches:
-                cache.mark_images(visual_ranges(spans))
+                cache.mark_images([(span.start, span.stop) for span in spans if span.modality == VISUAL])
             state.mark_turn(len(ids))
             hidden = decoder.prefill(x, state.caches, progress, pause=pause)
             return decoder.head(hidden[len(ids) - n_last :])
 
-    def _steps(self, drafts: Sequence[int]) -> F32:
-        """(1 + n, vocab): logits behind the pending token, and behind drafts, which are tentative until `add`."""
+    def _steps(self, ids: Sequence[int], n_drafts: int = 0) -> F32:
+        """(1 + n_drafts, vocab): logits behind the pending token, and behind drafts, tentative until `add`."""
         state = self.state
-        ids = [*state.pending, *drafts]
         with self._undone_on_error(state.n_cached, len(ids)):
             logits = self.scheduler.steps(self.decoder, ids, state.caches)
-            state.n_draft = len(drafts)
-            self._ahead.extend(zip(drafts, logits[1:], strict=True))
+            state.n_draft = n_drafts
+            self._ahead.extend(zip(ids[1:], logits[1:], strict=True))
             return logits
 
     @contextlib.contextmanager

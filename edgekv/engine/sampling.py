@@ -156,19 +156,6 @@ def _largest(x: Any, n: int) -> Any:
     return ids[np.argsort(-x[ids], kind="stable")]
 
 
-def choose(logits: Any, params: SamplingParams, random: float) -> int:
-    """`edgekv.engine.sampling.Sampler.sample` for adjusted logits (vocab,) on a device, ``random`` its draw.
-
-    The same filters in the same order, sums in another order: a draw that falls within 1e-15 of the border between
-    two tokens may choose the other one.
-    """
-    largest = np.max(logits)
-    chosen = np.argmax(logits) if params.temperature == 0 else _drawn(logits, largest, params, random)
-    answer = to_host(np.stack([chosen.astype(np.float64), largest.astype(np.float64)]))
-    _require_finite(answer[1])
-    return int(answer[0])
-
-
 def _require_finite(largest: float) -> None:
     if not math.isfinite(largest):
         raise EdgeKVError(
@@ -177,30 +164,18 @@ def _require_finite(largest: float) -> None:
         )
 
 
-def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> Any:
-    """The id, still on the device, that `random` falls on."""
-    n = logits.size
-    scaled = (logits.astype(np.float64) - largest) / params.temperature
-    order = np.argsort(-scaled, kind="stable")  # of equals the lower id first
-    weights = np.exp(scaled[order])
-    if params.top_k is not None and params.top_k < n:
-        weights[params.top_k :] = 0
-    if params.top_p < 1:
-        sums = np.cumsum(weights)
-        weights[1:] *= sums[:-1] < params.top_p * sums[-1]
-    if params.min_p > 0:
-        weights *= weights >= params.min_p
-    if params.top_p == 1:  # the series then runs over ids, not from the likeliest on
-        by_id = np.empty_like(weights)
-        by_id[order] = weights
-        return _pick(by_id, random)
-    return order[_pick(weights, random)]
+def _from_device(logits: Any, n: int | None) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
+    """Ids, ascending, and values of the n largest of logits (vocab,) on a device, of equals the lower id.
 
-
-def _pick(weights: Any, random: float) -> Any:
-    """The first index at which the sum of the weights exceeds random times their total, or the last."""
-    sums = np.cumsum(weights)
-    return np.minimum(np.sum(sums <= random * sums[-1]), sums.size - 1)
+    None: all ids, in order.
+    """
+    if n is None or n >= logits.size:
+        return None, to_host(logits)
+    ids = np.argmax(logits).reshape(1) if n == 1 else np.sort(np.argsort(-logits, kind="stable")[:n])
+    parts = ids.astype(np.float64), logits[ids].astype(np.float64), np.max(logits).reshape(1).astype(np.float64)
+    found = to_host(np.concatenate(parts))
+    _require_finite(float(found[-1]))
+    return found[:n], found[n:-1]
 
 
 class Sampler:
@@ -248,25 +223,25 @@ class Sampler:
                 "the sampler was made for another vocabulary"
             )
         changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
-        on_host = isinstance(changed, np.ndarray)
-        token = self._choose(changed) if on_host else choose(changed, self.params, self._random())
+        token = self._choose(changed)
         if self.params.counts:
             self._counts[token] += 1
         if self._n_logprobs is not None:
             self.logprobs.append(token_logprob(logits, token, self._n_logprobs))
         return token
 
-    def _random(self) -> float:
-        return self._rng.random() if self.params.temperature else 0.0
-
-    def _choose(self, logits: NDArray[np.float32]) -> int:
-        best = int(np.argmax(logits))  # NaN counts as the largest
-        _require_finite(float(logits[best]))
-        if self.params.temperature == 0:
-            return best
-        ids, weights = self._candidates(logits, float(logits[best]))
-        cumulative = np.cumsum(weights)
-        chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
+    def _choose(self, logits: Any) -> int:
+        """The id among logits (vocab,); of a device's those that may be chosen are copied."""
+        ids = None
+        if not isinstance(logits, np.ndarray):
+            ids, logits = _from_device(logits, self.params.top_k if self.params.temperature else 1)
+        chosen = int(np.argmax(logits))  # NaN counts as the largest
+        _require_finite(float(logits[chosen]))
+        if self.params.temperature:
+            places, weights = self._candidates(logits, float(logits[chosen]))
+            sums = np.cumsum(weights)
+            chosen = int(np.searchsorted(sums, self._rng.random() * sums[-1], side="right"))
+            chosen = chosen if places is None else int(places[chosen])
         return chosen if ids is None else int(ids[chosen])
 
     def settings(self) -> dict[str, Any]:
@@ -295,15 +270,15 @@ class Sampler:
         self._rng = np.random.Generator(generator)
 
     def _candidates(
-        self, logits: NDArray[np.float32], largest: float
+        self, logits: NDArray[Any], largest: float
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
         """Ids that pass the filters (None: all) and their weights, probabilities but for a common factor."""
-        params, scaled = self.params, self._scaled
+        params, scaled = self.params, self._scaled[: logits.size]
         np.subtract(logits, largest, out=scaled, dtype=np.float64)
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
             np.divide(scaled, params.temperature, out=scaled)
         ids = None
-        if params.top_k is not None and params.top_k < self.vocab_size:
+        if params.top_k is not None and params.top_k < logits.size:
             ids = _largest_k(scaled, params.top_k)
             scaled = scaled[ids]
         weights = np.exp(scaled, out=scaled)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from edgekv.engine.decoder import Decoder
+from edgekv.engine.decoder import Decoder, Pause
 from edgekv.errors import SessionError
 from edgekv.kvcache.cache import LayerState
 from edgekv.machine import blas_threads
@@ -20,8 +19,6 @@ from edgekv.types import F32
 PATIENCE_S = 0.02  # that a token waits for those of the other texts
 SHARED_CHUNK = 128  # tokens of a prompt between two tokens of others
 INTERRUPTED = "the thread that computed the next tokens of several texts was interrupted: go on with prompt=[]"
-
-Pause = Callable[[], None]
 
 
 class SerialScheduler:
@@ -34,13 +31,8 @@ class SerialScheduler:
         self.threads = threads
         self._lock = threading.Lock()
 
-    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
-        """`Decoder.step`: logits (vocab,) after one more token of a text."""
-        with self._turn(1):
-            return decoder.step(token, caches)
-
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """`Decoder.steps`: logits (n, vocab) after each of a few."""
+        """`Decoder.steps`: logits (n, vocab) after the next token of a text, and after each draft behind it."""
         with self._turn(1):
             return decoder.steps(tokens, caches)
 
@@ -90,8 +82,8 @@ class BatchScheduler(SerialScheduler):
     Only those of one decoder do: with several LoRAs beside the weights a pass is made for each in turn.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
-    PATIENCE_S. Whoever finds it so computes it; the others wait. A thread may be interrupted (KeyboardInterrupt)
-    anywhere: it leaves neither its turn nor its token behind.
+    PATIENCE_S. Whoever finds it so computes it; the others wait. A thread that is interrupted (KeyboardInterrupt)
+    leaves neither its turn nor its token behind.
     """
 
     def __init__(self, threads: int) -> None:
@@ -105,32 +97,30 @@ class BatchScheduler(SerialScheduler):
         self._waiting: list[_Request] = []
         self._pass: list[_Request] = []  # what is being computed
 
-    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
-        """Logits (vocab,) of `SerialScheduler.step`. Raises what the pass raised: then none of it has its token.
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+        """Logits (n, vocab) of `SerialScheduler.steps`; drafts don't wait for others.
 
-        SessionError where the thread that computed the pass was interrupted; the others may ask again.
+        Raises what the pass raised: then none of it has its token. SessionError where the thread that computed the
+        pass was interrupted; the others may ask again.
         """
         self._require_outside()
-        request = _Request(decoder, token, caches)
+        if len(tokens) > 1:
+            try:
+                self._take_turn()
+                with blas_threads(1):
+                    return np.array(decoder.steps(tokens, caches))
+            finally:
+                self._give_turn()
+        request = _Request(decoder, tokens[0], caches)
         try:
             if self._begins_pass(request):
                 self._compute(self._pass)
         finally:
-            _to_the_end(functools.partial(self._settle, request))
+            self._settle(request)
         if request.error is not None:
             raise request.error
         assert request.logits is not None
-        return request.logits
-
-    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """Logits (n, vocab) of `SerialScheduler.steps`, by itself: drafts don't wait for others."""
-        self._require_outside()
-        try:
-            self._take_turn()
-            with blas_threads(1):
-                return np.array(decoder.steps(tokens, caches))
-        finally:
-            _to_the_end(self._give_turn)
+        return request.logits[None]
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Pause]:
@@ -144,7 +134,8 @@ class BatchScheduler(SerialScheduler):
                 with blas_threads(self.threads):
                     yield self._pause
             finally:
-                _to_the_end(self._end_prompt)
+                self._has_prompt = self._lets_pass = False
+                self._give_turn()
 
     def finish(self) -> None:
         """See `SerialScheduler`."""
@@ -217,10 +208,6 @@ class BatchScheduler(SerialScheduler):
                 self._computing = None
             self._changed.notify_all()
 
-    def _end_prompt(self) -> None:
-        self._has_prompt = self._lets_pass = False
-        self._give_turn()
-
     def _compute(self, batch: Sequence[_Request]) -> None:
         """A pass for those of each decoder; an interrupt goes to this thread alone."""
         groups: dict[int, list[_Request]] = {}
@@ -230,25 +217,9 @@ class BatchScheduler(SerialScheduler):
             decoder = group[0].decoder
             try:
                 with blas_threads(1):
-                    if len(group) == 1:
-                        rows = decoder.step(group[0].token, group[0].caches)[None]
-                    else:
-                        rows = decoder.step_together([a.token for a in group], [a.caches for a in group])
+                    rows = decoder.step_together([each.token for each in group], [each.caches for each in group])
                 for request, row in zip(group, np.array(rows), strict=True):
                     request.logits = row
             except Exception as error:
                 for request in group:
                     request.error = error
-
-
-def _to_the_end(work: Callable[[], None]) -> None:
-    """Calls what may be called again until it comes to its end; an interrupt meanwhile is raised behind it."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            work()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from edgekv.checks import Count, Natural, checked, checked_value
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import open_drafts
-from edgekv.engine.generation import StepIterator, Stops, generate_steps
 from edgekv.engine.grammar import Constraint, find_constraint
-from edgekv.engine.loading import LoadedModel, load_model, open_caches, open_model, open_tokenizer, warm_up
-from edgekv.engine.options import LoadOptions, Options, SessionPlan
-from edgekv.engine.report import RunReport, measured
-from edgekv.engine.runner import Runner
+from edgekv.engine.loading import (
+    LoadedModel,
+    LoadOptions,
+    Options,
+    SessionPlan,
+    load_model,
+    open_caches,
+    open_model,
+    open_tokenizer,
+    warm_up,
+)
+from edgekv.engine.report import FinishReason, RunReport, measured
+from edgekv.engine.runner import Runner, Spans, State
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
-from edgekv.engine.state import State
 from edgekv.errors import ContextError, SessionError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
-from edgekv.machine import format_bytes
-from edgekv.text import Tokenizer
+from edgekv.machine import format_bytes, memory_errors
+from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import without_places
 from edgekv.types import F32, LayerProgress, Path, TaskProgress
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
@@ -38,6 +47,34 @@ from edgekv.weights.ops import NumpyOps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+MORE = "raise `ctx` for more, or set overflow='slide'"
+Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
+Stops = Stop | Sequence[Stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One generated token.
+
+    token: its id.
+    text: what can be printed now; empty while a character or a stop string may go on.
+    latency_s: the seconds that it took, for the first token with the prompt's. Of the tokens of one pass the first
+        has the pass's.
+    finish_reason: None, or in the last step why the text ended: "stop" (an end-of-text token, a stop string, the
+        end of a schema) or "length" (max_new_tokens, or a full context).
+    finish_message: the same for people.
+    """
+
+    token: int
+    text: str
+    latency_s: float
+    finish_reason: FinishReason | None = None
+    finish_message: str | None = None
+
+
+StepIterator = Generator[Step, None, None]
 
 
 class Session:
@@ -82,19 +119,18 @@ class Session:
         """
         checked_value("progress", progress, TaskProgress | None)
         given, saved = Options.of(options), SavedState(checked_value("session", path, Path))
-        saved.require_scheme(given.kv, given.ctx)
+        held_on = model.plan.weights if isinstance(model, Session) else given.weights
+        saved.require(given.kv, given.ctx, held_on)
         if isinstance(model, Session):
             lora = saved.require_model(model.model)
-            saved.require_weights(model.plan.weights)
             session = model._forked(saved.kv, saved.ctx, given, lora)
         else:
             opened = open_model(checked_value("model", model, Path), given)
             lora = saved.require_model(opened)
-            saved.require_weights(saved.weights if given.weights == "auto" else given.weights)
             as_saved = dataclasses.replace(given, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
             loaded = load_model(as_saved, opened, progress)
             session = cls(loaded, loaded.plan, given, lora=lora, compile_s=loaded.compile_s)
-        saved.fill(session._state, session.config)
+        saved.open_state(session._state, session.config)
         return session
 
     def __init__(
@@ -253,7 +289,7 @@ class Session:
     ) -> F32:
         """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
         runner = self._idle_runner()
-        ids, spans = runner.flatten_prompt(self.prompt(prompt, images), runner.slides)
+        ids, spans = runner.fitting_prompt(self.prompt(prompt, images), runner.slides)
         return to_host(runner.append(ids, spans, progress=progress)[0])
 
     @checked()
@@ -291,25 +327,69 @@ class Session:
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
-        ids, spans = runner.flatten_prompt(pieces, runner.slides)
+        ids, spans = runner.fitting_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         report.prefill_tokens = len(ids)  # until they are read
-        steps = generate_steps(
-            runner,
-            ids,
-            spans,
-            report,
-            sampler,
-            max_new_tokens,
-            tokenizer=self.tokenizer,
-            stop=stop,
-            constraint=constraint,
-            image_token=self.model.image_token,
-            progress=progress,
+        steps = self._generated(
+            runner, ids, spans, report, sampler, max_new_tokens, StopMatcher(stop), constraint, progress
         )
         self._idle_runner()  # another thread may have begun a text meanwhile
         self._steps, self._report = weakref.ref(steps), report
         return steps
+
+    def _generated(
+        self,
+        runner: Runner,
+        ids: list[int],
+        spans: Spans,
+        report: RunReport,
+        sampler: Sampler,
+        max_new_tokens: int,
+        matcher: StopMatcher,
+        constraint: Constraint | None,
+        progress: LayerProgress | None,
+    ) -> StepIterator:
+        """Reads the prompt's ids and embeddings, then yields a step per token; fills the report."""
+        stream = StreamDecoder(self.tokenizer, at_start=False) if self.tokenizer else None
+        eos = self.tokenizer.eos_ids if self.tokenizer else ()
+        try:
+            runner.state.sampler = sampler
+            begin = time.perf_counter()
+            logits: F32 = runner.append(ids, spans, progress=progress)[0]
+            report.drafts, report.prefill_tokens = runner.begin_drafts(), runner.n_read
+            report.prefill_s = time.perf_counter() - begin
+            for n in range(1, max_new_tokens + 1):
+                same_pass = runner.is_ready
+                if n > 1:
+                    begin = time.perf_counter()
+                    logits = runner.next_logits()
+                token = choose_token(runner, sampler, logits, constraint, self.model.image_token)
+                complete = constraint is not None and constraint.accept(token)
+                latency = time.perf_counter() - begin
+                if n == 1:
+                    report.time_to_first_token_s = latency
+                else:
+                    report.add_latency(latency, same_pass)
+                text, stopped = matcher.push(stream.push(token) if stream and token not in eos else "")
+                ends: dict[tuple[FinishReason, str], bool] = {
+                    ("stop", "end of text"): token in eos,
+                    ("stop", "stop string"): stopped,
+                    ("stop", "end of schema"): complete,
+                    ("length", "max_new_tokens"): n == max_new_tokens,
+                    ("length", f"context full ({runner.ctx} tokens); {MORE}"): runner.is_full,
+                }
+                finish = next((end for end, has_come in ends.items() if has_come), None)
+                if finish is None:
+                    yield Step(token, text, latency)
+                    continue
+                report.finish_reason, report.finish_message = finish
+                if stream and not stopped:  # what was held back in case a stop string, or a character, went on
+                    rest, stopped = matcher.push(stream.flush())
+                    text += rest if stopped else rest + matcher.flush()
+                yield Step(token, text, latency, *finish)
+                return
+        finally:
+            runner.end_text()
 
     @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
@@ -318,7 +398,7 @@ class Session:
         See `prompt`.
         """
         runner = self._idle_runner()
-        ids, spans = runner.flatten_prompt(self.prompt(prompt, images))
+        ids, spans = runner.fitting_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
     @checked()
@@ -331,7 +411,7 @@ class Session:
         pieces = self._prompt(text, (), bos=True)[0]
         ids = [piece for piece in pieces if isinstance(piece, int)]
         runner, ctx = self._runner, self.plan.ctx
-        runner.known_prompt(ids, n_pending=1)
+        runner.read_prompt(ids, n_pending=1)
         if not 1 <= len(ids) <= ctx:
             raise ContextError(
                 f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}",
@@ -370,7 +450,7 @@ class Session:
         """
         runner = self._idle_runner()
         whole = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
-        runner.known_prompt(whole)
+        runner.read_prompt(whole)
         pieces = runner.state.align(whole)
         if n_first is not None:
             runner.state.n_first = n_first
@@ -424,9 +504,10 @@ class Session:
         caches don't fit beside the present ones.
         """
         saved, runner = SavedState(path), self._idle_runner()
-        lora = saved.require_plan(self.model, self.plan)
+        lora = saved.require_model(self.model)
+        saved.require(self.plan.kv, self.plan.ctx, self.plan.weights)
         state = self._loaded.new_state(self.plan)
-        saved.fill(state, self.config)
+        saved.open_state(state, self.config)
         runner.state = state
         self._run_on(self._loaded.decoder(lora), lora)
 
@@ -462,3 +543,57 @@ class Session:
         if mine != theirs:
             raise SessionError(f"{other} can't be taken over by {self}: model, LoRA, kv and ctx must be the same")
         state.copy_from(other._state, self._loaded.new_state(self.plan).caches)
+
+
+def choose_token(
+    runner: Runner, sampler: Sampler, logits: F32, constraint: Constraint | None, image_token: int | None
+) -> int:
+    """The next token by logits (vocab,), which is added to the conversation."""
+    with memory_errors("choosing a token", runner.decoder.backend.free_bytes):
+        masked = constraint.allowed(to_host(logits)) if constraint else None
+        if image_token is not None:
+            masked = (logits if masked is None else masked).copy()
+            masked[image_token : image_token + 1] = -np.inf
+        token = sampler.sample(logits, runner.state.tokens, masked)
+    runner.add(token)
+    return token
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and holds back what could be the start of one.
+
+    The stop string completed first ends the text, wherever the pieces are cut; of two completed by the same
+    character, the longer one.
+    """
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take the next piece; returns (text safe to print, whether a stop string has been met).
+
+        The stop string itself and all that follows it are never returned.
+        """
+        if self.stopped:
+            return "", True
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]], True
+        safe = len(text) - self._possible_start(text)
+        self._held = text[safe:]
+        return text[:safe], False
+
+    def flush(self) -> str:
+        """The text still held back, once no more will come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
+        starts = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
+        return next(starts, 0)

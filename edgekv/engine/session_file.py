@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekv.checkpoint.tensors import DTYPES, Tensors, TensorWriter
+from edgekv.checkpoint.tensors import DTYPES, Tensor, Tensors, TensorWriter
 from edgekv.checks import Count, Natural, short_repr
+from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
-from edgekv.engine.options import SessionPlan
+from edgekv.engine.runner import EmbeddingSpan, State, used_part
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.engine.state import EmbeddingSpan, State, used_part
 from edgekv.errors import CacheError, CheckpointError, ConfigError, SessionError
-from edgekv.files import open_regular, user_path
+from edgekv.files import user_path
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
@@ -27,7 +26,6 @@ from edgekv.machine import __version__
 from edgekv.models.config import ModelConfig
 from edgekv.types import Array
 
-OLD_MAGIC = b"edgekv session\r\n"  # of files before 0.10, which had a container of their own
 VERSION = "2"
 DAMAGES = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of content that is no session's
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -75,17 +73,10 @@ class SessionFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = user_path(path)
         try:
-            with open_regular(self.path) as file:
-                begin = file.read(4096)
-            if begin.startswith(OLD_MAGIC):
-                raise self._error(f"was written by {_old_version(begin)}: open it with that")
             self._tensors = Tensors.open(self.path)
-        except OSError as error:
-            raise self._error(f"cannot be read ({error.strerror or error})") from error
         except CheckpointError as error:
-            cause = short_repr(str(error.__cause__ or error))
-            raise self._error(f"is damaged, or no session ({cause})") from error
-        self.nbytes, metadata = self._tensors.files[0].nbytes, self._tensors.files[0].metadata
+            raise self._error(f"can't be read, or is damaged ({str(error.__cause__ or error)[:200]})") from error
+        metadata = self._tensors.files[0].metadata
         if "edgekv_session" not in metadata:
             raise self._error("is no edgekv session")
         if metadata["edgekv_session"] != VERSION:
@@ -100,39 +91,37 @@ class SessionFile:
         except (CheckpointError, ValueError, RecursionError) as error:
             raise self._error(f"is damaged ({short_repr(str(error))})") from None
 
-    def require(self, arrays: Mapping[str, Array]) -> None:
-        """Raises SessionError unless the file holds just these arrays (n, ...), of their types, none larger."""
-        for name in sorted(self._tensors.keys() | arrays.keys()):
-            array = arrays.get(name)
-            if name in self._tensors and array is not None:
-                stored = self._tensors[name]
-                is_type = DTYPES[stored.dtype] == array.dtype and len(stored.shape) == array.ndim
-                if is_type and all(n <= most for n, most in zip(stored.shape, array.shape, strict=True)):
-                    continue
-            held = self._tensors.get(name)
-            found = "absent" if held is None else f"{held.dtype} {held.shape}"
-            needed = "none" if array is None else f"{array.dtype.str} {array.shape}"
-            raise SessionError(
-                f"{self.path}: array {short_repr(name)} is {found}, this edgekv needs {needed}; the file was "
-                "written by another version: open it with that, or start a new session"
-            )
+    def fill(self, arrays: Mapping[str, Any]) -> None:
+        """Fills arrays (n, ...), which may be a device's, with what was saved; what the file leaves out is zero.
 
-    def fill(self, name: str, array: Array) -> None:
-        """The array's elements as they were; those that the file leaves out are zero."""
-        stored = self._tensors[name].read()
-        for axis, n in enumerate(stored.shape):
-            rest = np.moveaxis(array, axis, 0)[n:]
-            if rest.any():  # a write would take memory that zeros don't need
-                rest[...] = 0
-        array[tuple(map(slice, stored.shape))] = stored
+        Raises SessionError, before any is filled, unless the file holds just these, of their types, none larger.
+        """
+        for name in sorted(self._tensors.keys() | arrays.keys()):
+            stored, array = self._tensors.get(name), arrays.get(name)
+            if stored is None or array is None or not _fits(stored, array):
+                found = "absent" if stored is None else f"{stored.dtype} {stored.shape}"
+                needed = "none" if array is None else f"{array.dtype.str} {array.shape}"
+                raise SessionError(
+                    f"{self.path}: array {short_repr(name)} is {found}, this edgekv needs {needed}; the file was "
+                    "written by another version: open it with that, or start a new session"
+                )
+        for name, array in arrays.items():
+            host, saved = to_host(array), self._tensors[name].read()
+            for axis, n in enumerate(saved.shape):
+                rest = np.moveaxis(host, axis, 0)[n:]
+                if rest.any():  # a write would take memory that zeros don't need
+                    rest[...] = 0
+            host[tuple(map(slice, saved.shape))] = saved
+            if host is not array:
+                array[...] = np.asarray(host, like=array)
 
     def _error(self, what: str) -> SessionError:
         return SessionError(f"{self.path}: {what}; give a file that `save` wrote, or start a new session")
 
 
-def _old_version(begin: bytes) -> str:
-    found = re.search(rb'"edgekv": ?"([\w.+-]{1,40})"', begin)
-    return f"edgekv {found[1].decode()}" if found else "an older edgekv"
+def _fits(stored: Tensor, array: Any) -> bool:
+    is_type = DTYPES[stored.dtype] == array.dtype and len(stored.shape) == array.ndim
+    return is_type and all(n <= most for n, most in zip(stored.shape, array.shape, strict=True))
 
 
 def save_state(
@@ -190,119 +179,69 @@ class SavedContent(msgspec.Struct):
     n_first: Natural = 0
 
 
-class SavedState:
-    """An opened session file: undamaged, and written by an edgekv that this one understands.
-
-    Raises SessionError otherwise.
-    """
+class SavedState(SessionFile):
+    """A session file that this edgekv understands. Raises SessionError where it is none."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.file = SessionFile(path)
+        super().__init__(path)
         try:
-            self._content = content = msgspec.convert(self.file.content, SavedContent)
-            self.kv = CacheSpec.parse(content.kv)
+            self._saved = saved = msgspec.convert(self.content, SavedContent)
+            self.kv = CacheSpec.parse(saved.kv)
         except (ValueError, CacheError) as error:
             raise self._foreign(error) from error
-        self.ctx, self.weights, self.tokens = content.ctx, content.weights, content.tokens
-        ends = [0, *(b for _, b, _ in content.spans)]
-        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, content.spans, strict=False)):
-            raise self._foreign(f"embeddings at {short_repr(content.spans)} of {len(self.tokens)} tokens")
-        if content.kv_version != self.kv.scheme.version:
-            raise self._foreign(f"version {content.kv_version} of {self.kv.scheme.name}")
+        self.ctx, self.weights, self.tokens = saved.ctx, saved.weights, saved.tokens
+        ends = [0, *(b for _, b, _ in saved.spans)]
+        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, saved.spans, strict=False)):
+            raise self._foreign(f"embeddings at {short_repr(saved.spans)} of {len(self.tokens)} tokens")
+        if saved.kv_version != self.kv.scheme.version:
+            raise self._foreign(f"version {saved.kv_version} of {self.kv.scheme.name}")
+
+    def require(self, kv: str | CacheSpec | None, ctx: int | None, weights: str) -> None:
+        """Raises SessionError unless it was held with these; None and "auto" are whatever it has."""
+        spec = CacheSpec.parse(kv) if isinstance(kv, str) and kv != "auto" else kv
+        if spec not in (None, "auto", self.kv.as_asked) and str(spec) != str(self.kv):
+            raise self._other("kv", self.kv, spec)
+        for field, found, given in (("ctx", self.ctx, ctx), ("weights", self.weights, weights)):
+            if given not in (None, "auto", found):
+                raise self._other(field, found, given)
 
     def require_model(self, model: Model) -> str | None:
         """The name of its LoRA among the model's ``loras``; None: it was held without one of these.
 
         Raises SessionError unless it was held with these very weights.
         """
-        given = {model.lora_text(name): name for name in (*model.loras, None)}
-        if self._content.lora not in given:
-            listed = " or ".join(_lora_text(text) for text in given)
-            raise SessionError(
-                f"{self.file.path}: was held with {_lora_text(self._content.lora)}, given is {listed}; give the "
-                "session's own `lora`, or start a new session",
-                field="lora",
-                value=listed,
-                accepted=[self._content.lora or "none"],
-            )
-        if model.identity != self._content.identity:
-            raise SessionError(
-                f"{self.file.path}: belongs to the model {self._content.model} with identity "
-                f"{self._content.identity}, not to {model.name} with {model.identity}; give that model (and "
-                "adapter), or start a new session",
-                field="model",
-                value=model.identity,
-                accepted=[self._content.identity],
-            )
+        saved, given = self._saved, {model.lora_text(name): name for name in (*model.loras, None)}
+        if saved.lora not in given:
+            raise self._other("lora", _lora_text(saved.lora), " or ".join(map(_lora_text, given)))
+        if model.identity != saved.identity:
+            found = f"{saved.model} with identity {saved.identity}"
+            raise self._other("model", found, f"{model.name} with {model.identity}")
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
-        return given[self._content.lora]
+        return given[saved.lora]
 
-    def require_weights(self, weights: str) -> None:
-        """Raises SessionError unless the weights have the session's format, on which every next token depends."""
-        self._require("weights", self.weights, weights)
-
-    def require_plan(self, model: Model, plan: SessionPlan) -> str | None:
-        """`require_model`. Raises SessionError unless weights, scheme and context are the session's, too."""
-        lora = self.require_model(model)
-        self.require_weights(plan.weights)
-        self.require_scheme(plan.kv, plan.ctx)
-        return lora
-
-    def require_scheme(self, kv: str | CacheSpec | None, ctx: int | None = None) -> None:
-        """Raises SessionError unless what is given of scheme and context is the session's.
-
-        ``kv`` "auto" is whatever the session has.
-        """
-        if isinstance(kv, str):
-            kv = None if kv == "auto" else CacheSpec.parse(kv)
-        if kv != self.kv.as_asked:
-            self._require("kv", str(self.kv), None if kv is None else str(kv))
-        self._require("ctx", self.ctx, ctx)
-
-    def _require(self, field: str, found: object, given: object) -> None:
-        if given is not None and found != given:
-            raise SessionError(
-                f"{self.file.path}: was held with {field}={found!r}, not {given}; leave `{field}` out, or start a "
-                "new session",
-                field=field,
-                value=given,
-                accepted=[str(found)],
-            )
-
-    def fill(self, state: State, config: ModelConfig) -> None:
-        """Puts the saved state into a new one, whose caches are allocated and empty.
+    def open_state(self, state: State, config: ModelConfig) -> None:
+        """Puts what was saved into a new state, whose caches are allocated and empty.
 
         Raises SessionError if it can't fit; the new one is then of no use.
         """
-        content, caches, sampler = self._content, state.caches, self._opened_sampler(config.vocab_size)
-        if len(content.layers) != len(caches):
-            raise self._foreign(f"{len(content.layers)} layers, not {len(caches)}")
-        layers = enumerate(zip(caches, content.layers, strict=True))
+        saved, caches, sampler = self._saved, state.caches, self._sampler(config.vocab_size)
+        if len(saved.layers) != len(caches):
+            raise self._foreign(f"{len(saved.layers)} layers, not {len(caches)}")
+        layers = enumerate(zip(caches, saved.layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
         spans = [
-            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind)
-            for a, b, kind in content.spans
+            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in saved.spans
         ]
-        arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
-        self.file.require(arrays)
-        for name, array in arrays.items():
-            host = to_host(array)
-            self.file.fill(name, host)
-            if host is not array:
-                array[...] = np.asarray(host, like=array)
-        self._require_readable(caches)
-        state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, content.memo, sampler
-        state.n_dropped, state.n_first = content.n_dropped, content.n_first
-
-    def _require_readable(self, caches: Sequence[LayerState]) -> None:
-        """Raises SessionError where the caches can't have come from one conversation."""
+        self.fill(arrays | {f"span/{i}": span.rows for i, span in enumerate(spans)})
         lengths = {cache.n_seen for cache in caches}
         if len(lengths) != 1 or max(lengths) > len(self.tokens):
             raise self._foreign(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
         unreadable = [i for i, cache in enumerate(caches) if not cache.readable()]
         if unreadable:
             raise self._foreign(f"what layer {unreadable[0]} holds")
+        state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, saved.memo, sampler
+        state.n_dropped, state.n_first = saved.n_dropped, saved.n_first
 
     def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         """The cache's arrays, with the saved counters in it."""
@@ -316,9 +255,9 @@ class SavedState:
         except DAMAGES as error:
             raise self._foreign(error) from error
 
-    def _opened_sampler(self, vocab_size: int) -> Sampler | None:
+    def _sampler(self, vocab_size: int) -> Sampler | None:
         """The sampler of the last text, which goes on with its series of random numbers."""
-        saved = self._content.sampler
+        saved = self._saved.sampler
         if saved is None:
             return None
         try:
@@ -328,10 +267,19 @@ class SavedState:
             raise self._foreign(error) from error
         return sampler
 
+    def _other(self, field: str, found: object, given: object) -> SessionError:
+        return SessionError(
+            f"{self.path}: was held with {field}={str(found)[:200]!r}, not {str(given)[:200]}; leave `{field}` "
+            "out or give its own, or start a new session",
+            field=field,
+            value=given,
+            accepted=[str(found)],
+        )
+
     def _foreign(self, what: object) -> SessionError:
         return SessionError(
-            f"{self.file.path}: written by edgekv {self.file.content.get('edgekv')}, which this one (edgekv "
-            f"{__version__}) can't take over ({str(what)[:200]}); open it with that, or start a new session"
+            f"{self.path}: written by edgekv {self.content.get('edgekv')}, which this one (edgekv {__version__}) "
+            f"can't take over ({str(what)[:200]}); open it with that, or start a new session"
         )
 
 

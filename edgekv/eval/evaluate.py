@@ -14,9 +14,17 @@ import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import find_device, heads_bits, open_caches, open_model, open_tokenizer
-from edgekv.engine.options import Options, SessionPlan, default_ctx
-from edgekv.engine.state import copy_used
+from edgekv.engine.loading import (
+    Options,
+    SessionPlan,
+    default_ctx,
+    find_device,
+    heads_bits,
+    open_caches,
+    open_model,
+    open_tokenizer,
+)
+from edgekv.engine.runner import copy_used
 from edgekv.errors import ContextError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec

@@ -9,8 +9,8 @@ import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.options import DEFAULT_CTX
-from edgekv.engine.verdicts import needs_gate
+from edgekv.engine.loading import DEFAULT_CTX
+from edgekv.engine.model import needs_gate
 from edgekv.errors import ContextError
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.needles import NEEDLES, NeedleTest, Prose, Reader

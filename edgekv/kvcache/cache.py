@@ -140,11 +140,6 @@ class LayerState(abc.ABC):
         return sum(array.nbytes for array in self.arrays.values())
 
     @property
-    def image_bytes(self) -> int | None:
-        """Bytes of the spans that `mark_images` named; None: the scheme does not keep these apart."""
-        return None
-
-    @property
     def n_kept(self) -> int:
         """Tokens that a query can still reach."""
         return self.n_seen

@@ -19,8 +19,7 @@ import psutil
 
 from edgekv.checks import Count, Natural, read_fields
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import find_device
-from edgekv.engine.options import SessionPlan
+from edgekv.engine.loading import SessionPlan, find_device
 from edgekv.errors import ConfigError, EdgeKVError, PowerError
 from edgekv.eval.bench import (
     PREFILL_RUNS,

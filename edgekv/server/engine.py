@@ -15,12 +15,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from edgekv.engine.chat import answer_ids
-from edgekv.engine.generation import Step
 from edgekv.engine.grammar import Constraint, Grammar, JsonSchema
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.report import FinishReason
 from edgekv.engine.sampling import Sampler, TokenLogprob
-from edgekv.engine.session import Session
+from edgekv.engine.session import Session, Step
 from edgekv.errors import ConfigError, EdgeKVError, MemoryBudgetError, PowerError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgekv.engine.grammar import require_bounded
 from edgekv.engine.matcher import COMPACT
 from edgekv.engine.session import Session
 from edgekv.server.requests import (
@@ -252,8 +251,7 @@ def tools_grammar(
 ) -> str:
     """Return Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
 
-    marks: of special tokens, by id. schema: of the text where there is no call. Raises ConfigError for a schema as
-    `require_bounded`.
+    marks: of special tokens, by id. schema: of the text where there is no call.
     """
     tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
 
@@ -288,5 +286,4 @@ def tools_grammar(
 
 
 def _compact(schema: Mapping[str, Any]) -> str:
-    require_bounded(schema)
     return json.dumps({**schema, "x-guidance": COMPACT})

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # in order of preference
-TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s")  # a sentencepiece protobuf never begins so
 GPT2_END = "<|endoftext|>"
 MAX_GROWTH = 64  # of a text, by what stands for parts of it
 SPACE = "▁"
@@ -67,14 +66,13 @@ def load_tokenizer(
     declared = read_declared(file.parent, model_folder or file.parent, config)
     if file.name == "vocab.json":
         return open_gpt2(file, file.with_name("merges.txt"), declared)
-    if file.suffix == ".json":
-        return open_tokenizer_json(file, data, declared)
-    if TIKTOKEN_LINE.match(data):
-        raise TokenizerError(
-            f"{file}: is in Llama 3's own format, which is not read; take the tokenizer.json that lies "
-            "beside it on the Hub"
-        )
-    return SentencePieceTokenizer(file, data, declared)
+    if file.suffix != ".json":
+        return SentencePieceTokenizer(file, data, declared)
+    import tokenizers
+
+    with library_errors(f"{file} is not a tokenizer.json", "copy it again"):
+        _require_bounded(file, data)
+        return HuggingFaceTokenizer(file, tokenizers.Tokenizer.from_buffer(data), declared)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -162,16 +160,6 @@ def _require_bounded(path: pathlib.Path, data: bytes) -> None:
         )
 
 
-def open_tokenizer_json(path: pathlib.Path, data: bytes, declared: SpecialTokens) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json. Raises TokenizerError for a damaged one, or of a kind that can't be streamed."""
-    import tokenizers
-
-    with library_errors(f"{path} is not a tokenizer.json", "copy it again"):
-        _require_bounded(path, data)
-        library = tokenizers.Tokenizer.from_buffer(data)
-        return HuggingFaceTokenizer(path, library, declared)
-
-
 def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: SpecialTokens) -> HuggingFaceTokenizer:
     """Reads GPT-2's vocab.json and merges.txt. No BOS is added unless tokenizer_config.json asks for one.
 
@@ -192,7 +180,7 @@ def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: SpecialTokens
     library.add_special_tokens([GPT2_END])
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    if declared.add_bos:
+    if declared.add_bos_token:
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{GPT2_END} $A", special_tokens=[(GPT2_END, end)]
         )
@@ -236,10 +224,15 @@ def read_pieces(decoder: Mapping[str, Any]) -> Pieces | None:
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return Pieces()
-    spaces = [space for step in steps if (space := _space(step)) is not None]
-    if not spaces:
-        return None
-    return Pieces(spaces[0], "ByteFallback" in types, any(_drops_first_space(step) for step in steps))
+    space, drops = None, False
+    for step in steps:
+        if step["type"] == "Metaspace":
+            space, drops = space or step["replacement"], drops or step["prepend_scheme"] != "never"
+        elif step["type"] == "Replace" and step["content"] == " ":
+            space = space or step["pattern"].get("String")
+        elif step["type"] == "Strip" and step["content"] == " ":
+            drops = drops or step["start"] > 0
+    return None if space is None else Pieces(space, "ByteFallback" in types, drops)
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -248,20 +241,6 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _steps(step)
     else:
         yield decoder
-
-
-def _space(step: Mapping[str, Any]) -> str | None:
-    """What stands for a blank, if this step of a decoder says so."""
-    if step["type"] == "Metaspace":
-        return str(step["replacement"])
-    is_blank = step["type"] == "Replace" and step["content"] == " "
-    return step["pattern"].get("String") if is_blank else None
-
-
-def _drops_first_space(step: Mapping[str, Any]) -> bool:
-    if step["type"] == "Metaspace":
-        return bool(step["prepend_scheme"] != "never")
-    return bool(step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -282,7 +261,9 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._library = sentencepiece.SentencePieceProcessor(model_proto=data or b"none")
         except (RuntimeError, ValueError):
-            raise TokenizerError(f"{path} is no sentencepiece model; it is damaged: copy it again") from None
+            raise TokenizerError(
+                f"{path} is no sentencepiece model: copy it again, or take the tokenizer.json that lies beside it"
+            ) from None
         self.vocab_size = self._library.vocab_size()
         bos_id, eos_id = self._library.bos_id(), self._library.eos_id()
         self.bos_id, self.eos_ids = declared.resolve(
@@ -291,7 +272,7 @@ class SentencePieceTokenizer(Tokenizer):
             own_bos=bos_id if bos_id >= 0 else None,
             own_eos=(eos_id,) if eos_id >= 0 else (),
         )
-        self._start = [] if self.bos_id is None or declared.add_bos is False else [self.bos_id]
+        self._start = [] if self.bos_id is None or declared.add_bos_token is False else [self.bos_id]
         with library_errors(f"{path} can't be used", "copy it again"):
             self.drops_first_space = self._library.encode("a", out_type=str)[0].startswith(SPACE)
             self.drops_first_spaces = self._library.encode("  a") == self._library.encode("a")

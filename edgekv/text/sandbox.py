@@ -22,8 +22,7 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compiled(source: str) -> jinja2.Template:
-    """Raises whatever jinja2 does for a source that is no template."""
+def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
     )
@@ -48,15 +47,15 @@ def rendered(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
     names: the template's variables; None: only look whether the source is a template.
     """
     try:
-        template = compiled(source)
+        template = _compiled(source)
     except Exception as error:  # jinja2's, and RecursionError, MemoryError, ValueError of its constant folding
-        return {"invalid": reason(error)}
+        return {"invalid": _reason(error)}
     try:
         return {"text": "" if names is None else template.render(**names)}
     except Exception as error:  # templates are programs: anything can go wrong in them
-        return {"refused": reason(error)}
+        return {"refused": _reason(error)}
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """An exception's message in one line of at most 300 letters, or its type."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import codecs
 import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from edgekv.checks import short_repr
+import msgspec
+
+from edgekv.checks import read_fields
 from edgekv.errors import TokenizerError
 from edgekv.files import MAX_FILE_BYTES, read_object
 
@@ -19,6 +20,8 @@ BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has n
 BARRIER = "\x02"  # merges with no letter
 OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
 MAX_VOCABULARY = 1 << 24
+NAMES = "add_bos_token", "bos_token", "eos_token"  # what counts of tokenizer_config.json
+IDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
@@ -169,19 +172,24 @@ def require_vocabulary(what: str, size: int) -> None:
         raise TokenizerError(f"{what} has token ids up to {size - 1}; accepted: below {MAX_VOCABULARY}")
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecialTokens:
-    """Special tokens by id (generation_config.json, config.json) and by name (tokenizer_config.json).
+class AddedToken(msgspec.Struct):
+    """A token as tokenizer_config.json may have it."""
 
-    None or an empty tuple: not declared. `vocab_size` is the model's, which may exceed the tokenizer's.
+    content: str
+
+
+class SpecialTokens(msgspec.Struct):
+    """Special tokens by name (tokenizer_config.json) and by id (generation_config.json, config.json).
+
+    vocab_size: the model's, which may exceed the tokenizer's.
     """
 
-    add_bos: bool | None = None
-    bos_token: str | None = None
-    eos_token: str | None = None
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    vocab_size: int = 0
+    add_bos_token: bool | None = None
+    bos_token: str | AddedToken | None = None
+    eos_token: str | AddedToken | None = None
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    vocab_size: Any = None
 
     def resolve(
         self,
@@ -197,25 +205,18 @@ class SpecialTokens:
         token's name, or None. own_bos, own_eos: of the tokenizer's file. Raises TokenizerError for a declared
         token that is in neither the tokenizer nor the model.
         """
-        limit = max(vocab_size, self.vocab_size)
-        if self.bos_token is not None:
-            bos_id: int | None = _named("bos_token", self.bos_token, find)
-        else:
-            bos_id = self.bos_id if own_bos is None else own_bos
-        if self.eos_ids:
-            eos_ids = self.eos_ids
-        elif self.eos_token is not None:
-            eos_ids = (_named("eos_token", self.eos_token, find),)
-        else:
-            eos_ids = own_eos
-        for key, ids in (("bos_token_id", [] if bos_id is None else [bos_id]), ("eos_token_id", eos_ids)):
+        bos = _named("bos_token", self.bos_token, find) or (() if own_bos is None else (own_bos,))
+        bos = bos or _listed(self.bos_token_id)[:1]
+        eos = _listed(self.eos_token_id) or _named("eos_token", self.eos_token, find) or own_eos
+        limit = max(vocab_size, self.vocab_size if isinstance(self.vocab_size, int) else 0)
+        for key, ids in (("bos_token_id", bos), ("eos_token_id", eos)):
             for token_id in ids:
                 if not 0 <= token_id < limit:
                     raise TokenizerError(
                         f"{key} {token_id} is not among the {limit} tokens of tokenizer and model; "
                         "correct it in generation_config.json or config.json"
                     )
-        return bos_id, eos_ids
+        return (bos[0] if bos else None), eos
 
 
 def read_declared(
@@ -225,25 +226,14 @@ def read_declared(
 
     Raises TokenizerError for a file that is no JSON object, and for special tokens of the wrong type.
     """
-    settings = _read_object(tokenizer_folder / "tokenizer_config.json")
-    add_bos = settings.get("add_bos_token")
-    if not isinstance(add_bos, (bool, type(None))):
-        raise TokenizerError(
-            f"add_bos_token is {short_repr(add_bos)}; tokenizer_config.json may hold true or false"
-        )
-    names = _read_object(tokenizer_folder / "special_tokens_map.json") | settings
+    names = [
+        _read_object(tokenizer_folder / f"{name}.json") for name in ("special_tokens_map", "tokenizer_config")
+    ]
     config = _read_object(model_folder / "config.json") if config is None else config
-    ids = {**config, **_read_object(model_folder / "generation_config.json")}
-    bos_ids = _ids("bos_token_id", ids)
-    vocab_size = config.get("vocab_size")
-    return SpecialTokens(
-        add_bos=add_bos,
-        bos_token=_name("bos_token", names),
-        eos_token=_name("eos_token", names),
-        bos_id=bos_ids[0] if bos_ids else None,
-        eos_ids=_ids("eos_token_id", ids),
-        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
-    )
+    ids = config, _read_object(model_folder / "generation_config.json")
+    found = {name: value for file in names for name, value in file.items() if name in NAMES}
+    found |= {name: value for file in ids for name, value in file.items() if name in IDS}
+    return read_fields(found, SpecialTokens, "the tokenizer's files and config.json", "correct it", TokenizerError)
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -257,30 +247,19 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     return {key: entry for key, entry in value.items() if entry is not None}
 
 
-def _ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-    value = values.get(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int for token_id in ids):
-        raise TokenizerError(f"{key} is {short_repr(value)}; a token id or a list of them is accepted in its file")
-    return tuple(ids)
+def _listed(ids: int | list[int] | None) -> tuple[int, ...]:
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _name(key: str, values: Mapping[str, Any]) -> str | None:
-    value = values.get(key)
-    name = value.get("content") if isinstance(value, dict) else value
-    if name is not None and not isinstance(name, str):
-        raise TokenizerError(
-            f"{key} is {short_repr(value)}; tokenizer_config.json and special_tokens_map.json may hold a text, "
-            'or {"content": text}'
-        )
-    return name
-
-
-def _named(key: str, name: str, find: Callable[[str], int | None]) -> int:
+def _named(key: str, token: str | AddedToken | None, find: Callable[[str], int | None]) -> tuple[int, ...]:
+    """The id of a token that is declared by its name; none where it is not."""
+    if token is None:
+        return ()
+    name = token if isinstance(token, str) else token.content
     token_id = find(name)
     if token_id is None:
         raise TokenizerError(
             f"{key} {name!r} is not in the tokenizer's vocabulary; "
             "correct it in tokenizer_config.json or special_tokens_map.json"
         )
-    return token_id
+    return (token_id,)

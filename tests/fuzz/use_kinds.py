@@ -15,7 +15,7 @@ import numpy as np
 from edgekv import EdgeKVError, SamplingParams, Session, child
 from edgekv.engine.chat import Chat
 from edgekv.engine.grammar import Grammar, JsonSchema
-from edgekv.engine.options import Options
+from edgekv.engine.loading import Options
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.server.answers import AnswerParser
 from edgekv.server.prompts import TOOL_FORMATS, RequestEncoder, tools_grammar

@@ -21,8 +21,8 @@ from edgekv import CacheSpec
 from edgekv.checkpoint.hub import read_shape
 from edgekv.cli import parser
 from edgekv.cli.models import SYSTEM_SHARE
+from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
-from edgekv.engine.options import SessionPlan
 from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
 from edgekv.kvcache import scheme_facts, schemes

@@ -170,7 +170,7 @@ FAULTS = (
     Fault("an image counts as one token", "at = span.stop", "at += 1", "test_server_images.py"),
     Fault(
         "a session of another model is taken",
-        "if model.identity != self._content.identity:",
+        "if model.identity != saved.identity:",
         "if False:",
         "test_session_file.py -k belongs",
     ),

@@ -150,21 +150,20 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mixtral", "llava"])
-def test_the_responses_api(name: str, loaded: Loaded) -> None:
-    """A stream brings the text of the whole answer, and the next turn reads only what is new."""
-    image = [{"type": "input_image", "image_url": picture()}] if name == "llava" else []
-    first = {"role": "user", "content": [*image, {"type": "input_text", "text": LONG}]}
-    options = {"temperature": 0, "max_output_tokens": 12}
+def test_the_next_turn_reads_only_what_is_new(name: str, loaded: Loaded) -> None:
+    """A stream brings the text of the whole answer."""
+    image = [{"type": "image_url", "image_url": {"url": picture()}}] if name == "llava" else []
+    talk: list[Any] = [{"role": "user", "content": [*image, {"type": "text", "text": LONG}]}]
+    options = {"temperature": 0, "max_tokens": 12}
     with served(loaded(name, kv=EXACT)) as client:
-        whole = ask(client, "responses", input=[first], **options)
-        text = "".join(part["text"] for item in whole["output"] for part in item["content"])
-        events = streamed(client, "responses", input=[first], **options)
-        assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == text
-        said_before = {"role": "assistant", "content": text}
-        second = ask(
-            client, "responses", input=[first, said_before, {"role": "user", "content": "So?"}], **options
-        )
-        assert second["usage"]["input_tokens_details"]["cached_tokens"] > whole["usage"]["input_tokens"] - 20
+        whole = ask(client, "chat/completions", messages=talk, **options)
+        answer = whole["choices"][0]["message"]
+        chunks = streamed(client, "chat/completions", messages=talk, **options)
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == answer["content"]
+        talk += [answer, {"role": "user", "content": "So?"}]
+        second = ask(client, "chat/completions", messages=talk, **options)
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > whole["usage"]["prompt_tokens"] - 20
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llava"])

@@ -43,10 +43,10 @@ class OnDevice:
         if name == "host":
             driver: Any = HostDriver()
         else:
-            from edgekv.kernels.cuda.driver import CupyDriver
+            from edgekv.kernels.cuda.driver import Driver
 
             try:
-                driver = CupyDriver()
+                driver = Driver()
             except ConfigError as error:
                 pytest.skip(f"needs a GPU ({error})")
         return cls(driver, CudaKernels(driver))

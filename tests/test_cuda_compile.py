@@ -18,11 +18,10 @@ from test_cuda_attend import PAIRS
 
 import edgekv
 from edgekv.kernels import numpy_kernels
-from edgekv.kernels.cuda import matvec
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import attend_program, range_program
 from edgekv.kernels.cuda.loops import Reader, read_keys, read_values
-from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
+from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.rows import ENCODE
 from edgekv.papers.fier import SignIndex
@@ -51,22 +50,17 @@ def readers(pair: str, head_dim: int = 128) -> tuple[Reader, Reader]:
     return read_keys(bound(keys)), read_values(bound(values))
 
 
-def tiled_linear(bits: int, block: int) -> Program:
-    """Rows as long as they may be."""
-    tiling = matvec.TILING
-    macros = {"WEIGHT_BITS": bits, "BLOCK": block, "MOST_SPANS": MOST_CHUNKS[-1] // 8}
-    macros |= {"WARPS_OF_BLOCK": tiling.warps, "AHEAD": tiling.ahead, "BLOCKS_AT_ONCE": tiling.blocks}
-    return Program(("tiled_linear",), tuple(macros.items()))
-
-
 @functools.cache
 def programs() -> dict[Program, str]:
     """What decoding launches, for heads of 128 channels, and its names."""
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
-        **{tiled_linear(bits, n): f"tiled_linear, {bits} bits" for bits, n in ((4, 32), (4, 128), (8, 32))},
+        **{
+            packed_program(bits, n, MOST_CHUNKS[-1], 8, 2): f"tiled_linear, {bits} bits"
+            for bits, n in ((4, 32), (4, 128), (8, 32))
+        },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
-        **{Program((name,)): name for name in ("layers", "small")},
+        Program(("layers",)): "layers",
         **{Program(("exact",), (("WIDTH", 128),), exact=True): "rotations", ENCODE: "encoders"},
         **{module.ENCODE: module.__name__ for module in (huffman, int4, signs)},
         encode_program(2): "encoders of planes",

@@ -16,8 +16,7 @@ from kernel_cases import pairs
 
 from edgekv import Session
 from edgekv.checkpoint.hub import shipped_model
-from edgekv.engine.cuda import CudaBackend
-from edgekv.engine.cuda_graph import FEWEST_TOKENS
+from edgekv.engine.cuda import FEWEST_TOKENS, CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model

@@ -129,16 +129,16 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**arguments: Any) -> None:
-        raise FakeError("small.cu(3): error: what is this?\n1 error detected")
+        raise FakeError("layers.cu(3): error: what is this?\n1 error detected")
 
     cupy = fake_cupy(np.zeros)
     cupy.RawModule = refuse
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    driver = cupy_driver.CupyDriver()
+    driver = cupy_driver.Driver()
     with pytest.raises(ConfigError) as error:
-        driver.launch(Launch(Program(("small",)), "softmax", (1,), 256))
+        driver.launch(Launch(Program(("layers",)), "softmax", (1,), 256))
     log = cupy_driver.cache_root() / "cuda-compile.log"
-    one_line(error, "small.cu", log, "device='cpu'")
+    one_line(error, "layers.cu", log, "device='cpu'")
     assert "what is this?" in log.read_text()
 
 
@@ -151,7 +151,7 @@ def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: s
         raise RuntimeError(text)
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
-    driver, launch = cupy_driver.CupyDriver(), Launch(Program(("small",)), "softmax", (1,), 256)
+    driver, launch = cupy_driver.Driver(), Launch(Program(("layers",)), "softmax", (1,), 256)
     driver._kernels[launch.program, launch.kernel] = refuse
     with pytest.raises(kind, match=text.split(":")[0]):
         driver.launch(launch)

@@ -18,7 +18,7 @@ from edgekv.engine.model import Model
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.rope import Halves, padded_width
 from edgekv.kvcache import CacheSpec
-from edgekv.weights.cuda import DeviceWeights, HalfOps
+from edgekv.weights.cuda import CudaOps, DeviceWeights
 
 CAPACITY = 64
 LOGIT_ERROR = (
@@ -97,7 +97,7 @@ def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
         both = [device.driver.zeros((heads, n, d), np.float32) for heads in (h, g, g)]
         halves = Halves(half_q, half_k, half_v, 2)
         queries = both[0] if keeps else None
-        device.kernels.split_rope_halves(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
+        device.kernels.split_rope(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
         for x, y in zip(plain[0 if keeps else 1 :], both[0 if keeps else 1 :], strict=True):
             np.testing.assert_array_equal(to_host(x), to_host(y))
         assert keeps or not to_host(both[0]).any()
@@ -113,8 +113,8 @@ def test_linear_layers_in_halves(
     """Slab by slab, with biases, onto a residual; numbers beyond the largest half stay numbers."""
     model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
     store = model.store(model.weight_format(weights))
-    ops = HalfOps(DeviceWeights(store, device.driver, None))
-    monkeypatch.setattr(HalfOps, "_slab_rows", lambda *_: 20)  # several slabs, the last one shorter
+    ops = CudaOps(DeviceWeights(store, device.driver, None), halves=True)
+    monkeypatch.setattr(CudaOps, "_slab_rows", lambda *_: 20)  # several slabs, the last one shorter
     rng = np.random.default_rng(0)
     for name in ("0.qkv", "0.out", "0.down"):
         matrix, bias = store.matrix(name), store.bias(name)

@@ -10,7 +10,7 @@ from kernel_cases import normal, quantize_numpy
 from test_cuda_attend import TOLERANCE, Both, causal
 
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.matvec import packed_matvec
+from edgekv.kernels.cuda.matvec import Matrix, packed_matvec
 from edgekv.weights.quantize import dequantize
 
 PLANES = [  # the pair, queries per KV head, head_dim
@@ -85,20 +85,19 @@ def test_packed_products(
     w = dequantize(codes, scales, bits, block, columns).astype(np.float64)
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
     bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
-    stored = [device.up(each) for each in (codes, scales)]
-    form = {"bits": bits, "block": block, "columns": columns}
+    plain = Matrix(len(w), columns, bits, block, scales.shape[1], device.up(codes), device.up(scales))
+    driver, there = device.driver, device.up(x)
 
     error = 2e-4  # inputs of 16 bits
 
     def close(found: object, expected: np.ndarray) -> None:
         np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)
 
-    plain = packed_matvec(device.driver, device.up(x), *stored, **form)
-    close(plain, x @ w.T)
-    added = packed_matvec(device.driver, device.up(x), *stored, **form, bias=device.up(bias), onto=device.up(onto))
-    close(added, x @ w.T + bias + onto)
+    close(packed_matvec(driver, there, plain), x @ w.T)
+    biased = plain._replace(bias=device.up(bias))
+    close(packed_matvec(driver, there, biased, onto=device.up(onto)), x @ w.T + bias + onto)
     root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=1, keepdims=True) + 1e-5)
     normed = (x / root * norm) @ w.T
-    found = packed_matvec(device.driver, device.up(x), *stored, **form, norm=(device.up(norm), 1e-5), gate=0)
+    found = packed_matvec(driver, there, plain, norm=(device.up(norm), 1e-5), gate=0)
     gate, up = np.split(normed, 2, axis=1)
     close(found, gate / (1 + np.exp(-gate)) * up)

@@ -1,18 +1,26 @@
-"""The backend of a GPU, by CuPy; weights, scratch, caches and logits are in its memory."""
+"""The backend of a GPU, by CuPy; weights, scratch, caches and logits are in its memory.
+
+Decode steps have no launch gaps: a step is recorded once as a CUDA graph and replayed for later tokens. What
+differs between two steps of a conversation is counters alone, while every cache says so (`KVCache.is_static`):
+positions, and where the stores end. A recorded launch finds on the device how far each has moved since
+(`Counter`). What the caches do after some tokens (`KVCache.flush`: a block is packed) is a recording of its own,
+made when it comes the first time; where that can't be it is done, and the step recorded anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import collections
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.engine.cuda_graph import Replay
 from edgekv.engine.decoder import CHUNK, Backend, Decoder, RopeRotation, ScoreOptions, visible_range
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.driver import Array, Driver
+from edgekv.kernels.cuda.driver import RECORDED_TOKENS, Array, CannotRecord, Counter, Driver, Moves, put_inputs
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.rope import MOST_WIDTH, Halves, padded_width
@@ -28,6 +36,10 @@ from edgekv.weights.formats import WeightFormat
 SCORES = 1 << 24  # float32 alive at once
 CHUNK_SHARE = 64  # of the card's memory: what a chunk's activations may take
 LEAST_CHUNK, MOST_CHUNK = 256, 8192
+FEWEST_TOKENS = 8  # before the cache is full, worth recording
+MOST_FAILURES = 3  # recordings of a scheme that failed; then its steps are taken plainly
+POSITIONS = "n_seen"  # the counter that all caches share
+Counts = list[dict[str, int]]
 
 
 def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
@@ -47,18 +59,19 @@ def runs(spec: CacheSpec) -> bool:
 class CudaBackend(Backend):
     """The GPU that CuPy finds first (CUDA_VISIBLE_DEVICES chooses another)."""
 
-    free_bytes = staticmethod(lambda: cupy_driver.free_bytes())
+    kernels: CudaKernels
+    ops: CudaOps
+    weights: DeviceWeights
+    free_bytes = staticmethod(lambda: int(cupy_driver.require_cupy().cuda.runtime.memGetInfo()[0]))
 
     def __init__(self, weights: DeviceWeights, driver: Driver, threads: int) -> None:
-        self.kernels = self.device_kernels = CudaKernels(driver)
-        self.ops = self._device_ops = CudaOps(weights)
-        self.weights = self.device_weights = weights
+        self.kernels, self.ops, self.weights = CudaKernels(driver), CudaOps(weights), weights
         self.driver, self.threads, self.free_bytes = driver, threads, driver.free_bytes
         self.workspace, c = Workspace(driver), weights.arch.config
-        self.chunk = CHUNK if self._device_ops.half is None else chunk_tokens(c, driver)
+        self.chunk = CHUNK if self.ops.half is None else chunk_tokens(c, driver)
         is_plain = c.score_cap is None and not any(rope.query_growth for rope in c.ropes)
         fits = driver.has_matrix_tiles and c.head_dim <= MOST_WIDTH and is_plain
-        self._half = self._device_ops.half if fits else None
+        self._half = self.ops.half if fits else None
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
@@ -98,7 +111,7 @@ class CudaBackend(Backend):
         cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
     ) -> CudaBackend:
         require_layers(model.config)
-        driver = cupy_driver.CupyDriver()
+        driver = Driver()
         return cls(DeviceWeights(model.store(form, progress), driver, progress), driver, all_cores(threads))
 
     def new_workspace(self) -> Workspace:
@@ -116,7 +129,7 @@ class CudaBackend(Backend):
         """(n, hidden) of ids (n,) int32 on the device."""
         arch = self.weights.arch
         positions = "positions" if arch.learned_positions else None
-        x = self.device_weights.embed("embed", ids, positions, start)
+        x = self.weights.embed("embed", ids, positions, start)
         return x if arch.config.embedding_scale == 1.0 else x * np.float32(arch.config.embedding_scale)
 
     def attend_prompt(self, queries: Array, keys: Array, values: Array, options: ScoreOptions) -> None:
@@ -153,24 +166,20 @@ class CudaBackend(Backend):
             half_q = array("prefill.half_q", (c.n_heads, b - a, width), np.float16)
             out = array("prefill.half_out", (b - a, c.q_size), np.float16)
             here = x[a:b]
-            self.device_kernels.split_rope_halves(
+            self.kernels.split_rope(
                 *(arch.attention_in(self._half, i, here), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, a:b], k[:, a:b], v[:, a:b]),
                 *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),
             )
-            self.device_kernels.attend_prompt(half_q, half_k, half_v, a, c.layer_windows[i], out)
+            self.kernels.attend_prompt(half_q, half_k, half_v, a, c.layer_windows[i], out)
             there = arch.attention_out(self._half, i, here, out)
-            if there is not here:  # HalfOps adds in place
+            if there is not here:  # else it was added in place
                 x[a:b] = there
         cache.prefill(k[:, :0] if queries is None else queries, k, v)
         return True
 
     def new_replay(self, decoder: Decoder) -> Replay:
         return Replay(decoder, self)
-
-    def buffers(self) -> list[Array]:
-        """All scratch that a step uses, arrays of (n_bytes,)."""
-        return [*self.workspace.buffers(), *self.device_kernels.buffers()]
 
 
 def require_layers(config: ModelConfig) -> None:
@@ -185,3 +194,188 @@ def require_layers(config: ModelConfig) -> None:
             value="cuda",
             accepted=["cpu", "numpy"],
         )
+
+
+class Recording(NamedTuple):
+    """What was recorded, with which counters; and how it changed them."""
+
+    run: Callable[[], None]
+    moves: Moves
+    counts: Counts
+    changes: Counts
+    held: list[Array]
+
+
+class CacheGroup:
+    """Caches that have the same counters at every step: those of one scheme with the same knobs and sizes."""
+
+    def __init__(self, caches: list[KVCache]) -> None:
+        self.caches, self.first = caches, caches[0]
+
+    @staticmethod
+    def of(caches: Sequence[KVCache]) -> list[CacheGroup]:
+        """The groups of the caches."""
+        groups: dict[Hashable, list[KVCache]] = {}
+        for cache in caches:
+            size = cache.geometry.capacity, cache.geometry.sliding_window
+            key = type(cache), repr(cache.knobs), size, tuple(cache.state().counters.items())
+            groups.setdefault(key, []).append(cache)
+        return [CacheGroup(members) for members in groups.values()]
+
+    def counts(self) -> dict[str, int]:
+        """The caches' counters, by name."""
+        return self.first.state().counters
+
+    def put(self, counts: Mapping[str, int]) -> None:
+        """Gives all caches these counters."""
+        for cache in self.caches:
+            vars(cache).update(counts)
+
+    def after_next(self) -> tuple[Hashable, bool]:
+        """What a step of the next token launches, as far as counters decide; whether `flush` is due after it."""
+        cache, window = self.first, self.first.geometry.sliding_window
+        cache.advance(1)
+        try:
+            return (len(cache.segments()), window is not None and cache.n_seen > window), cache.needs_flush()
+        finally:
+            cache.advance(-1)
+
+
+class Replay:
+    """The steps of one decoder; remembers the recordings of the conversation that it served last."""
+
+    def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
+        self._decoder, self._backend, self._driver = decoder, backend, backend.driver
+        self._ids = self._driver.zeros((1,), np.int32)
+        self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled
+        self._failures: collections.Counter[type[KVCache]] = collections.Counter()
+        self.n_replayed = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step: Recording | None = None
+        self._flushes: dict[Hashable, Recording] = {}
+        self._caches: tuple[KVCache, ...] = ()
+        self._groups: list[CacheGroup] = []
+        self._structure: list[Hashable] = []
+        self._next = self._last = 0
+
+    def step(self, token: int, caches: Sequence[KVCache]) -> Array:
+        """Logits (vocab,) after appending one token, valid until the next step."""
+        if self._caches != tuple(caches) or caches[0].n_seen != self._next:
+            self._forget()  # others have changed them, perhaps what they point to
+        if not self._can_play():
+            before, flushes = [group.caches for group in self._groups], self._flushes
+            self._forget()
+            if not self._record(caches):
+                self._is_warm.add(type(caches[0]))
+                return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
+            if before == [group.caches for group in self._groups]:
+                self._flushes = flushes
+        assert self._step is not None
+        self._play(self._step, token)
+        self.n_replayed += 1
+        self._next = caches[0].n_seen
+        self._flush()
+        return self._logits
+
+    def _can_play(self) -> bool:
+        if self._step is None or self._next > self._last or not all(g.first.is_static() for g in self._groups):
+            return False
+        return self._structure == [group.after_next()[0] for group in self._groups]
+
+    def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
+        return self._decoder.head(self._decoder.forward(x, caches))[0]
+
+    def _record(self, caches: Sequence[KVCache]) -> bool:
+        """Whether the step of the next token could be recorded; it has not been taken then."""
+        scheme, start = type(caches[0]), caches[0].n_seen
+        ready = self._decoder.can_replay and scheme in self._is_warm and self._failures[scheme] < MOST_FAILURES
+        room = caches[0].geometry.capacity - start
+        if not ready or room < FEWEST_TOKENS or not all(cache.is_static() for cache in caches):
+            return False
+        self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
+        following = [group.after_next() for group in self._groups]
+        self._structure = [structure for structure, _ in following]
+        self._next, self._last = start, start + RECORDED_TOKENS
+        if any(flushes for _, flushes in following):
+            return False
+
+        def step() -> None:
+            self._logits = self._run(self._backend.embed_ids(self._ids, start), self._caches)
+
+        try:
+            self._step = self._recorded(step)
+        except CannotRecord:
+            self._failures[scheme] += 1
+        return self._step is not None
+
+    def _recorded(self, work: Callable[[], None]) -> Recording:
+        """``work`` with the counters as they are; it is done when that is replayed."""
+        put_inputs(self._driver, self._ids, 0, [])  # compiles
+        moves, counts = Moves(self._driver, POSITIONS), [group.counts() for group in self._groups]
+        changes: Counts = []
+
+        def everything() -> None:
+            before = [group.counts() for group in self._groups]
+            for i, (group, own) in enumerate(zip(self._groups, counts, strict=True)):
+                group.put({name: Counter(value, ((_key(i, name), 1),), moves) for name, value in own.items()})
+            try:
+                work()
+                after = [group.counts() for group in self._groups]
+            finally:
+                for group, own in zip(self._groups, before, strict=True):
+                    group.put(own)
+            changes[:] = [
+                {name: now[name] - value for name, value in own.items()}
+                for now, own in zip(after, counts, strict=True)
+            ]
+            put_inputs(self._driver, self._ids, 0, [])  # for what is not replayed
+
+        run = self._driver.record(everything)
+        # Others may ask for larger buffers while these are in use.
+        held = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
+        return Recording(run, moves, counts, changes, held)
+
+    def _play(self, recording: Recording, token: int) -> None:
+        now = [group.counts() for group in self._groups]
+        moved = {
+            _key(i, name): now[i][name] - value
+            for i, own in enumerate(recording.counts)
+            for name, value in own.items()
+        }
+        recording.moves.set(self._ids, token, moved.__getitem__)
+        recording.run()
+        for group, own, change in zip(self._groups, now, recording.changes, strict=True):
+            group.put({name: own[name] + by for name, by in change.items() if by})
+
+    def _flush(self) -> None:
+        """What is due after a token: replayed, or recorded and replayed, or done."""
+        due = [(i, group) for i, group in enumerate(self._groups) if group.first.needs_flush()]
+        if not due:
+            return
+        caches = [cache for _, group in due for cache in group.caches]
+        # Which counters are equal may decide what `flush` does.
+        key = tuple((i, *_equal_pairs(group.counts().values())) for i, group in due)
+
+        def flush() -> None:
+            for cache in caches:
+                cache.flush()
+
+        try:
+            if not all(cache.flush_is_static for cache in caches):
+                raise CannotRecord("it depends on what is stored")
+            if key not in self._flushes:
+                self._flushes[key] = self._recorded(flush)
+            self._play(self._flushes[key], 0)
+        except CannotRecord:
+            flush()
+            self._forget()  # it may have replaced arrays
+
+
+def _equal_pairs(counts: Iterable[int]) -> Iterator[bool]:
+    return (a == b for a, b in itertools.combinations(counts, 2))
+
+
+def _key(group: int, name: str) -> Hashable:
+    return name if name == POSITIONS else (group, name)

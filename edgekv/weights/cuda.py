@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +12,10 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, linear_program, matvec, packed_matvec, takes_packed
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, TaskProgress
-from edgekv.weights.ops import Changes, WeightOps
+from edgekv.weights.ops import Changes, NumpyOps
 from edgekv.weights.store import WeightStore
 
 NO_CHANGES = (
@@ -25,30 +24,14 @@ NO_CHANGES = (
 )
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # of common.cu
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # of common.cu
 LAYERS = Program(("layers",))
 NORM_THREADS = 512
 MOST_BLOCKS = 65535  # in a grid's second direction
+LEAST_SLAB = 1 << 23  # weights that are widened at a time; more where the card has more memory
+SLAB_SHARE = 2048  # of the card's bytes, a weight each
+TILE_ROWS = 256
 LOADING = "loading to the GPU"
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
-
-    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or
-    offsets.
-    """
-
-    rows: int
-    columns: int
-    bits: int
-    block: int
-    blocks: int
-    data: Array
-    scales: Array | None
-    bias: Array | None
-    shift: Array | None = None
 
 
 class DeviceWeights:
@@ -59,8 +42,6 @@ class DeviceWeights:
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store
         self.linears: dict[str, Matrix] = {}
-        self.vectors: dict[str, Array] = {}
-        self.tables: dict[str, tuple[Array, int]] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
@@ -76,8 +57,8 @@ class DeviceWeights:
             self.linears[name] = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
             if progress:
                 progress(LOADING, done, len(names))
-        for name in store.arch.vectors():
-            self.vectors[name] = driver.upload(store.vector(name))
+        self.vectors = {name: driver.upload(store.vector(name)) for name in store.arch.vectors()}
+        self.tables: dict[str, tuple[Array, int]] = {}
         for name in store.arch.tables():
             stored = store.raw(name)
             bits = stored if stored.dtype.itemsize == 4 else stored.view(np.uint16)
@@ -104,19 +85,14 @@ class DeviceWeights:
         return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
 
     def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
-        """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another."""
+        """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another: (n, hidden)."""
         data, kind = self.tables[table]
-        n, size = ids.shape[0], data.shape[1]
-        other = self.tables[positions] if positions else (self.driver.shift, 0)
+        n, size, shift = ids.shape[0], data.shape[1], self.driver.shift
+        other = self.tables[positions] if positions else (shift, 0)
         x = self.driver.empty((n, size), np.float32)
-        launch = Launch(LAYERS, "embed", (n,), 256)
-        self.driver.launch(
-            launch, data, kind, ids, *other, int(positions is not None), start, self.driver.shift, size, x
-        )
+        added = *other, int(positions is not None), start, shift
+        self.driver.launch(Launch(LAYERS, "embed", (n,), 256), data, kind, ids, *added, size, x)
         return x
-
-
-WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
 
 
 class Normed(NamedTuple):
@@ -127,59 +103,59 @@ class Normed(NamedTuple):
     eps: float
 
 
-class CudaOps(WeightOps):
-    """Activations (n, channels), float32; of many rows in halves, where the device and the weights have it so."""
+class CudaOps(NumpyOps):
+    """Activations (n, channels), float32.
 
-    made: npt.DTypeLike = np.float32  # what norms and activations make, that enters products
+    halves: the operators for many rows on tensor cores. What enters a product is then rounded to half precision,
+    the activations by what makes them and the weights a slab of rows at a time; what leaves it, the norms and the
+    residual are float32. Numbers beyond a half's range become the largest half.
+    """
 
-    def __init__(self, weights: DeviceWeights) -> None:
+    weights: DeviceWeights
+
+    def __init__(self, weights: DeviceWeights, halves: bool = False) -> None:
         self.weights, self.driver, self.weights_bytes = weights, weights.driver, weights.nbytes
+        self._halves, self._dtype = halves, np.float16 if halves else np.float32  # of what enters products
+        self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
         is_packed = any(w.bits < 32 for w in weights.linears.values())
-        self.half: HalfOps | None = None
+        has_halves = is_packed and weights.driver.multiplies_halves and not halves
+        self.half = CudaOps(weights, halves=True) if has_halves else None
         """The operators for many rows; None: these."""
-        if weights.driver.multiplies_halves and is_packed and not isinstance(self, HalfOps):
-            self.half = HalfOps(weights)
 
     def for_rows(self, n: int) -> CudaOps:
         return self if self.half is None or n <= MATVEC_ROWS else self.half
 
-    def with_changes(self, changes: Changes) -> WeightOps:
+    def with_changes(self, changes: Changes) -> NumpyOps:
         raise ConfigError(NO_CHANGES, field="loras")
 
-    def linear(self, x: Array | Normed, name: str) -> Array:
-        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
-        return self._linear(x, name)
+    def linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
+        """Return the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""
+        w = self.weights.linears[name]
+        if self._takes_packed(x, name):
+            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
+            return packed_matvec(self.driver, contiguous(x), w, onto=onto, norm=norm, gate=gate)
+        x = contiguous(self._plain(x, self._dtype))
+        if x.dtype != self._dtype:
+            x = self._activation(x, "identity", 0)
+        is_many = self._halves or len(x) > MATVEC_ROWS
+        y = self._matmul(x, w, onto) if is_many else matvec(self.driver, x, w, onto)
+        if w.shift is not None:
+            y += self._block_sums(x, w) @ w.shift.T
+        return y
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
         """Return x plus the linear layer's outputs of y (n, columns)."""
-        if len(x) > MATVEC_ROWS:
-            return x + self._linear(y, name)
-        return self._linear(y, name, onto=contiguous(x))
+        return self.linear(y, name, onto=contiguous(x))
 
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
         """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if self._takes_packed(x, name):
-            return self._linear(x, name, gate=ACTIVATIONS[kind])
+            return self.linear(x, name, gate=ACTIVATIONS[kind])
         return self._activation(self.linear(x, name), kind, 1)
 
     def _takes_packed(self, x: Array | Normed, name: str) -> bool:
-        w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
-        return n <= MATVEC_ROWS and w.shift is None and takes_packed(self.driver, w.bits, w.scales, w.block)
-
-    def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
-        w = self.weights.linears[name]
-        if self._takes_packed(x, name):
-            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
-            given: dict[str, Any] = {"bias": w.bias, "onto": onto, "norm": norm, "gate": gate}
-            given |= {"bits": w.bits, "block": w.block, "columns": w.columns}
-            return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **given)
-        x = self._plain(x)
-        if len(x) > MATVEC_ROWS:
-            y = self._matmul(x, w)
-        else:
-            form = {"bits": w.bits, "block": w.block, "columns": w.columns}
-            y = matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=onto)
-        return y if w.shift is None else y + self._block_sums(x, w) @ w.shift.T
+        n = len(x.x if isinstance(x, Normed) else x)
+        return not self._halves and n <= MATVEC_ROWS and takes_packed(self.driver, self.weights.linears[name])
 
     def _block_sums(self, x: Array, w: Matrix) -> Array:
         """(n, blocks): the sum of the inputs of each block."""
@@ -187,40 +163,50 @@ class CudaOps(WeightOps):
         whole[:, : w.columns] = x
         return whole.reshape(len(x), w.blocks, w.block).sum(axis=2)
 
-    def _matmul(self, x: Array, w: Matrix) -> Array:
-        y = self.driver.empty((len(x), w.rows), np.float32)
-        step = min(max(1, WIDENED_ELEMENTS // w.columns), MOST_BLOCKS)
+    def _matmul(self, x: Array, w: Matrix, onto: Array | None) -> Array:
+        """(n, rows) of many rows x (n, columns), a slab of the matrix at a time; added to ``onto`` in place."""
+        y = self.driver.empty((len(x), w.rows), np.float32) if onto is None else onto
+        step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
-            y[:, part] = x @ self._widened(w, part).T
+            slab, out = self._widened(w, part), y[:, part]
+            if self._halves:
+                self.driver.multiply_halves(x, slab, out, onto is not None)
+            else:
+                out[:] = x @ slab.T if onto is None else out + x @ slab.T
         if w.bias is not None:
             y += w.bias
         return y
 
+    def _slab_rows(self, w: Matrix) -> int:
+        """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""
+        slabs = -(-w.rows * w.columns // self._slab)
+        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
+
     def _widened(self, w: Matrix, part: slice) -> Array:
-        """Rows of the matrix in float32."""
-        if w.bits == 32:
+        """Rows of the matrix as they enter products."""
+        if w.bits == 32 and not self._halves:
             return w.data[part]
         n = part.stop - part.start
-        out = self.driver.empty((n, w.columns), np.float32)
-        launch = Launch(linear_program(w.bits, w.block), "widen_weights", (-(-w.columns // 256), n), 256)
+        out = self.driver.empty((n, w.columns), self._dtype)
+        launch = Launch(linear_program(w.bits, w.block), "widen", (-(-w.columns // (8 * 256)), n), 256)
         scales = self.driver.shift if w.scales is None else w.scales[part]
-        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
+        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out, int(self._halves))
         return out
 
-    def rms_norm(self, x: Array, name: str, eps: float) -> Normed:
+    def rms_norm(self, x: Array, name: str, eps: float) -> Normed:  # type: ignore[override]
         """Return x (n, channels), normed by its rows' root mean squares."""
         return Normed(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
         """Return x (n, channels), normed by its rows' means and deviations."""
         vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
-        return self._norm("layer_norm", x, vectors, eps, self.made)
+        return self._norm("layer_norm", x, vectors, eps, self._dtype)
 
     def _norm(self, kernel: str, x: Array, vectors: list[Array], eps: float, dtype: npt.DTypeLike) -> Array:
         x, y = contiguous(x), self.driver.empty(x.shape, dtype)
-        launch = Launch(LAYERS, _named(kernel, y), (len(x),), NORM_THREADS)
-        self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y)
+        launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
+        self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y, int(dtype == np.float16))
         return y
 
     def _plain(self, x: Array | Normed, dtype: npt.DTypeLike = np.float32) -> Array:
@@ -234,9 +220,9 @@ class CudaOps(WeightOps):
     def _activation(self, x: Array, kind: str, gated: int) -> Array:
         """Of x, or gated: of its first half, times the second."""
         x, size = contiguous(x), x.shape[1] // (1 + gated)
-        y = self.driver.empty((len(x), size), self.made)
-        launch = Launch(LAYERS, _named("activation", y), (-(-size // 256), len(x)), 256)
-        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
+        y = self.driver.empty((len(x), size), self._dtype)
+        launch = Launch(LAYERS, "activation", (-(-size // 256), len(x)), 256)
+        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y, int(self._halves))
         return y
 
     def split(self, x: Array | Normed, sizes: Sequence[int]) -> list[Array]:
@@ -257,17 +243,9 @@ class CudaOps(WeightOps):
         """Return a + b (n, channels)."""
         return self._plain(a) + self._plain(b)
 
-    def mul(self, a: Array | Normed, b: Array | Normed) -> Array:
-        """Return a * b (n, channels)."""
-        return self._plain(a) * self._plain(b)
-
     def scale(self, x: Array | Normed, factor: float) -> Array:
         """Return x (n, channels) times a number."""
         return self._plain(x) * np.float32(factor)
-
-    def soft_cap(self, x: Array | Normed, cap: float) -> Array:
-        """Return cap * tanh(x / cap) (n, channels)."""
-        return np.tanh(self._plain(x) * np.float32(1 / cap)) * np.float32(cap)
 
     def add_experts(self, x: Array, y: Array | Normed, i: int) -> Array:
         """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
@@ -282,75 +260,3 @@ def refuse_experts() -> ConfigError:
         value="cuda",
         accepted=["cpu", "numpy"],
     )
-
-
-def _named(kernel: str, y: Array) -> str:
-    """The kernel that gives numbers of y's type."""
-    return f"{kernel}_half" if y.dtype == np.float16 else kernel
-
-
-LEAST_SLAB = 1 << 23  # weights in half precision at a time; more where the card has more memory
-TILE_ROWS = 256
-SLAB_SHARE = 2048  # of the card's bytes, a weight each
-
-
-class HalfOps(CudaOps):
-    """Products of halves on tensor cores, summed in float32.
-
-    What enters a product is rounded to half precision, the activations by what makes them and the weights a slab
-    of rows at a time; what leaves it, the norms and the residual are float32. Numbers beyond a half's range become
-    the largest half.
-    """
-
-    made = np.float16
-
-    def __init__(self, weights: DeviceWeights) -> None:
-        super().__init__(weights)
-        self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
-
-    def _takes_packed(self, x: Array | Normed, name: str) -> bool:
-        return False
-
-    def linear(self, x: Array | Normed, name: str) -> Array:
-        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
-        w, x = self.weights.linears[name], self._plain(x, self.made)
-        y = self.driver.empty((len(x), w.rows), np.float32)
-        self._multiply(x, w, y, False)
-        return y
-
-    def add_linear(self, x: Array, y: Array, name: str) -> Array:
-        """Add the linear layer's outputs of y (n, columns) to x in place."""
-        self._multiply(y, self.weights.linears[name], x, True)
-        return x
-
-    def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
-        x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)
-        step = self._slab_rows(w)
-        for a in range(0, w.rows, step):
-            part = slice(a, min(a + step, w.rows))
-            self.driver.multiply_halves(x, self._halves(w, part), y[:, part], adds)
-        if w.bias is not None:
-            y += w.bias
-        if w.shift is not None:
-            y += self._block_sums(x, w) @ w.shift.T
-
-    def _slab_rows(self, w: Matrix) -> int:
-        """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""
-        slabs = -(-w.rows * w.columns // self._slab)
-        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
-
-    def _halves(self, w: Matrix, part: slice) -> Array:
-        """Rows of the matrix in half precision."""
-        n = part.stop - part.start
-        out = self.driver.empty((n, w.columns), np.float16)
-        per_thread = 1 if w.columns % 8 else 8
-        grid = -(-w.columns // (256 * per_thread)), n
-        scales = self.driver.shift if w.scales is None else w.scales[part]
-        launch = Launch(linear_program(w.bits, w.block), "widen_to_half", grid, 256)
-        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
-        return out
-
-    def _rounded(self, x: Array) -> Array:
-        y = self.driver.empty(x.shape, np.float16)
-        self.driver.launch(Launch(LAYERS, "round_to_half", (-(-x.size // 256),), 256), contiguous(x), x.size, y)
-        return y

@@ -13,13 +13,13 @@ import numpy as np
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.kernels.cuda.driver import CannotRecord, CupyDriver, Launch
+from edgekv.kernels.cuda.driver import CannotRecord, Driver, Launch
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.cuda.matvec import linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import Matrix, linear_program, matvec, packed_matvec, takes_packed
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
-from edgekv.weights.cuda import KINDS, DeviceWeights, Matrix
+from edgekv.weights.cuda import KINDS, DeviceWeights
 from edgekv.weights.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 
 REPEATS = 15
@@ -36,7 +36,7 @@ class Gpu:
     """The driver, its kernels, and what the card can do."""
 
     def __init__(self) -> None:
-        self.driver = CupyDriver()
+        self.driver = Driver()
         self.kernels = CudaKernels(self.driver)
         self.workspace = Workspace(self.driver)
         device = cupy.cuda.runtime.getDevice()
@@ -233,13 +233,11 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
             data = [gpu.rng.integers(0, 256, (rows, blocks, block * bits // 8), dtype=np.uint8) for _ in range(n)]
         else:
             data = [gpu.normal(rows, columns).astype(np.float16 if bits == 16 else np.float32) for _ in range(n)]
+        matrices = [Matrix(rows, columns, bits, block, blocks, *each) for each in zip(data, scales, strict=True)]
 
-        def step(data: Any = data, scales: Any = scales, bits: int = bits, block: int = block) -> None:
-            for each, own in zip(data, scales, strict=True):
-                if not takes_packed(gpu.driver, bits, own, block):
-                    matvec(gpu.driver, x, each, bits=bits, block=block, columns=columns, scales=own)
-                else:
-                    packed_matvec(gpu.driver, x, each, own, bits=bits, block=block, columns=columns)
+        def step(matrices: Any = matrices) -> None:
+            for w in matrices:
+                (packed_matvec if takes_packed(gpu.driver, w) else matvec)(gpu.driver, x, w)
 
         yield name, gpu.seconds(step) / n, rows * (columns * bits // 8 + 4 * blocks)
 
@@ -257,8 +255,8 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
     rows, columns = SHAPE
     codes = gpu.rng.integers(0, 256, (rows, columns // 128, 64), dtype=np.uint8)
     scales, half = cupy.full((rows, columns // 128), 0.01, np.float32), cupy.empty(SHAPE, np.float16)
-    launch = Launch(linear_program(4, 128), "widen_to_half", (-(-columns // 2048), rows), 256)
-    seconds = gpu.seconds(lambda: gpu.driver.launch(launch, codes, scales, columns, columns // 128, half))
+    launch = Launch(linear_program(4, 128), "widen", (-(-columns // 2048), rows), 256)
+    seconds = gpu.seconds(lambda: gpu.driver.launch(launch, codes, scales, columns, columns // 128, half, 1))
     yield "int4 weights to halves", seconds, codes.nbytes + scales.nbytes + half.nbytes
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
     yield (

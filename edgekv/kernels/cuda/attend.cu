@@ -14,41 +14,32 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
     K keys(key_shared, queries, key_store, g, 0, end);
     V values(value_shared, value_store, g, end);
     float peak[TURNS_OF_ITEMS], total[TURNS_OF_ITEMS];  // of the rows whose items this warp has
-#pragma unroll
-    for (int i = 0; i < TURNS_OF_ITEMS; ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
-#pragma unroll
-    for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
-#pragma unroll
-    for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
+    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
+    UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
+    UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-#pragma unroll
-        for (int u = 0; u < TILES; ++u)
+        UNROLL for (int u = 0; u < TILES; ++u)
             if (tile + u < last) keys.scores(u, tile + u);
         __syncthreads();
         float s[TURNS_OF_ITEMS][2];
-#pragma unroll
-        for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+        UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
             int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            UNROLL for (int j = 0; j < 2; ++j) {
                 int t = (tile + u) * TILE + lane + 32 * j;
                 s[i][j] = t < end && span.sees(t) ? bounded(keys.score(u, m, lane + 32 * j)) : MINUS_INFINITY;
             }
             float top = lane_max(fmaxf(s[i][0], s[i][1]));
             if (lane == 0) tops[m][u] = top;
         }
-#pragma unroll
-        for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
+        UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
         if (TILES > 1) __syncthreads();  // else a row's only item is its own warp's
         else __syncwarp();
-#pragma unroll
-        for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+        UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
             int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
             float top = peak[i];
-#pragma unroll
-            for (int v = 0; v < TILES; ++v) top = fmaxf(top, tops[m][v]);
+            UNROLL for (int v = 0; v < TILES; ++v) top = fmaxf(top, tops[m][v]);
             float base = top == MINUS_INFINITY ? 0 : top;
             float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), shrink = __expf(peak[i] - base);
             peak[i] = top;
@@ -57,17 +48,14 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
             values.weigh(u, m, tile + u, p0, p1);
         }
         __syncthreads();
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m)
+        UNROLL for (int m = 0; m < ROWS; ++m)
             if (factor[m] != 1) values.rescale(m, factor[m]);
-#pragma unroll
-        for (int u = 0; u < TILES; ++u) {
+        UNROLL for (int u = 0; u < TILES; ++u) {
             if (tile + u < last) values.add(u, tile + u);
             values.load(u, tile + TILES + u);
         }
     }
-#pragma unroll
-    for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
         int item = i * WARPS + warp;
         if (item < ITEMS && item % TILES == 0 && lane == 0) ends[2 * (item / TILES)] = peak[i];
     }
@@ -89,13 +77,11 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
         float x[divide_up(HEAD_DIM, 32)] = {};
 #pragma unroll 4
         for (int i = from + warp; i < to; i += WARPS)
-#pragma unroll
-            for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k) {
+            UNROLL for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k) {
                 int c = lane + 32 * k;
                 if (c < HEAD_DIM) x[k] += weights[i][m] * __ldcg(&sums[((i64)i * ROWS + m) * HEAD_DIM + c]);
             }
-#pragma unroll
-        for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k)
+        UNROLL for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k)
             if (lane + 32 * k < HEAD_DIM) sum[warp][lane + 32 * k] = x[k];
         __syncthreads();
         for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) {

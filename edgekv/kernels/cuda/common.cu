@@ -9,6 +9,7 @@ typedef long long i64;
 #define THREADS 128  // of a block, unless a kernel says otherwise
 #define WARPS (THREADS / 32)
 #define TILE 64      // tokens that a block works on at a time: the BLOCK of edgekv.kernels.contract.attention
+#define UNROLL _Pragma("unroll")  // of a loop whose arrays are to be in registers
 #define EVERY_LANE 0xffffffffu
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
@@ -21,7 +22,7 @@ constexpr __host__ __device__ int power_above(int n) { return n <= 1 ? 1 : 2 * p
 constexpr __host__ __device__ int power_below(int n) { return n <= 1 ? 1 : 2 * power_below(n / 2); }
 
 // Sum and maximum over `n` neighbouring lanes (a power of two), in each of them.
-__device__ __forceinline__ float lane_sum(float x, int n = 32)
+template <class T> __device__ __forceinline__ T lane_sum(T x, int n = 32)
 {
     for (int i = n / 2; i > 0; i /= 2)
         x += __shfl_xor_sync(EVERY_LANE, x, i);
@@ -32,13 +33,6 @@ __device__ __forceinline__ float lane_max(float x)
 {
     for (int i = 16; i > 0; i /= 2)
         x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, i));
-    return x;
-}
-
-__device__ __forceinline__ u32 lane_sum_u32(u32 x)
-{
-    for (int i = 16; i > 0; i /= 2)
-        x += __shfl_xor_sync(EVERY_LANE, x, i);
     return x;
 }
 
@@ -100,8 +94,7 @@ __device__ __forceinline__ void load_four(const float* x, int k, int columns, fl
         float4 a = *(const float4*)(x + k);
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
     } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
+        UNROLL for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
     }
 }
 
@@ -110,6 +103,21 @@ __device__ __forceinline__ void load_four(const float* x, int k, int columns, fl
 // sum times SINK * 2 ** -position is right again. Codes must lie in the lowest 23 bits of the word.
 #define LIFT 1.2379400392853803e27f  // 2 ** 90
 #define SINK 576460752303423488.0f   // 2 ** 59
+
+// The Walsh-Hadamard transform of rows in shared memory, by CHANNELS / 2 threads each, with pairs CHANNELS / 2 apart in every
+// pass; returns on which side they are.
+template <int CHANNELS> __device__ int transform(float (*x)[2][CHANNELS])
+{
+    int side = 0, slot = threadIdx.x / (CHANNELS / 2), i = threadIdx.x % (CHANNELS / 2);
+    for (int n = 1; n < CHANNELS; n *= 2, side ^= 1) {
+        __syncthreads();
+        float a = x[slot][side][i], b = x[slot][side][i + CHANNELS / 2];
+        x[slot][side ^ 1][2 * i] = a + b;
+        x[slot][side ^ 1][2 * i + 1] = a - b;
+    }
+    __syncthreads();
+    return side;
+}
 
 // Sums of x[0 .. N) over the lanes that differ in the bits FROM, 2 * FROM, ... TO / 2 only. They are spread over those
 // lanes: each is left with kept() of them in x[0 ..], from index `first` of the original on, if they are `mine`.
@@ -120,8 +128,7 @@ template <int N, int FROM, int TO> struct SpreadSum {
     static __device__ __forceinline__ void run(float* x, int& first, bool& mine)
     {
         bool upper = threadIdx.x & FROM;
-#pragma unroll
-        for (int i = 0; i < HALF; ++i) {
+        UNROLL for (int i = 0; i < HALF; ++i) {
             float other = N % 2 || upper ? x[i] : x[i + N - HALF];
             float own = N % 2 || !upper ? x[i] : x[i + N - HALF];
             x[i] = own + __shfl_xor_sync(EVERY_LANE, other, FROM);
@@ -178,8 +185,7 @@ template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_
     bool speaks = threadIdx.x % 32 == 0;
     if (speaks)
         for (int m = 0; m < N; ++m) sums[warp][m] = 0;
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
+    UNROLL for (int turn = 0; turn < TURNS; ++turn) {
         float total = lane_sum(x[turn]);
         int m = (turn * WARPS + warp) / PER_ROW;
         if (speaks && m < N) sums[warp][m] += total;
@@ -192,6 +198,7 @@ template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_
 #define GELU 1
 #define GELU_TANH 2
 #define RELU 3
+#define IDENTITY 4  // where a kernel takes it
 
 __device__ __forceinline__ float activate(float x, int kind)
 {

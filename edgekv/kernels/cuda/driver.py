@@ -1,4 +1,10 @@
-"""The device behind CuPy: programs of .cu files, compiled by NVRTC at their first launch and cached by CuPy."""
+"""The device behind CuPy: programs of .cu files, launches, and recorded steps with what moves between replays.
+
+A program is compiled by NVRTC at its first launch, and kept by CuPy. A recorded launch keeps its arguments. So,
+while a step is recorded, the counters of the caches are `Counter`s, which remember through sums and differences
+what they were made of; a launch passes such a number together with an address (`place`), at which every replay
+puts how far the number has moved since.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,8 @@ import ctypes
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +26,11 @@ Macros = tuple[tuple[str, int | str], ...]
 
 FOLDER = pathlib.Path(__file__).parent
 N_MOVES = 16  # numbers on the device: that of positions first, one that stays 0 last
+RECORDED_TOKENS = 512  # at most, after the one at which a step was recorded, that replay it
 # Of cuBLAS.
 AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
@@ -71,54 +79,15 @@ class CannotRecord(Exception):
     """The step does something that can't be recorded: it is taken plainly."""
 
 
-class Driver(Protocol):
-    """What the kernels need of a device."""
-
-    multiprocessors: int
-    memory_bytes: int
-    """Of the device, in use or not."""
-    multiplies_halves: bool
-    """Whether products of halves are faster than those of float32: on tensor cores, from sm_70 on."""
-    has_matrix_tiles: bool
-    """Whether prompt_attention.cu compiles: from sm_75 on."""
-    has_whole_tiles: bool
-    """Whether tiled_linear.cu and tiled.cu compile: from sm_80 on."""
-    moves: Array
-    """int32: how far the counters of a replayed step have moved since it was recorded, else 0."""
-    shift: Array
-    """Of these the first, by which positions move."""
-    still: Array
-    """Of these the last, which stays 0."""
-
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array of the device, contents undefined."""
-
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array of the device, filled with zeros."""
-
-    def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
-
-    def free_bytes(self) -> int:
-        """Bytes of the device that are not in use."""
-
-    def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
-        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
-
-    def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
-        """y (n, rows) float32 = x (n, k) float16 times w (rows, k) float16, or y + that; sums in float32.
-
-        x and w are contiguous; y has contiguous rows, maybe part of longer ones.
-        """
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A function that repeats what ``step`` launches, without Python. Raises CannotRecord."""
-
-
-class CupyDriver:
-    """Works on the current device, in any thread, on the default stream; only `record` uses another one.
+class Driver:
+    """The current device, in any thread, on the default stream; only `record` uses another one.
 
     So drivers beside each other, and threads, see each other's work in order, and a recording sees its own alone.
+
+    multiplies_halves: whether products of halves are faster than those of float32, on tensor cores;
+    has_matrix_tiles: whether prompt_attention.cu compiles; has_whole_tiles: tiled_linear.cu and tiled.cu. moves
+    (N_MOVES,) int32: how far the counters of a replayed step have moved since it was recorded, else 0; shift is
+    the first of these, by which positions move, and still the last, which stays 0.
     """
 
     def __init__(self) -> None:
@@ -159,23 +128,20 @@ class CupyDriver:
         return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
+        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
         program, kernel, grid, block, early = launch
         try:
             function = self._kernels.get((program, kernel))
             if function is None:
                 function = self._kernels[program, kernel] = self._compile(program, kernel)
             if early and self._launch_early is not None:
-                values = [_ctypes_argument(x) for x in arguments]
-                self._launch_early(function.kernel.ptr, grid, block, self._current.ptr, values)
+                stream = self._recorder if self._is_recording else self.stream
+                self._launch_early(function.kernel.ptr, grid, block, stream.ptr, arguments)
             else:
                 function(grid, (block,), tuple(map(_argument, arguments)))
         except RuntimeError as error:
             _raise_memory_error(error, f"for {kernel}")
             raise
-
-    @property
-    def _current(self) -> Any:
-        return self._recorder if self._is_recording else self.stream
 
     def _compile(self, program: Program, kernel: str) -> Any:
         try:
@@ -192,6 +158,10 @@ class CupyDriver:
             ) from None
 
     def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
+        """y (n, rows) float32 = x (n, k) float16 times w (rows, k) float16, or y + that; sums in float32.
+
+        x and w are contiguous; y has contiguous rows, maybe part of longer ones.
+        """
         from cupy_backends.cuda.libs import cublas
 
         (n, k), rows, stride = x.shape, len(w), y.strides[0] // y.itemsize
@@ -240,12 +210,10 @@ def _raise_memory_error(error: RuntimeError, what: str) -> None:
         raise MemoryError(f"Out of memory {what} ({error})") from error
 
 
-def _early_launcher() -> EarlyLauncher | None:
-    """None: this driver has none."""
-    try:
-        return EarlyLauncher()
-    except (OSError, AttributeError):
-        return None
+def _argument(x: Array | int | float) -> Any:
+    if type(x) is int:
+        return np.int32(x)
+    return np.float32(x) if type(x) is float else x
 
 
 def _ctypes_argument(x: Array | int | float) -> Any:
@@ -254,10 +222,43 @@ def _ctypes_argument(x: Array | int | float) -> Any:
     return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_void_p(x.data.ptr)
 
 
-def _argument(x: Array | int | float) -> Any:
-    if type(x) is int:
-        return np.int32(x)
-    return np.float32(x) if type(x) is float else x
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(_Attribute)), ("n_attributes", ctypes.c_uint)),
+    )
+
+
+def _early_launcher() -> Callable[..., None] | None:
+    """Launches that begin before the one before them has ended; None where this driver has none.
+
+    By cuLaunchKernelEx, which CuPy lacks: (kernel's handle, grid, block, stream, arguments); raises RuntimeError.
+    """
+    try:
+        launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+
+    def launch(function: int, grid: tuple[int, ...], block: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        attribute, values = _Attribute(OVERLAPS, 0, 1), [_ctypes_argument(x) for x in arguments]
+        x, y, z = (*grid, 1, 1)[:3]
+        config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+        if status:
+            name = "CUDA_ERROR_OUT_OF_MEMORY" if status == 2 else f"CUDA driver error {status}"
+            raise RuntimeError(f"cuLaunchKernelEx: {name}")
+
+    return launch
 
 
 def require_cupy() -> Any:
@@ -295,48 +296,77 @@ def available() -> bool:
     return True
 
 
-def free_bytes() -> int:
-    """Of the device's memory."""
-    return int(require_cupy().cuda.runtime.memGetInfo()[0])
+Terms = tuple[tuple[Hashable, int], ...]
+"""Counters that are added up, by their names, and how often each."""
 
 
-OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+class Counter(int):
+    """An int that will be another one. Comparisons see that of the recording; divisions can't be recorded."""
+
+    terms: Terms
+    moves: Moves
+
+    def __new__(cls, value: int, terms: Terms, moves: Moves) -> Counter:
+        self = super().__new__(cls, value)
+        self.terms, self.moves = terms, moves
+        return self
+
+    def _with(self, value: int, other: Any, sign: int, own: int = 1) -> Counter:
+        factors = {name: own * n for name, n in self.terms}
+        for name, n in other.terms if isinstance(other, Counter) else ():
+            factors[name] = factors.get(name, 0) + sign * n
+        terms = sorted(((name, n) for name, n in factors.items() if n), key=repr)
+        return Counter(value, tuple(terms), self.moves)
+
+    def __add__(self, other: int) -> Counter:
+        return self._with(int(self) + int(other), other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Counter:
+        return self._with(int(self) - int(other), other, -1)
+
+    def __rsub__(self, other: int) -> Counter:
+        return self._with(int(other) - int(self), other, 1, own=-1)
+
+    def __floordiv__(self, other: int) -> int:
+        raise CannotRecord(f"{self.terms} // {other}")
+
+    def __mod__(self, other: int) -> int:
+        raise CannotRecord(f"{self.terms} % {other}")
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: its value is a union of 64 bytes."""
+class Moves:
+    """Where on the device the sums of counters that a recording uses find how far they have moved."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+    def __init__(self, driver: Driver, positions: Hashable) -> None:
+        """positions: the counter that the driver's `shift` follows."""
+        self._driver = driver
+        self._slots: dict[Terms, int] = {((positions, 1),): 0}
+
+    def address(self, terms: Terms) -> Array:
+        """Raises CannotRecord where there are too many."""
+        slot = self._slots.setdefault(terms, len(self._slots))
+        if slot >= N_MOVES - 1:
+            raise CannotRecord(f"{slot} sums of counters")
+        return self._driver.moves[slot : slot + 1]
+
+    def set(self, ids: Array, token: int, moved: Callable[[Hashable], int]) -> None:
+        """Puts the token, and what all have moved by, of counters that have each moved by ``moved``(name)."""
+        values = [sum(n * moved(name) for name, n in terms) for terms in self._slots]
+        put_inputs(self._driver, ids, token, values)
 
 
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
-        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
-        *(("attributes", ctypes.POINTER(_Attribute)), ("n_attributes", ctypes.c_uint)),
-    )
+INPUTS = Launch(Program(("layers",)), "set_inputs", (1,), 1)
 
 
-class EarlyLauncher:
-    """Launches that begin before the one before them has ended: cuLaunchKernelEx of the driver, which CuPy lacks.
+def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> None:
+    """What a recorded step reads; positions and all others move by 0 where values has none."""
+    driver.launch(INPUTS, ids, token, driver.moves, *values, *[0] * (N_MOVES - 1 - len(values)))
 
-    Raises OSError or AttributeError where it is not there.
-    """
 
-    def __init__(self) -> None:
-        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-
-    def __call__(
-        self, function: int, grid: tuple[int, ...], block: int, stream: int, arguments: list[Any]
-    ) -> None:
-        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError."""
-        attribute = _Attribute(OVERLAPS, 0, 1)
-        x, y, z = (*grid, 1, 1)[:3]
-        config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        status = self._launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-        if status:
-            name = "CUDA_ERROR_OUT_OF_MEMORY" if status == 2 else f"CUDA driver error {status}"
-            raise RuntimeError(f"cuLaunchKernelEx: {name}")
+def place(driver: Driver, x: int) -> tuple[int, Array]:
+    """A number for a kernel, and the address of what that adds to it."""
+    if isinstance(x, Counter) and x.terms:
+        return int(x), x.moves.address(x.terms)
+    return int(x), driver.still

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.driver import Array, Launch
+from edgekv.kernels.cuda.driver import Array, Launch, place
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 from edgekv.kernels.cuda.rows import ENCODE
 

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgekv.kernels.cuda import planes as tiled_planes
-from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
-from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Macros, Program
+from edgekv.kernels.cuda.driver import (
+    RECORDED_TOKENS,
+    Array,
+    CannotRecord,
+    Counter,
+    Launch,
+    Macros,
+    Program,
+    place,
+)
 from edgekv.kernels.cuda.loops import (
     MOST_ROWS,
     MOST_SHARES,
@@ -42,7 +50,7 @@ ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; 
 MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
 MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
 SEES_ALL = 1 << 30
-SMALL = Program(("small",))
+LAYERS = Program(("layers",))
 
 
 class Part(NamedTuple):
@@ -173,7 +181,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         several = self.scratch("attend.several", (len(launches), *out.shape))
         for (main, exact), each, end in zip(launches, several, ends, strict=True):
             self._launch_attend(main, exact, visible, each, end)
-        launch = Launch(SMALL, "merge", (n_kv_heads * rows,), THREADS)
+        launch = Launch(LAYERS, "merge", (n_kv_heads * rows,), THREADS)
         self.driver.launch(launch, several, ends, len(launches), head_dim, out)
 
     def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, end: Array) -> None:
@@ -251,7 +259,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
     def softmax(self, s: Array, lo: I64, hi: I64) -> None:
         """Makes rows of s (G, M, columns) sum to 1 over columns lo..hi (M,), 0 elsewhere."""
         n_kv_heads, rows, columns = s.shape
-        launch = Launch(SMALL, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
+        launch = Launch(LAYERS, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
         self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
 
     def launch_scores(
@@ -309,7 +317,7 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         """out (G, ...) += the sum over the second axis of partial (G, splits, ...)."""
         n_kv_heads, splits = partial.shape[:2]
         n = out.size
-        launch = Launch(SMALL, "add_partial", (-(-n // 256),), 256)
+        launch = Launch(LAYERS, "add_partial", (-(-n // 256),), 256)
         self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
 
     def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:

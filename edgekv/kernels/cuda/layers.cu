@@ -1,75 +1,45 @@
-// What stands between the matrix products: norms, activations, embeddings. One row per block.
+// What stands between the matrix products: norms, activations, embeddings, rotations by position, softmax. One row per block
+// unless a kernel says otherwise. y gets halves where `halves` says so, else float32.
 
-__device__ __forceinline__ void put(float* y, float x) { *y = x; }
-__device__ __forceinline__ void put(u16* y, float x) { *y = finite_half(x); }
-
-template <class T> __device__ void rms_norm_of(const float* x, int size, const float* weight, float eps, T* y)
+__device__ __forceinline__ void put(void* y, i64 i, float x, int halves)
 {
-    x += (i64)blockIdx.x * size, y += (i64)blockIdx.x * size;
+    if (halves)
+        ((u16*)y)[i] = finite_half(x);
+    else
+        ((float*)y)[i] = x;
+}
+
+extern "C" __global__ void __launch_bounds__(512) rms_norm(const float* x, int size, const float* weight, float eps, void* y, int halves)
+{
+    i64 row = (i64)blockIdx.x * size;
     float square = 0;
-    for (int c = threadIdx.x; c < size; c += blockDim.x) square += x[c] * x[c];
+    for (int c = threadIdx.x; c < size; c += blockDim.x) square += x[row + c] * x[row + c];
     float length = sqrtf(block_sum(square) / size + eps);
-    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y + c, x[c] / length * weight[c]);
+    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, x[row + c] / length * weight[c], halves);
 }
 
-extern "C" __global__ void __launch_bounds__(512) rms_norm(const float* x, int size, const float* weight, float eps, float* y)
+extern "C" __global__ void __launch_bounds__(512)
+layer_norm(const float* x, int size, const float* weight, const float* bias, float eps, void* y, int halves)
 {
-    rms_norm_of(x, size, weight, eps, y);
-}
-
-extern "C" __global__ void __launch_bounds__(512) rms_norm_half(const float* x, int size, const float* weight, float eps, u16* y)
-{
-    rms_norm_of(x, size, weight, eps, y);
-}
-
-template <class T> __device__ void layer_norm_of(const float* x, int size, const float* weight, const float* bias, float eps, T* y)
-{
-    x += (i64)blockIdx.x * size, y += (i64)blockIdx.x * size;
+    i64 row = (i64)blockIdx.x * size;
+    x += row;
     float sum = 0, square = 0;
     for (int c = threadIdx.x; c < size; c += blockDim.x) sum += x[c];
     float mean = block_sum(sum) / size;
     for (int c = threadIdx.x; c < size; c += blockDim.x) square += (x[c] - mean) * (x[c] - mean);
     float deviation = sqrtf(block_sum(square) / size + eps);
-    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y + c, (x[c] - mean) / deviation * weight[c] + bias[c]);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-layer_norm(const float* x, int size, const float* weight, const float* bias, float eps, float* y)
-{
-    layer_norm_of(x, size, weight, bias, eps, y);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-layer_norm_half(const float* x, int size, const float* weight, const float* bias, float eps, u16* y)
-{
-    layer_norm_of(x, size, weight, bias, eps, y);
+    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, (x[c] - mean) / deviation * weight[c] + bias[c], halves);
 }
 
 // y (n, size) of x (n, size), or `gated` of x (n, 2 * size): the activation of its first half times the second.
-template <class T> __device__ void activation_of(const float* x, int size, int kind, int gated, T* y)
+// Grid (size / threads, n).
+extern "C" __global__ void activation(const float* x, int size, int kind, int gated, void* y, int halves)
 {
     int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= size) return;
     x += (i64)blockIdx.y * (gated ? 2 * size : size);
-    put(y + (i64)blockIdx.y * size + c, activate(x[c], kind) * (gated ? x[size + c] : 1));
-}
-
-// Grid (size / threads, n).
-extern "C" __global__ void activation(const float* x, int size, int kind, int gated, float* y)
-{
-    activation_of(x, size, kind, gated, y);
-}
-
-extern "C" __global__ void activation_half(const float* x, int size, int kind, int gated, u16* y)
-{
-    activation_of(x, size, kind, gated, y);
-}
-
-// y in halves. Grid (n / threads).
-extern "C" __global__ void round_to_half(const float* x, int n, u16* y)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = finite_half(x[i]);
+    float a = kind == IDENTITY ? x[c] : activate(x[c], kind);
+    put(y, (i64)blockIdx.y * size + c, a * (gated ? x[size + c] : 1), halves);
 }
 
 // Row i of x (n, size) = row ids[i] of the table, plus row start + i of another, which moves with the shift. KIND_* says
@@ -136,38 +106,99 @@ struct Projected {
     }
 };
 
-// q, k, v have their tokens D apart and their heads `stride`s.
+// q, k, v have their tokens D apart and their heads `stride`s; queries are wanted there if q_stride is not 0. With a `width` all
+// are also put in halves, with zeros in the channels from D to it: half_q (H, n, width), half_k and half_v (G, capacity, width)
+// from token `first` on.
 extern "C" __global__ void __launch_bounds__(THREADS)
 split_rope(const float* qkv, const float* cos, const float* sin, int half, const int* shift, float* q, int q_stride,
            float* k, int k_stride, float* v, int v_stride, int n_heads, int n_kv_heads, int head_dim, float scale,
-           const float* q_norm, const float* k_norm, int normalised, float eps)
+           const float* q_norm, const float* k_norm, int normalised, float eps, u16* half_q, u16* half_k, u16* half_v,
+           int width, int capacity, int first)
 {
     let_next_begin();
     wait_for_inputs();
-    Projected x(qkv, cos, sin, half, shift, n_heads, n_kv_heads, head_dim, scale, q_norm, k_norm, normalised, eps);
-    int token = blockIdx.x, head = blockIdx.y;
-    float* out = x.is_query  ? q + (i64)head * q_stride
-                 : x.is_value ? v + (i64)(head - n_heads - n_kv_heads) * v_stride
-                              : k + (i64)(head - n_heads) * k_stride;
-    for (int c = threadIdx.x; c < head_dim; c += THREADS) out[(i64)token * head_dim + c] = x[c];
-}
-
-// Also in halves, with zeros in the channels from D to `width`: half_q (H, n, width), half_k and half_v (G, capacity, width)
-// from token `first` on. q is written if `keeps_queries`.
-extern "C" __global__ void __launch_bounds__(THREADS)
-split_rope_half(const float* qkv, const float* cos, const float* sin, int half, const int* shift, float* q, int q_stride,
-                float* k, int k_stride, float* v, int v_stride, int n_heads, int n_kv_heads, int head_dim, float scale,
-                const float* q_norm, const float* k_norm, int normalised, float eps, int keeps_queries, u16* half_q,
-                u16* half_k, u16* half_v, int width, int capacity, int first)
-{
     Projected x(qkv, cos, sin, half, shift, n_heads, n_kv_heads, head_dim, scale, q_norm, k_norm, normalised, eps);
     int token = blockIdx.x, head = blockIdx.y, g = head - n_heads - (x.is_value ? n_kv_heads : 0);
     float* out = x.is_query ? q + (i64)head * q_stride : x.is_value ? v + (i64)g * v_stride : k + (i64)g * k_stride;
     u16* half_out = x.is_query ? half_q + ((i64)head * gridDim.x + token) * width
                                : (x.is_value ? half_v : half_k) + ((i64)g * capacity + first + token) * width;
-    for (int c = threadIdx.x; c < width; c += THREADS) {
+    bool is_wanted = q_stride || !x.is_query;
+    for (int c = threadIdx.x; c < most(head_dim, width); c += THREADS) {
         float y = c < head_dim ? x[c] : 0;
-        if (c < head_dim && (keeps_queries || !x.is_query)) out[(i64)token * head_dim + c] = y;
-        half_out[c] = finite_half(y);
+        if (is_wanted && c < head_dim) out[(i64)token * head_dim + c] = y;
+        if (width) half_out[c] = finite_half(y);
     }
+}
+
+// Softmax of rows, in place: of columns lo .. hi, 0 elsewhere. ends (2, rows) if `many`. Grid (rows, G).
+#define FLIGHT 4  // columns that a thread reads before it writes them
+
+extern "C" __global__ void __launch_bounds__(1024)
+softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi)
+{
+    int m = blockIdx.x;
+    float* row = s + (i64)blockIdx.y * group_stride + (i64)m * row_stride;
+    if (many) lo = ends[m], hi = ends[rows + m];
+    float top = MINUS_INFINITY, total = 0, x[FLIGHT];
+    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) top = fmaxf(top, row[i]);
+    top = block_max(top);
+    if (top == MINUS_INFINITY) top = 0;
+    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) total += expf(row[i] - top);
+    total = block_sum(total);
+    float factor = total > 0 ? 1 / total : 0;
+    for (int first = threadIdx.x; first < columns; first += FLIGHT * (int)blockDim.x) {
+        UNROLL for (int k = 0; k < FLIGHT; ++k) {
+            int i = first + k * (int)blockDim.x;
+            x[k] = i >= lo && i < hi ? row[i] : MINUS_INFINITY;
+        }
+        UNROLL for (int k = 0; k < FLIGHT; ++k) {
+            int i = first + k * (int)blockDim.x;
+            if (i < columns) row[i] = expf(x[k] - top) * factor;
+        }
+    }
+}
+
+// out[i] += sum over the splits of partial (G, splits, row), i over (G, row).
+extern "C" __global__ void add_partial(const float* partial, int splits, int row, int n, float* out)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float* from = partial + (i64)(i / row) * splits * row + i % row;
+    float sum = 0;
+    for (int k = 0; k < splits; ++k) sum += from[(i64)k * row];
+    out[i] += sum;
+}
+
+// Attention over several sets of tokens from that over each: a set weighs as its part of the sum of all weights.
+
+// out (rows, d) = the weighted sum of parts (n, rows, d). ends (n, rows, 2): the maximum of a part, the sum of its weights.
+// Grid (rows).
+extern "C" __global__ void merge(const float* parts, const float* ends, int n, int d, float* out)
+{
+    i64 row = blockIdx.x, rows = gridDim.x;
+    float peak = MINUS_INFINITY, total = 0;
+    for (int i = 0; i < n; ++i)
+        if (ends[(i * rows + row) * 2 + 1] > 0) peak = fmaxf(peak, ends[(i * rows + row) * 2]);
+    for (int i = 0; i < n; ++i) {
+        const float* end = ends + (i * rows + row) * 2;
+        total += end[1] > 0 ? expf(end[0] - peak) * end[1] : 0;
+    }
+    float factor = total > 0 ? 1 / total : 0;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) {
+        float sum = 0;
+        for (int i = 0; i < n; ++i) {
+            const float* end = ends + (i * rows + row) * 2;
+            if (end[1] > 0) sum += expf(end[0] - peak) * end[1] * factor * parts[(i * rows + row) * d + c];
+        }
+        out[row * d + c] = sum;
+    }
+}
+
+// What a recorded step is given: the token, and by how much its counters have moved since it was recorded (counter.py).
+extern "C" __global__ void set_inputs(int* ids, int token, int* moves, int m0, int m1, int m2, int m3, int m4, int m5, int m6,
+                                      int m7, int m8, int m9, int m10, int m11, int m12, int m13, int m14)
+{
+    ids[0] = token;
+    moves[0] = m0, moves[1] = m1, moves[2] = m2, moves[3] = m3, moves[4] = m4, moves[5] = m5, moves[6] = m6, moves[7] = m7;
+    moves[8] = m8, moves[9] = m9, moves[10] = m10, moves[11] = m11, moves[12] = m12, moves[13] = m13, moves[14] = m14;
 }

@@ -17,8 +17,7 @@ struct Eight {
             if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WEIGHT_BITS / 8);
             return;
         }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        UNROLL for (int i = 0; i < 8; ++i) {
             bool there = k + i < columns;
             if (WEIGHT_BITS == 32) words[i % (WEIGHT_BITS / 4)] = there ? ((const u32*)row)[k + i] : 0;
             if (WEIGHT_BITS == 16) {
@@ -59,8 +58,7 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
     for (int k = 8 * threadIdx.x; k < padded; k += STEP) {
         Eight w[ROWS_AT_ONCE];
         float scale[ROWS_AT_ONCE], v[8], total = 0;
-#pragma unroll
-        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+        UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             int row = least(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned);
             if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
@@ -69,24 +67,19 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
             float4 a = *(const float4*)(x + k), b = *(const float4*)(x + k + 4);
             v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
+            UNROLL for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
         }
         if (QUANTISED) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
+            UNROLL for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
         }
-#pragma unroll
-        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+        UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             float part = 0;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
+            UNROLL for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
             sum[r] += QUANTISED ? scale[r] * (part * SINK - ZERO * total) : part;
         }
     }
     __shared__ float sums[ROWS_AT_ONCE][WARPS];
-#pragma unroll
-    for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+    UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
         sum[r] = lane_sum(sum[r]);
         if (threadIdx.x % 32 == 0) sums[r][threadIdx.x / 32] = sum[r];
     }
@@ -98,51 +91,28 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
     y[(i64)blockIdx.y * rows + row] = total;
 }
 
-// Weight k of a row in float32.
-__device__ __forceinline__ float widened(const u8* weights, const float* scales, int columns, int blocks, i64 row, int k)
+// out (rows, columns) from codes and scales, in `halves` or float32. A thread takes 8 of them. Grid (columns / 8 / threads, rows).
+extern "C" __global__ void widen(const u8* weights, const float* scales, int columns, int blocks, void* out, int halves)
 {
-#if WEIGHT_BITS == 32
-    return ((const float*)weights)[row * columns + k];
-#elif WEIGHT_BITS == 16
-    return half_to_float(((const u16*)weights)[row * columns + k]);
-#else
-    i64 at = row * blocks * BLOCK + k;
-    int code = weights[at * WEIGHT_BITS / 8] >> at * WEIGHT_BITS % 8 & ((1u << WEIGHT_BITS % 16) - 1);
-    return (float)(code - ZERO) * scales[row * blocks + k / BLOCK];
-#endif
-}
-
-// out (rows, columns) from codes and scales. Grid (columns / 256, rows).
-extern "C" __global__ void widen_weights(const u8* weights, const float* scales, int columns, int blocks, float* out)
-{
-    int k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (k < columns) out[(i64)blockIdx.y * columns + k] = widened(weights, scales, columns, blocks, blockIdx.y, k);
-}
-
-// In halves, 8 to a thread, or one if a row of them is not a multiple of 16 bytes. Grid (columns / 8 or 1 / threads, rows).
-extern "C" __global__ void widen_to_half(const u8* weights, const float* scales, int columns, int blocks, u16* out)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    i64 row = blockIdx.y;
-    out += row * columns;
-    if (columns % 8) {
-        if (i < columns) out[i] = finite_half(widened(weights, scales, columns, blocks, row, i));
+    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (k >= columns) return;
+    i64 row = blockIdx.y, row_bytes = (i64)(QUANTISED ? blocks * BLOCK : columns) * WEIGHT_BITS / 8;
+    bool aligned = columns % 8 == 0;
+    float scale = QUANTISED ? scales[row * blocks + k / BLOCK] : 1, x[8];
+    Eight w;
+    w.load(weights + row * row_bytes, k, columns, aligned);
+    UNROLL for (int i = 0; i < 8; ++i)
+        x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
+    if (halves && aligned) {
+        uint4 y = {two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7])};
+        *(uint4*)((u16*)out + row * columns + k) = y;
         return;
     }
-    if (8 * i >= columns) return;
-    uint4 y;
-#if QUANTISED
-    u32 words[WEIGHT_BITS / 4];
-    load_words<WEIGHT_BITS / 4>(weights + (row * blocks * BLOCK + 8 * i) * WEIGHT_BITS / 8, words);
-    float scale = scales[row * blocks + 8 * i / BLOCK], x[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-        x[k] = (float)((int)(words[k * WEIGHT_BITS / 32] >> k * WEIGHT_BITS % 32 & ((1u << WEIGHT_BITS % 16) - 1)) - ZERO) * scale;
-#else
-    float x[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = widened(weights, scales, columns, blocks, row, 8 * i + k);
-#endif
-    y.x = two_halves(x[0], x[1]), y.y = two_halves(x[2], x[3]), y.z = two_halves(x[4], x[5]), y.w = two_halves(x[6], x[7]);
-    *(uint4*)(out + 8 * i) = y;
+    UNROLL for (int i = 0; i < 8; ++i) {
+        if (k + i >= columns) return;
+        if (halves)
+            ((u16*)out)[row * columns + k + i] = finite_half(x[i]);
+        else
+            ((float*)out)[row * columns + k + i] = x[i];
+    }
 }

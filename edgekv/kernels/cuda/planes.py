@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program, place
 from edgekv.kernels.cuda.loops import (
     MOST_CHANNELS,
     THREADS,

@@ -14,8 +14,7 @@
 // Tokens t .. t + TOKENS of a head into shared memory, zeros from `end` on.
 __device__ __forceinline__ void fetch(u16 (*to)[STRIDE], const u16* from, int t, int end)
 {
-#pragma unroll
-    for (int i = threadIdx.x; i < TOKENS * WIDTH / 8; i += THREADS) {
+    UNROLL for (int i = threadIdx.x; i < TOKENS * WIDTH / 8; i += THREADS) {
         int row = i / (WIDTH / 8), c = i % (WIDTH / 8) * 8;
         bool there = t + row < end;
         begin_copy(&to[row][c], from + (i64)(there ? t + row : 0) * WIDTH + c, there);
@@ -27,8 +26,7 @@ __device__ __forceinline__ void fetch(u16 (*to)[STRIDE], const u16* from, int t,
 __device__ __forceinline__ void load_queries(u32 (&a)[4], const u16* q, int row, int n, int step)
 {
     int c = 16 * step + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
         int r = row + i % 2 * 8;
         a[i] = r < n ? *(const u32*)(q + (i64)r * WIDTH + c + i / 2 * 8) : 0;
     }
@@ -55,26 +53,21 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
 
     u32 a[KEEPS_QUERIES ? STEPS : 1][4];
     if (KEEPS_QUERIES) {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_queries(a[step], q, row, n, step);
+        UNROLL for (int step = 0; step < STEPS; ++step) load_queries(a[step], q, row, n, step);
     }
     float sum[WIDTH / 8][4], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, total[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < WIDTH / 8; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
+    UNROLL for (int i = 0; i < WIDTH / 8; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
 
     for (int t = begin; t < end; t += TOKENS) {
         fetch(values, v, t, end);
         finish_copies<1>();  // the keys are there
         __syncthreads();
         float s[TOKENS / 8][4];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        UNROLL for (int i = 0; i < TOKENS / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+        UNROLL for (int step = 0; step < STEPS; ++step) {
             u32(&left)[4] = a[KEEPS_QUERIES ? step : 0];
             if (!KEEPS_QUERIES) load_queries(left, q, row, n, step);
-#pragma unroll
-            for (int i = 0; i < TOKENS / 16; ++i) {
+            UNROLL for (int i = 0; i < TOKENS / 16; ++i) {
                 u32 b[4];
                 load_matrices(b, &keys[16 * i + lane / 16 * 8 + lane % 8][16 * step + lane / 8 % 2 * 8]);
                 multiply_tile(s[2 * i], left, b[0], b[1]);
@@ -86,16 +79,13 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
 
         bool sees_all = t + TOKENS - 1 <= first_at && (!window || t > last_at - window);
         float top[2] = {peak[0], peak[1]}, shrink[2];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
+        UNROLL for (int i = 0; i < TOKENS / 8; ++i)
+            UNROLL for (int j = 0; j < 4; ++j) {
                 int token = t + 8 * i + lane % 4 * 2 + j % 2, own = at + j / 2 * 8;
                 if (!sees_all && (token > own || (window && token <= own - window))) s[i][j] = MINUS_INFINITY;
                 top[j / 2] = fmaxf(top[j / 2], s[i][j]);
             }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        UNROLL for (int h = 0; h < 2; ++h) {
             top[h] = fmaxf(top[h], __shfl_xor_sync(EVERY_LANE, top[h], 1));
             top[h] = fmaxf(top[h], __shfl_xor_sync(EVERY_LANE, top[h], 2));
             float base = top[h] == MINUS_INFINITY ? 0 : top[h];
@@ -104,25 +94,19 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
             total[h] *= shrink[h];
             top[h] = base * LOG2_E;
         }
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
+        UNROLL for (int i = 0; i < TOKENS / 8; ++i)
+            UNROLL for (int j = 0; j < 4; ++j) {
                 s[i][j] = power_of_two(s[i][j] * LOG2_E - top[j / 2]);
                 total[j / 2] += s[i][j];
             }
-#pragma unroll
-        for (int i = 0; i < WIDTH / 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i][j] *= shrink[j / 2];
+        UNROLL for (int i = 0; i < WIDTH / 8; ++i)
+            UNROLL for (int j = 0; j < 4; ++j) sum[i][j] *= shrink[j / 2];
         finish_copies<1>();  // the values are there
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        UNROLL for (int i = 0; i < TOKENS / 16; ++i) {
             u32 p[4] = {two_halves(s[2 * i][0], s[2 * i][1]), two_halves(s[2 * i][2], s[2 * i][3]),
                         two_halves(s[2 * i + 1][0], s[2 * i + 1][1]), two_halves(s[2 * i + 1][2], s[2 * i + 1][3])};
-#pragma unroll
-            for (int c = 0; c < STEPS; ++c) {
+            UNROLL for (int c = 0; c < STEPS; ++c) {
                 u32 b[4];
                 load_matrices_turned(b, &values[16 * i + lane / 8 % 2 * 8 + lane % 8][16 * c + lane / 16 * 8]);
                 multiply_tile(sum[2 * c], p, b[0], b[1]);
@@ -132,17 +116,14 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
         __syncthreads();
     }
     finish_copies<0>();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    UNROLL for (int h = 0; h < 2; ++h) {
         total[h] += __shfl_xor_sync(EVERY_LANE, total[h], 1);
         total[h] += __shfl_xor_sync(EVERY_LANE, total[h], 2);
         if (row + 8 * h >= n) continue;
         u16* to = out + ((i64)(row + 8 * h) * gridDim.y + head) * HEAD_DIM;
         float factor = total[h] > 0 ? 1 / total[h] : 0;
-#pragma unroll
-        for (int i = 0; i < WIDTH / 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+        UNROLL for (int i = 0; i < WIDTH / 8; ++i)
+            UNROLL for (int j = 0; j < 2; ++j) {
                 int c = 8 * i + lane % 4 * 2 + j;
                 if (c < HEAD_DIM) to[c] = float_to_half(sum[i][2 * h + j] * factor);
             }

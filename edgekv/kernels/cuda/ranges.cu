@@ -19,14 +19,11 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
     int end = least(t1, last * TILE), moved = *shift;
     stop += *stop_moves, position += *position_moves;
     KEYS keys(shared, queries, store, g, m0, end);
-#pragma unroll
-    for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
+    UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-#pragma unroll
-        for (int u = 0; u < TILES; ++u) keys.scores(u, tile + u);
+        UNROLL for (int u = 0; u < TILES; ++u) keys.scores(u, tile + u);
         __syncthreads();
-#pragma unroll
-        for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
+        UNROLL for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (m >= least(ROWS, rows - m0)) continue;
             float* row = s + (i64)g * group_stride + (i64)(m0 + m) * row_stride - t0;
@@ -39,8 +36,7 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
                 row[t] = sees ? bounded(keys.score(u, m, i)) : MINUS_INFINITY;
             }
         }
-#pragma unroll
-        for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
+        UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
         __syncthreads();
     }
 }
@@ -61,25 +57,21 @@ values(const float* p, int group_stride, int row_stride, const void* a, const vo
     int end = least(t1, last * TILE);
     VALUES values(shared, store, g, end);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
-#pragma unroll
-    for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
+    UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-#pragma unroll
-        for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
+        UNROLL for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
             const float* row = p + (i64)g * group_stride + (i64)(m0 + m) * row_stride - t0;
             float weight[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            UNROLL for (int i = 0; i < 2; ++i) {
                 int t = (tile + u) * TILE + threadIdx.x % 32 + 32 * i;
                 weight[i] = t >= t0 && t < end && m0 + m < rows ? row[t] : 0;
             }
             values.weigh(u, m, tile + u, weight[0], weight[1]);
         }
         __syncthreads();
-#pragma unroll
-        for (int u = 0; u < TILES; ++u) {
+        UNROLL for (int u = 0; u < TILES; ++u) {
             values.add(u, tile + u);
             values.load(u, tile + TILES + u);
         }

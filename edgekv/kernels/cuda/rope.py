@@ -9,11 +9,11 @@ import numpy as np
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.loops import THREADS, Backend, check_width, per_head
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
 
 
 class Halves(NamedTuple):
-    """Where `split_rope_halves` also puts queries, keys and values in float16, zeros behind a head's channels.
+    """Where `split_rope` also puts queries, keys and values in float16, zeros behind a head's channels.
 
     q (n_heads, n, width); k, v (n_kv_heads, capacity, width), from token ``first`` on.
     """
@@ -41,22 +41,6 @@ class RopeKernels(Backend):
         qkv: Array,
         cos: Array,
         sin: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        scale: float,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-    ) -> None:
-        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), rotated by position."""
-        self.split_rope_halves(qkv, cos, sin, q, k, v, scale, q_norm, k_norm, eps, None)
-
-    def split_rope_halves(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
         q: Array | None,
         k: Array,
         v: Array,
@@ -64,23 +48,25 @@ class RopeKernels(Backend):
         q_norm: Array,
         k_norm: Array,
         eps: float,
-        halves: Halves | None,
+        halves: Halves | None = None,
     ) -> None:
-        """`split_rope` of qkv (n, (H + 2 G) * D), also in halves. q None: queries are wanted as halves only."""
+        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), rotated by position; also in halves.
+
+        q None: queries are wanted as halves only.
+        """
         n_kv_heads, n, head_dim = k.shape
         n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
         tables = (cos, sin) if cos.size else (shift, shift)
         norms = (q_norm, k_norm, 1) if q_norm.size else (shift, shift, 0)
-        outs: list[Any] = [shift, 0] if q is None else _rows(q)
-        arguments = qkv, *tables, cos.shape[1], shift, *outs, *_rows(k), *_rows(v), n_heads, n_kv_heads, head_dim
-        more: tuple[Any, ...] = ()
+        outs = *([shift, 0] if q is None else _rows(q)), *_rows(k), *_rows(v)
+        more: tuple[Any, ...] = shift, shift, shift, 0, 0, 0
         if halves is not None:
             _, capacity, width = halves.k.shape
-            more = int(q is not None), halves.q, halves.k, halves.v, width, capacity, halves.first
-        kernel = "split_rope_half" if more else "split_rope"
+            more = halves.q, halves.k, halves.v, width, capacity, halves.first
+        sizes = n_heads, n_kv_heads, head_dim, float(scale)
         grid = n, n_heads + 2 * n_kv_heads
-        launch = Launch(Program(("layers",)), kernel, grid, THREADS, early=kernel == "split_rope")
-        self.driver.launch(launch, *arguments, float(scale), *norms, float(eps), *more)
+        launch = Launch(Program(("layers",)), "split_rope", grid, THREADS, early=halves is None)
+        self.driver.launch(launch, qkv, *tables, cos.shape[1], shift, *outs, *sizes, *norms, float(eps), *more)
 
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
         """out (A, n, width) = the rotation of x (A, n, D)."""
@@ -119,7 +105,8 @@ class RopeKernels(Backend):
         n_kv_heads, n = x.shape[:2]
         if n > MATVEC_ROWS:
             return x @ matrix.T
-        return matvec(self.driver, contiguous(x), matrix, bits=32).reshape(n_kv_heads, n, -1)
+        w = Matrix(*matrix.shape, bits=32, block=1, blocks=0, data=matrix)
+        return matvec(self.driver, contiguous(x), w).reshape(n_kv_heads, n, -1)
 
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
         """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.

@@ -31,8 +31,7 @@ template <class E> struct Numbers : Row {
 
     __device__ void decode(const u32* words, int token, int unit, float* x) const
     {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j)
+        UNROLL for (int j = 0; j < VEC; ++j)
             x[j] = sizeof(E) == 4 ? __uint_as_float(words[j % WORDS]) : half_to_float((u16)(words[j / 2 % WORDS] >> j % 2 * 16));
     }
 };
@@ -87,8 +86,7 @@ template <int BITS, int SCALES> struct Integers : Row {
         float scale = half_to_float((u16)words[CODES]), offset = -scale * (1 << (BITS - 1));
         if (SCALES == FROM_ZERO) offset = -scale * (float)(words[CODES] >> 16);
         if (SCALES == FROM_LOW) offset = half_to_float((u16)(words[CODES] >> 16));
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) x[j] = code(words, j) * scale + offset;
+        UNROLL for (int j = 0; j < VEC; ++j) x[j] = code(words, j) * scale + offset;
     }
 };
 
@@ -119,11 +117,9 @@ template <class C, int FLIGHT, int HELD> struct Rows : C {
 
     __device__ void read(int u, int tile, int chunk)
     {
-#pragma unroll
-        for (int i = 0; i < CHUNK; ++i) {
+        UNROLL for (int i = 0; i < CHUNK; ++i) {
             int token = tile * TILE + (chunk * CHUNK + i) * AT_ONCE + slot;
-#pragma unroll
-            for (int k = 0; k < PIECES; ++k) {
+            UNROLL for (int k = 0; k < PIECES; ++k) {
                 if (token < end && slot < AT_ONCE && unit(k) < C::UNITS)
                     C::load(token, unit(k), raw[u][i][k]);
                 else
@@ -157,8 +153,7 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowKeys : Rows<C, F
     __device__ RowKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
         : R(shared, store, g, end), shared(shared)
     {
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m)
+        UNROLL for (int m = 0; m < ROWS; ++m)
             for (int k = 0; k < R::PIECES; ++k)
                 for (int j = 0; j < C::VEC; ++j) {
                     bool there = m0 + m < queries.rows && this->unit(k) < C::UNITS;
@@ -173,26 +168,20 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowKeys : Rows<C, F
         for (int chunk = 0; chunk < R::TURNS / R::CHUNK; ++chunk) {
             this->fetch(u, tile, chunk);
             float sum[R::CHUNK * ROWS];
-#pragma unroll
-            for (int i = 0; i < R::CHUNK; ++i) {
-#pragma unroll
-                for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] = 0;
-#pragma unroll
-                for (int k = 0; k < R::PIECES; ++k) {
+            UNROLL for (int i = 0; i < R::CHUNK; ++i) {
+                UNROLL for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] = 0;
+                UNROLL for (int k = 0; k < R::PIECES; ++k) {
                     float x[C::VEC];
                     C::decode(this->raw[u][i][k], tile * TILE + this->token(chunk, i), this->unit(k), x);
-#pragma unroll
-                    for (int j = 0; j < C::VEC; ++j)
-#pragma unroll
-                        for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] += q[m][k * C::VEC + j] * x[j];
+                    UNROLL for (int j = 0; j < C::VEC; ++j)
+                        UNROLL for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] += q[m][k * C::VEC + j] * x[j];
                 }
             }
             typedef SpreadSum<R::CHUNK * ROWS, 1, R::LANES> Sums;
             int first = 0;
             bool mine = this->slot < R::AT_ONCE;
             Sums::run(sum, first, mine);
-#pragma unroll
-            for (int i = 0; i < Sums::kept(); ++i)
+            UNROLL for (int i = 0; i < Sums::kept(); ++i)
                 if (mine) shared.s[u][(first + i) % ROWS][this->token(chunk, (first + i) / ROWS)] = sum[i];
         }
     }
@@ -222,8 +211,7 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowValues : Rows<C,
 
     __device__ void rescale(int m, float factor)
     {
-#pragma unroll
-        for (int j = 0; j < R::WIDTH; ++j) sum[m * R::WIDTH + j] *= factor;
+        UNROLL for (int j = 0; j < R::WIDTH; ++j) sum[m * R::WIDTH + j] *= factor;
     }
 
     __device__ void add(int u, int tile)
@@ -231,20 +219,15 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowValues : Rows<C,
         if (u >= HELD) return;
         for (int chunk = 0; chunk < R::TURNS / R::CHUNK; ++chunk) {
             this->fetch(u, tile, chunk);
-#pragma unroll
-            for (int i = 0; i < R::CHUNK; ++i) {
+            UNROLL for (int i = 0; i < R::CHUNK; ++i) {
                 if (this->slot >= R::AT_ONCE) continue;
                 float p[ROWS];
-#pragma unroll
-                for (int m = 0; m < ROWS; ++m) p[m] = shared.p[u][m][this->token(chunk, i)];
-#pragma unroll
-                for (int k = 0; k < R::PIECES; ++k) {
+                UNROLL for (int m = 0; m < ROWS; ++m) p[m] = shared.p[u][m][this->token(chunk, i)];
+                UNROLL for (int k = 0; k < R::PIECES; ++k) {
                     float x[C::VEC];
                     C::decode(this->raw[u][i][k], tile * TILE + this->token(chunk, i), this->unit(k), x);
-#pragma unroll
-                    for (int j = 0; j < C::VEC; ++j)
-#pragma unroll
-                        for (int m = 0; m < ROWS; ++m) sum[m * R::WIDTH + k * C::VEC + j] += p[m] * x[j];
+                    UNROLL for (int j = 0; j < C::VEC; ++j)
+                        UNROLL for (int m = 0; m < ROWS; ++m) sum[m * R::WIDTH + k * C::VEC + j] += p[m] * x[j];
                 }
             }
         }
@@ -259,8 +242,7 @@ template <class C, int FLIGHT = 32, int HELD = TILES> struct RowValues : Rows<C,
         Sums::run(sum, first, mine);
         for (int warp = 0; warp < WARPS; ++warp) {
             bool turn = mine && (int)threadIdx.x / 32 == warp;
-#pragma unroll
-            for (int i = 0; i < Sums::kept(); ++i) {
+            UNROLL for (int i = 0; i < Sums::kept(); ++i) {
                 int m = (first + i) / R::WIDTH, j = (first + i) % R::WIDTH, unit = this->unit(j / C::VEC);
                 if (turn && unit < C::UNITS) out[m][C::channel(unit, j % C::VEC)] += sum[i];
             }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.driver import Array, Launch, Program, place
 from edgekv.kernels.cuda.loops import THREADS, Backend, Loops, Reader, per_head
 
 ENCODE = Program(("exact",), exact=True)

@@ -29,42 +29,26 @@ struct TiledShared {
     float parts[WARPS][ROWS][HEAD_DIM];
 };
 
-// The Walsh-Hadamard transform of ROWS_TURNED rows, pairs HEAD_DIM / 2 apart in every pass; returns on which side they are.
-__device__ int turn_rows(float (*x)[2][HEAD_DIM])
-{
-    int side = 0, slot = threadIdx.x / (HEAD_DIM / 2), i = threadIdx.x % (HEAD_DIM / 2);
-    for (int n = 1; n < HEAD_DIM; n *= 2, side ^= 1) {
-        __syncthreads();
-        float a = x[slot][side][i], b = x[slot][side][i + HEAD_DIM / 2];
-        x[slot][side ^ 1][2 * i] = a + b;
-        x[slot][side ^ 1][2 * i + 1] = a - b;
-    }
-    __syncthreads();
-    return side;
-}
-
 // A row of rotated queries, by a warp, in whole numbers and in digits.
 __device__ void round_row(TiledShared& shared, const float* from, int m, float key_scale)
 {
     int lane = threadIdx.x % 32;
     bool there = 4 * lane < HEAD_DIM;
     float x[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) x[k] = there ? from[4 * lane + k] * TURN_FACTOR : 0;
+    UNROLL for (int k = 0; k < 4; ++k) x[k] = there ? from[4 * lane + k] * TURN_FACTOR : 0;
     float size = lane_max(fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3])) / LARGEST_FOUR;
     float divisor = size == 0 ? 1 : size;
     float most = lane_max(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
     float inverse = most > 1e-30f ? LARGEST / most : 0, sum = 0;
     u32 whole = 0, high = 0, low = 0, digits = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    UNROLL for (int k = 0; k < 4; ++k) {
         float number = floorf(x[k] / divisor) + 0.5f;
         int digit = __float2int_rn(x[k] * inverse), upper = digit + 128 >> 8;
         sum += there ? number : 0, digits += (u32)digit;
         whole |= ((u32)(int)(2 * number) & 255) << 8 * k;
         high |= ((u32)upper & 255) << 8 * k, low |= ((u32)(digit - 256 * upper) & 255) << 8 * k;
     }
-    sum = lane_sum(sum), digits = lane_sum_u32(digits);
+    sum = lane_sum(sum), digits = lane_sum(digits);
     if (there) {
         ((u32*)shared.whole[m])[lane] = whole;
         ((u32*)shared.digits[m][0])[lane] = high, ((u32*)shared.digits[m][1])[lane] = low;
@@ -81,7 +65,7 @@ __device__ void turn_back(TiledShared& shared, const float (*x)[HEAD_DIM], const
     for (int base = 0; base < ROWS; base += ROWS_TURNED) {
         for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS)
             shared.turned[k / HEAD_DIM][0][k % HEAD_DIM] = base + k / HEAD_DIM < ROWS ? x[base + k / HEAD_DIM][k % HEAD_DIM] : 0;
-        int side = turn_rows(shared.turned);
+        int side = transform(shared.turned);
         for (int k = threadIdx.x; k < least(ROWS_TURNED, ROWS - base) * HEAD_DIM; k += THREADS) {
             int c = k % HEAD_DIM;
             out[base * HEAD_DIM + k] += shared.turned[k / HEAD_DIM][side][c] * TURN_FACTOR * flips[c];
@@ -93,11 +77,9 @@ __device__ void turn_back(TiledShared& shared, const float (*x)[HEAD_DIM], const
 // Sums over the four lanes 4 i .. + 3, spread over them: lane j is left with x[0], x[1] of those that were its pair.
 __device__ __forceinline__ void spread_sums(u32 (&x)[8])
 {
-#pragma unroll
-    for (int from = 1, n = 4; n >= 2; from *= 2, n /= 2) {
+    UNROLL for (int from = 1, n = 4; n >= 2; from *= 2, n /= 2) {
         bool upper = threadIdx.x & from;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        UNROLL for (int k = 0; k < 4; ++k) {
             if (k >= n) continue;
             u32 other = upper ? x[k] : x[k + n], own = upper ? x[k + n] : x[k];
             x[k] = own + __shfl_xor_sync(EVERY_LANE, other, from);
@@ -139,33 +121,25 @@ struct TiledWarp {
         rows_of_values[1] = value_bits == 3 ? 4 + j % 2 : 2 * j + 1;
         from = most(span.t0, span.lo - span.position + span.t0);
         to = least(least(span.t1, span.hi - span.position + span.t0), last * TILE);
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) peak[m] = MINUS_INFINITY, total[m] = offset[m] = 0;
-#pragma unroll
-        for (int s = 0; s < SETS; ++s)
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y)
+        UNROLL for (int m = 0; m < ROWS; ++m) peak[m] = MINUS_INFINITY, total[m] = offset[m] = 0;
+        UNROLL for (int s = 0; s < SETS; ++s)
+            UNROLL for (int y = 0; y < WIDE; ++y)
                 for (int k = 0; k < 4; ++k) sum[s][y][k / 2][k % 2] = 0;
     }
 
     // What the block has made of the queries.
     __device__ void take_queries()
     {
-#pragma unroll
-        for (int s = 0; s < SETS; ++s) {
+        UNROLL for (int s = 0; s < SETS; ++s) {
             int m = 4 * s + i / 2;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL for (int half = 0; half < 2; ++half) {
                 const u32* at = (const u32*)shared.digits[least(m, ROWS - 1)][i % 2] + half * (HEAD_DIM / 8) + j * WIDE;
-#pragma unroll
-                for (int k = 0; k < WIDE; ++k) digits[s][half][k] = m < ROWS ? at[k] : 0;
+                UNROLL for (int k = 0; k < WIDE; ++k) digits[s][half][k] = m < ROWS ? at[k] : 0;
             }
         }
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
+        UNROLL for (int m = 0; m < ROWS; ++m) {
             bits[m] = 0;
-#pragma unroll
-            for (int k = 0; k < 2 * WIDE; ++k) {  // bit i of four channels
+            UNROLL for (int k = 0; k < 2 * WIDE; ++k) {  // bit i of four channels
                 u32 four = ((const u32*)shared.whole[m])[(8 * j + 32 * (k / 2)) / 4 + k % 2] >> i & 0x01010101u;
                 bits[m] |= (four * 0x01020408u >> 24) << 4 * k;
             }
@@ -175,10 +149,8 @@ struct TiledWarp {
     __device__ void load_keys(int tile)
     {
         int at = tile + i / 4;
-#pragma unroll
-        for (int p = 0; p < KEY_BITS; ++p)
-#pragma unroll
-            for (int k = 0; k < WIDE; ++k) {
+        UNROLL for (int p = 0; p < KEY_BITS; ++p)
+            UNROLL for (int k = 0; k < WIDE; ++k) {
                 uint4 x = {0, 0, 0, 0};
                 if (at < last && p < key_bits) x = planes[((i64)at * key_bits + p) * (HEAD_DIM / 2) + 4 * k];
                 key[p][k][0] = x.x, key[p][k][1] = x.y, key[p][k][2] = x.z, key[p][k][3] = x.w;
@@ -191,23 +163,19 @@ struct TiledWarp {
         uint2 nothing = {0, 0};
         key_width = at < last ? *(const uint2*)(key_scale + (i64)at * TILE) : nothing;
         value_width = at < last ? *(const uint2*)(value_scale + (i64)at * TILE) : nothing;
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
+        UNROLL for (int u = 0; u < 2; ++u) {
             bool there = i < 5 && tile + u < last;
             i64 row = (i64)(tile + u) * 5 + i;
             step_of_centre[u] = there ? half_to_float(centre_step[row]) : 0;
-#pragma unroll
-            for (int k = 0; k < WIDE; ++k) centre[u][k] = 0;
+            UNROLL for (int k = 0; k < WIDE; ++k) centre[u][k] = 0;
             if (there) load_words<WIDE>((const u8*)centres + row * (HEAD_DIM / 2), centre[u]);
         }
     }
 
     __device__ void load_values(int u, int tile)
     {
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot)
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y) {
+        UNROLL for (int slot = 0; slot < SLOTS; ++slot)
+            UNROLL for (int y = 0; y < WIDE; ++y) {
                 uint4 x = {0, 0, 0, 0};
                 i64 row = (i64)(tile + u) * 2 * value_bits + rows_of_values[slot];
                 if (tile + u < last && (slot == 0 || value_bits > 2)) x = codes[row * (HEAD_DIM / 4) + 8 * y];
@@ -219,30 +187,25 @@ struct TiledWarp {
     __device__ __forceinline__ void multiply_signs(int (&product)[ROWS][4])
     {
         u32 w0 = 1u << 2 * j, w1 = j == 3 ? (u32)-128 : 2u << 2 * j;
-#pragma unroll
-        for (int p = 0; p < KEY_BITS; ++p) {
+        UNROLL for (int p = 0; p < KEY_BITS; ++p) {
             if (p > 0 && p >= key_bits) break;
             u32 token[16];
-#pragma unroll
-            for (int a = 0; a < 4; ++a) {
+            UNROLL for (int a = 0; a < 4; ++a) {
                 u32 low = __byte_perm(key[p][0][a], key[p][1][a], 0x5140), high = __byte_perm(key[p][0][a], key[p][1][a], 0x7362);
                 u32 low2 = WIDE > 2 ? __byte_perm(key[p][2 % WIDE][a], key[p][3 % WIDE][a], 0x5140) : 0;
                 u32 high2 = WIDE > 2 ? __byte_perm(key[p][2 % WIDE][a], key[p][3 % WIDE][a], 0x7362) : 0;
                 token[4 * a] = __byte_perm(low, low2, 0x5410), token[4 * a + 1] = __byte_perm(low, low2, 0x7632);
                 token[4 * a + 2] = __byte_perm(high, high2, 0x5410), token[4 * a + 3] = __byte_perm(high, high2, 0x7632);
             }
-#pragma unroll
-            for (int m = 0; m < ROWS; ++m) {
+            UNROLL for (int m = 0; m < ROWS; ++m) {
                 u32 x[8];
-#pragma unroll
-                for (int y = 0; y < 8; ++y) {
+                UNROLL for (int y = 0; y < 8; ++y) {
                     int counts[4] = {0, 0, 0, 0};
                     multiply_bits(counts, token[y], token[y + 8], bits[m]);
                     x[2 * (y % 4) + y / 4] = (counts[0] + ((u32)counts[2] << 16)) * w0 + (counts[1] + ((u32)counts[3] << 16)) * w1;
                 }
                 spread_sums(x);
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
+                UNROLL for (int k = 0; k < 2; ++k) {
                     int low = (int)(short)x[k], high = (int)(x[k] - (u32)low) >> 16;
                     product[m][k] = (p > 0 ? 2 * product[m][k] : 0) + low;
                     product[m][k + 2] = (p > 0 ? 2 * product[m][k + 2] : 0) + high;
@@ -256,14 +219,12 @@ struct TiledWarp {
     __device__ __forceinline__ void multiply_centres(int s, float (&near)[2])
     {
         int c[4] = {0, 0, 0, 0}, m = least(4 * s + j, ROWS - 1);
-#pragma unroll
-        for (int k = 0; k < WIDE; ++k) {
+        UNROLL for (int k = 0; k < WIDE; ++k) {
             u32 four = 0x0f0f0f0fu;
             u32 a[4] = {centre[0][k] & four, centre[1][k] & four, centre[0][k] >> 4 & four, centre[1][k] >> 4 & four};
             multiply_bytes(c, a, digits[s][0][k], digits[s][1][k]);
         }
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
+        UNROLL for (int u = 0; u < 2; ++u) {
             near[u] = (float)(512 * c[2 * u] + 2 * c[2 * u + 1] + shared.offset[m]) * shared.half_unit[m] * step_of_centre[u];
             near[u] += __shfl_sync(EVERY_LANE, near[u], j);
         }
@@ -275,14 +236,12 @@ struct TiledWarp {
     {
         int at = (tile + i / 4) * TILE + 16 * j + 4 * (i % 4);
         bool whole = tile * TILE >= from && (tile + 2) * TILE <= to;
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
+        UNROLL for (int m = 0; m < ROWS; ++m) {
             float own = __shfl_sync(EVERY_LANE, near[m / 4][0], 4 + 4 * j + m % 4);
             float other = __shfl_sync(EVERY_LANE, near[m / 4][1], 4 + 4 * j + m % 4);
             own = i < 4 ? own : other;
             float all = (float)((1 << key_bits) - 1) * shared.all[m], step = shared.step[m];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            UNROLL for (int k = 0; k < 4; ++k) {
                 s[m][k] = bounded(own + step * width[k] * ((float)product[m][k] - all));
                 if (!whole && (at + k < from || at + k >= to)) s[m][k] = MINUS_INFINITY;
             }
@@ -295,40 +254,32 @@ struct TiledWarp {
         float shrink[ROWS];
         bool shrinks = false;
         __syncwarp();
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
+        UNROLL for (int m = 0; m < ROWS; ++m) {
             float top = fmaxf(peak[m], lane_max(fmaxf(fmaxf(s[m][0], s[m][1]), fmaxf(s[m][2], s[m][3]))));
             float base = top == MINUS_INFINITY ? 0 : top, w[4];
             shrink[m] = __expf(peak[m] - base), shrinks = shrinks || shrink[m] != 1;
             peak[m] = top, total[m] *= shrink[m], offset[m] *= shrink[m];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            UNROLL for (int k = 0; k < 4; ++k) {
                 float p = __expf(s[m][k] - base);
                 total[m] += p, w[k] = p * width[k];
             }
             float largest = fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3]));
-#pragma unroll
-            for (int k = 1; k < 16; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(EVERY_LANE, largest, k));
+            UNROLL for (int k = 1; k < 16; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(EVERY_LANE, largest, k));
             float inverse = 255 / fmaxf(largest, 1e-30f), unit = largest * (1.0f / 255);
             u32 word = 0;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) word |= (u32)__float2int_rn(w[k] * inverse) << 8 * k;
+            UNROLL for (int k = 0; k < 4; ++k) word |= (u32)__float2int_rn(w[k] * inverse) << 8 * k;
             offset[m] += unit * (float)dot_bytes(word, 0x01010101u, 0);
             shared.weights[warp][m][i / 4][4 * j + i % 4] = word;
             if (i % 4 == 0 && j == 0) shared.units[warp][m][i / 4] = unit;
         }
         __syncwarp();
         if (!shrinks) return;
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) {
+        UNROLL for (int set = 0; set < SETS; ++set) {
             int mine = TOGETHER ? j / 2 : 4 * set + j;
             float factor = 1;
-#pragma unroll
-            for (int m = 0; m < ROWS; ++m) factor = m == mine ? shrink[m] : factor;
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) sum[set][y][k / 2][k % 2] *= factor;
+            UNROLL for (int m = 0; m < ROWS; ++m) factor = m == mine ? shrink[m] : factor;
+            UNROLL for (int y = 0; y < WIDE; ++y)
+                UNROLL for (int k = 0; k < 4; ++k) sum[set][y][k / 2][k % 2] *= factor;
         }
     }
 
@@ -336,12 +287,10 @@ struct TiledWarp {
     template <int PART, int SLOT> __device__ __forceinline__ void multiply_values(int u)
     {
         u32 weight[SETS][2];
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) {
+        UNROLL for (int set = 0; set < SETS; ++set) {
             int m = TOGETHER ? i / 4 : 4 * set + i / 2, tile = TOGETHER ? i / 2 % 2 : u, half = i % 2;
             const u32* words = shared.weights[warp][least(m, ROWS - 1)][tile];
-#pragma unroll
-            for (int z = 0; z < 2; ++z) {
+            UNROLL for (int z = 0; z < 2; ++z) {
                 int at = PART == 2   ? j + 4 * z + 8 * half
                          : PART == 1 ? j % 2 + 8 * (j / 2) + 2 * z + 4 * half
                                      : 2 * j + z + 8 * half;
@@ -349,10 +298,8 @@ struct TiledWarp {
             }
         }
         u32 low = PART == 1 ? 0x01010101u : PART == 2 ? 0x03030303u : 0x0f0f0f0fu, high = low << (PART == 1 ? 2 : 4);
-#pragma unroll
-        for (int y = 0; y < WIDE; ++y)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+        UNROLL for (int y = 0; y < WIDE; ++y)
+            UNROLL for (int h = 0; h < 2; ++h) {
                 u32 x0 = value[u][SLOT][y][2 * h], x1 = value[u][SLOT][y][2 * h + 1], y0, y1;
                 if (PART == 1) x0 >>= 4 * (j / 2), x1 >>= 4 * (j / 2);
                 if (PART == 4)
@@ -361,8 +308,7 @@ struct TiledWarp {
                     y0 = x0 >> PART, y1 = x1 >> PART;
                 u32 lower[4] = {x0 & low, x1 & low, y0 & low, y1 & low};
                 u32 upper[4] = {x0 & high, x1 & high, y0 & high, y1 & high};
-#pragma unroll
-                for (int set = 0; set < SETS; ++set) {
+                UNROLL for (int set = 0; set < SETS; ++set) {
                     bool is_upper = i % 2;
                     multiply_codes(c[set][y][h], lower, is_upper ? 0 : weight[set][0], is_upper ? 0 : weight[set][1]);
                     multiply_codes(c[set][y][h], upper, is_upper ? weight[set][0] : 0, is_upper ? weight[set][1] : 0);
@@ -372,25 +318,19 @@ struct TiledWarp {
 
     __device__ __forceinline__ void clear_products()
     {
-#pragma unroll
-        for (int set = 0; set < SETS; ++set)
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y)
-#pragma unroll
-                for (int k = 0; k < 8; ++k) c[set][y][k / 4][k % 4] = 0;
+        UNROLL for (int set = 0; set < SETS; ++set)
+            UNROLL for (int y = 0; y < WIDE; ++y)
+                UNROLL for (int k = 0; k < 8; ++k) c[set][y][k / 4][k % 4] = 0;
     }
 
     // sum += c, of which a code's 1 stands for `factor` and the upper halves count `times` as much.
     __device__ __forceinline__ void take_products(int u, int times, float factor)
     {
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) {
+        UNROLL for (int set = 0; set < SETS; ++set) {
             int m = TOGETHER ? j / 2 : 4 * set + j, tile = TOGETHER ? j % 2 : u;
             float unit = m < ROWS ? shared.units[warp][least(m, ROWS - 1)][tile] * (factor / times) : 0;
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
+            UNROLL for (int y = 0; y < WIDE; ++y)
+                UNROLL for (int h = 0; h < 2; ++h) {
                     const int(&each)[4] = c[set][y][h];
                     sum[set][y][h][0] += unit * (float)(times * each[0] + each[1]);
                     sum[set][y][h][1] += unit * (float)(times * each[2] + each[3]);
@@ -402,8 +342,7 @@ struct TiledWarp {
     template <int PART, int SLOT> __device__ __forceinline__ void add_part(int u, int n, float factor)
     {
         clear_products();
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
+        UNROLL for (int k = 0; k < 2; ++k)
             if (k >= u && k < u + n) multiply_values<PART, SLOT>(k);
         take_products(u, PART == 1 ? 4 : 16, factor);
     }
@@ -425,8 +364,7 @@ struct TiledWarp {
         int product[ROWS][4];
         float near[SETS][2], key_widths[4], value_widths[4], s[ROWS][4];
         multiply_signs(product);
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) multiply_centres(set, near[set]);
+        UNROLL for (int set = 0; set < SETS; ++set) multiply_centres(set, near[set]);
         unpack(key_width, key_widths), unpack(value_width, value_widths);
         load_values(0, tile), load_values(1, tile);
         load_keys(tile + 2);
@@ -442,19 +380,15 @@ struct TiledWarp {
     // Leaves what this warp has found to the block.
     __device__ void finish()
     {
-#pragma unroll
-        for (int set = 0; set < SETS; ++set)
-#pragma unroll
-            for (int y = 0; y < WIDE; ++y)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
+        UNROLL for (int set = 0; set < SETS; ++set)
+            UNROLL for (int y = 0; y < WIDE; ++y)
+                UNROLL for (int k = 0; k < 4; ++k) {
                     float x = sum[set][y][k / 2][k % 2];
                     if (TOGETHER) x += __shfl_xor_sync(EVERY_LANE, x, 1);
                     int m = TOGETHER ? j / 2 : 4 * set + j;
                     if (m < ROWS && (!TOGETHER || j % 2 == 0)) shared.parts[warp][m][32 * y + 4 * i + k] = x;
                 }
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
+        UNROLL for (int m = 0; m < ROWS; ++m) {
             float all = lane_sum(total[m]), added = lane_sum(offset[m]) * (-0.5f * ((1 << value_bits) - 1));
             if (threadIdx.x % 32 == 0) shared.peaks[warp][m] = peak[m], shared.totals[warp][m] = all, shared.offsets[warp][m] = added;
         }
@@ -485,7 +419,7 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
             const float* x = queries.x + ((i64)g * ROWS + m) * HEAD_DIM;
             shared.turned[k / HEAD_DIM][0][c] = m < ROWS ? x[c] * ((const float*)queries.codes)[g * HEAD_DIM + c] : 0;
         }
-        int side = turn_rows(shared.turned);
+        int side = transform(shared.turned);
         for (int m = base + warp; m < least(ROWS, base + ROWS_TURNED); m += WARPS)
             round_row(shared, shared.turned[m - base][side], m, queries.scale[g]);
         __syncthreads();
@@ -497,10 +431,8 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
     for (int k = threadIdx.x; k < ROWS * HEAD_DIM; k += THREADS) {
         int m = k / HEAD_DIM, c = k % HEAD_DIM;
         float peak = MINUS_INFINITY, total = 0, x = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, shared.peaks[w][m]);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
+        UNROLL for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, shared.peaks[w][m]);
+        UNROLL for (int w = 0; w < WARPS; ++w) {
             float factor = __expf(shared.peaks[w][m] - (peak == MINUS_INFINITY ? 0 : peak));
             total += factor * shared.totals[w][m], x += factor * (shared.parts[w][m][c] + shared.offsets[w][m]);
         }

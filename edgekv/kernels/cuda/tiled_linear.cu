@@ -4,14 +4,14 @@
 // is 16 rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 128 bytes of each row, so that whole lines
 // are asked for: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d
 // of the second factor is digit d of chunk 2 j + h's inputs and zero for other chunks, so that each chunk's sum comes out by
-// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most
-// MOST_SPANS spans to a row.
+// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; at most MOST_SPANS spans to a row.
 
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / WEIGHT_BITS)      // times 16 bytes of digits to a chunk and digit
 #define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // of a lane's chunks in a row
+#define AHEAD 2                       // spans that a warp has on their way
 #define LARGEST 32639                 // 127 * 256 + 127
 #define BATCH least(4, divide_up(MOST_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
 
@@ -24,10 +24,8 @@ struct Chunk {
 __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 {
     int chunk = f / FOURS, group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) high[i] = x[i] + 128 >> 8, low[i] = x[i] - 256 * high[i];
-#pragma unroll
-    for (int d = 0; d < 2; ++d) {
+    UNROLL for (int i = 0; i < 4; ++i) high[i] = x[i] + 128 >> 8, low[i] = x[i] - 256 * high[i];
+    UNROLL for (int d = 0; d < 2; ++d) {
         const int* digit = d ? low : high;
         u32 a = digit[0] & 255, b = digit[1] & 255, c = digit[2] & 255, e = digit[3] & 255;
         if (WEIGHT_BITS == 8) {
@@ -47,12 +45,9 @@ struct Piece {
 
     __device__ __forceinline__ void load(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
     {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + least(at + h, chunks - 1)) * 16, words[r][h]);
-#pragma unroll
-            for (int h = 0; h < SCALES; ++h)
+        UNROLL for (int r = 0; r < 2; ++r) {
+            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + least(at + h, chunks - 1)) * 16, words[r][h]);
+            UNROLL for (int h = 0; h < SCALES; ++h)
                 scale[r][h] = scales[(i64)row[r] * blocks + least(at + h, chunks - 1) * PER_LOAD / BLOCK];
         }
     }
@@ -60,12 +55,10 @@ struct Piece {
     // sum[r] += the products with a span's digits, those of this lane's column.
     __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
     {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        UNROLL for (int k = 0; k < 2; ++k) {
             Chunk mine = chunk[k];
             int c[4] = {0, mine.offset, 0, mine.offset};
-#pragma unroll
-            for (int h = 0; h < HALVES; ++h) {
+            UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = digits[(k * HALVES + h) * stride];
                 const u32 *x = words[0][k], *y = words[1][k];
                 if (WEIGHT_BITS == 8) {
@@ -73,8 +66,7 @@ struct Piece {
                     multiply_bytes(c, a0, b.x, b.y);
                     multiply_bytes(c, a1, b.z, b.w);
                 } else {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
+                    UNROLL for (int i = 0; i < 2; ++i) {
                         u32 x0 = x[2 * h % 4 + i], y0 = y[2 * h % 4 + i], low = 0x0f0f0f0fu;
                         u32 a[4] = {x0 & low, y0 & low, x0 >> 4 & low, y0 >> 4 & low};
                         multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
@@ -92,17 +84,13 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
                                           const float (&weight)[4])
 {
     float v[4], square = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
+    UNROLL for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
     float most = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-#pragma unroll
-    for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
+    UNROLL for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
     float inverse = most > 1e-30f ? LARGEST / most : 0;
     int whole[4], total = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
-#pragma unroll
-    for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
+    UNROLL for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
+    UNROLL for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
     if (f >= fours) return square;
     put_digits(staged, f, whole);
     Chunk chunk = {most * (1.0f / LARGEST), -ZERO * total};
@@ -115,8 +103,7 @@ __device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weig
                                             int second, int last, int chunks, int blocks, int spans, int& tile, int& s)
 {
     int warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
+    UNROLL for (int a = 0; a < AHEAD; ++a) {
         int row[2] = {least(tile * outputs + i, last), least(tile * outputs + i + second, last)};
         if (tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * s + 2 * j);
         s += WARPS_OF_BLOCK;
@@ -146,15 +133,13 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
     wait_for_inputs();
     float v[BATCH][4], weight[BATCH][4], square = 0;
-#pragma unroll
-    for (int k = 0; k < BATCH; ++k) {
+    UNROLL for (int k = 0; k < BATCH; ++k) {
         int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
         load_four(x, 4 * f, columns, v[k]);
         if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
     }
     for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
+        UNROLL for (int k = 0; k < BATCH; ++k) {
             int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
             if (base > 0) {
                 load_four(x, 4 * f, columns, v[k]);
@@ -176,8 +161,7 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
     bool adds = warp == 0 && tile < tiles;
     while (tile < tiles) {
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
+        UNROLL for (int a = 0; a < AHEAD; ++a) {
             if (tile >= tiles) break;
             if (adds) {
                 int first = tile * outputs;
@@ -200,8 +184,7 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
             if (warp == turn % WARPS_OF_BLOCK) {
                 int first = tile * outputs;
                 float total = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
+                UNROLL for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
                     if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
                 total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
                 float up = __shfl_xor_sync(EVERY_LANE, total, 8);

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.driver import Array, Launch, Program, place
 from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools, per_head
 
 FOLDER = pathlib.Path(__file__).parent

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.driver import Array, Launch, Program, place
 from edgekv.kernels.cuda.ints import read_integers
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 

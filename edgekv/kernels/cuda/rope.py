@@ -105,7 +105,8 @@ class RopeKernels(Backend):
         n_kv_heads, n = x.shape[:2]
         if n > MATVEC_ROWS:
             return x @ matrix.T
-        w = Matrix(*matrix.shape, bits=32, block=1, blocks=0, data=matrix)
+        rows, columns = matrix.shape
+        w = Matrix(rows, columns, 32, 1, 0, matrix)
         return matvec(self.driver, contiguous(x), w).reshape(n_kv_heads, n, -1)
 
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:

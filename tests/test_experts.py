@@ -19,7 +19,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers
-from edgekv.kernels.cpu.matmul import GroupedGemm
+from edgekv.kernels.cpu.matmul import QuantizedMatmul
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
 from edgekv.types import Threads
@@ -125,7 +125,9 @@ def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
     weights = ops._experts["1.experts_up"]._weights
     damaged = np.full_like(weights.scales, np.nan).reshape(8, -1)
     damaged[[2, 5]] = weights.scales.reshape(8, -1)[[2, 5]]
-    ops._experts["1.experts_up"] = GroupedGemm(weights._replace(scales=damaged.reshape(weights.scales.shape)), 8)
+    ops._experts["1.experts_up"] = QuantizedMatmul(
+        weights._replace(scales=damaged.reshape(weights.scales.shape)), 8
+    )
     np.testing.assert_array_equal(ops.expert_products(x, of, "1.experts_up"), expected)
     specs = store_specs(store.arch, form, store.table_dtypes)
     of_experts = {key: spec for key, spec in specs.items() if ".experts_" in key}

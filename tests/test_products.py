@@ -17,7 +17,6 @@ from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.matmul import (
     FEW_ROWS,
     MOST_ROWS,
-    GroupedGemm,
     QuantizedMatmul,
     QuantizedWeights,
     float_matmul,
@@ -177,16 +176,15 @@ def test_an_output_belongs_to_one_tile_of_panels(monkeypatch: pytest.MonkeyPatch
 
     def one_by_one(stage: launch.Stage, n_items: int, numbers: np.ndarray, n_threads: int) -> None:
         if stage is not tiles:
-            return stage.run(n_items, numbers)
+            return stage._loop.call(0, n_items, 0, address_of(numbers))
         for i in range(n_items):
             y = np.full((n, rows), np.nan, np.float32)
-            numbers[Product._fields.index("y")] = address_of(y)
+            numbers[matmul.BEFORE + Product._fields.index("y")] = address_of(y)
             stage._loop.call(i, i + 1, 0, address_of(numbers))
             written[...] += ~np.isnan(y)
         return None
 
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
-    monkeypatch.setattr(launch.Stage, "run_parallel", one_by_one)
+    monkeypatch.setattr(launch.Stage, "run", one_by_one)
     multiply(rng.standard_normal((n, 2 * STRETCH)).astype(np.float32), codes, scales, layout, 2)
     assert (written == 1).all()
 
@@ -287,11 +285,11 @@ def test_products_with_chosen_experts_are_those_of_the_codes(
             floats.reshape(EXPERTS, ROWS, -1)[idle] = np.nan  # would show wherever one was read
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, : layout.block] = 0
-    out = GroupedGemm(weights, EXPERTS)(x, np.array(of), 1)
+    out = QuantizedMatmul(weights, EXPERTS)(x, 1, np.array(of))
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     monkeypatch.setattr(matmul, "MIN_PARALLEL_ELEMENTS", 0)
     for n_threads in (2, 3):
-        again = GroupedGemm(weights, EXPERTS)(x, np.array(of), n_threads)
+        again = QuantizedMatmul(weights, EXPERTS)(x, n_threads, np.array(of))
         assert np.array_equal(again, out)
     matrices = meaning(weights, columns).reshape(EXPERTS, ROWS, columns)
     expected = np.stack([matrices[e] @ row for e, row in zip(of, rounded(x, layout.block), strict=True)])

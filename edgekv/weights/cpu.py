@@ -13,7 +13,6 @@ from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.gemm import OUTPUTS, CodeLayout
 from edgekv.kernels.cpu.matmul import (
     FEW_ROWS,
-    GroupedGemm,
     QuantizedMatmul,
     QuantizedWeights,
     float_matmul,
@@ -52,7 +51,7 @@ class CpuOps(NumpyOps):
         self._is_cold = store.nbytes > available_memory_bytes()
         experts = {name: linear.n_experts for name, linear in self._linears.items() if linear.n_experts}
         self._experts = {
-            name: GroupedGemm(stored_weights(store, name), n)
+            name: QuantizedMatmul(stored_weights(store, name), n)
             for name, n in experts.items()
             if store.form.of(name).bits < 32 and self._linears[name].rows // n >= OUTPUTS
         }
@@ -152,7 +151,7 @@ class CpuOps(NumpyOps):
         if name not in self._experts:
             return super().expert_products(rows, of, name)
         n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
-        result = self._experts[name](rows, of, n_threads)
+        result = self._experts[name](rows, n_threads, of)
         bias = self._store.bias(name)
         if bias is not None:
             result += bias.reshape(self._linears[name].n_experts, -1)[of]

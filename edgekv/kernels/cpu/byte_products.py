@@ -4,69 +4,44 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils
-
-from edgekv.kernels.cpu import arm
+from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES
+from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.simd import LANES
 
-Value = Any  # an llvmlite value
-
-_I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
-INTS = ir.VectorType(_I32, LANES)
+INTS = emit.vector(emit.I32, LANES)
 
 
-def _vnni(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, so_far, words, codes)
+def _vnni(b: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return emit.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, so_far, words, codes)
 
 
-def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+def _byte_pairs(b: Any, words: Value, codes: Value, so_far: Value) -> Value:
     pairs, fours = {
         4: ("llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
         8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
         16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
     }[words.type.count]
-    int16 = ir.VectorType(_I16, 2 * words.type.count)
-    bytes_ = ir.VectorType(_I8, 4 * words.type.count)
-    twos = call(builder, pairs, int16, builder.bitcast(words, bytes_), builder.bitcast(codes, bytes_))
-    return builder.add(so_far, call(builder, fours, so_far.type, twos, ir.Constant(int16, [1] * int16.count)))
+    int16, int8 = (emit.vector(kind, n * words.type.count) for kind, n in ((emit.I16, 2), (emit.I8, 4)))
+    twos = emit.call(b, pairs, int16, b.bitcast(words, int8), b.bitcast(codes, int8))
+    return b.add(so_far, emit.call(b, fours, so_far.type, twos, emit.constant(int16, 1)))
 
 
-def _narrow_byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return arm.by_register(builder, functools.partial(_byte_pairs, builder), words, codes, so_far)
+def _narrow_byte_pairs(b: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return arm.by_register(b, functools.partial(_byte_pairs, b), words, codes, so_far)
 
 
-def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return arm.add_products(builder, words, codes, so_far, "u")
+def _arm(b: Any, words: Value, codes: Value, so_far: Value, sign: str = "u") -> Value:
+    return arm.add_products(b, words, codes, so_far, sign)
 
 
-def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    byte = ir.Constant(INTS, [255] * LANES)
+def _plain(b: Any, words: Value, codes: Value, so_far: Value, signed: bool = False) -> Value:
+    top, to_bottom = emit.constant(INTS, 24), b.ashr if signed else b.lshr
     for shift in range(0, 32, 8):
-        by = ir.Constant(INTS, [shift] * LANES)
-        a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
-        so_far = builder.add(so_far, builder.mul(a, b))
+        to_top = emit.constant(INTS, shift)
+        x, y = (to_bottom(b.shl(each, to_top), top) for each in (words, codes))
+        so_far = b.add(so_far, b.mul(x, y))
     return so_far
-
-
-def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    return arm.add_products(builder, codes, signed, so_far, "s")
-
-
-def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    top = ir.Constant(INTS, [24] * LANES)
-    for shift in range(0, 32, 8):
-        to_top = ir.Constant(INTS, [24 - shift] * LANES)
-        a, b = (builder.ashr(builder.shl(x, to_top), top) for x in (codes, signed))
-        so_far = builder.add(so_far, builder.mul(a, b))
-    return so_far
-
-
-def call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
-    """Calls a function of LLVM's by name."""
-    function_type = ir.FunctionType(kind, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
 def _choose() -> Callable[..., Value]:
@@ -81,7 +56,10 @@ def _choose() -> Callable[..., Value]:
 
 products = _choose()
 """(builder, words, codes, so_far): adds four products of bytes to each lane of so_far."""
-signed_products = {_arm: _arm_signed, _plain: _plain_signed}.get(products, products)
+signed_products = {
+    _arm: functools.partial(_arm, sign="s"),
+    _plain: functools.partial(_plain, signed=True),
+}.get(products, products)
 """`products` of codes with signed bytes; x86 multiplies unsigned with signed anyway."""
 in_pairs = products in (_byte_pairs, _narrow_byte_pairs)
 """Whether two products are summed in 16 bits, where they must fit."""

@@ -38,7 +38,7 @@ from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
 from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import Value
-from edgekv.kernels.cpu.launch import call
+from edgekv.kernels.cpu.launch import caller
 from edgekv.kernels.cpu.loops import Loop
 from edgekv.kernels.cpu.simd import LANES
 
@@ -222,12 +222,7 @@ def _of_layout(name: str) -> Any:
 block_size, blocks_of_unit = _of_layout("block"), _of_layout("blocks")
 
 
-@intrinsic
-def call_correction(
-    context: Any, correction: Any, output: Any, start: Any, n: Any, memory: Any, place: Any
-) -> Any:
-    """Calls `CORRECTION` by its address."""
-    return call(5)
+call_correction = caller(5)  # `CORRECTION`
 
 
 @intrinsic

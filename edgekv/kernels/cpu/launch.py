@@ -7,6 +7,7 @@ time, with every loop that has it. Where a kernel would have a dozen more parame
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from math import gcd
 from types import FunctionType
@@ -35,36 +36,20 @@ def call(n_arguments: int) -> Any:
     return types.none(*[types.intp] * (n_arguments + 1)), build
 
 
-@intrinsic
-def call_part(context: Any, part_of: Any, first: Any, last: Any, part: Any, args: Any) -> Any:
-    """Calls a function of four whole numbers at an address."""
-    return call(4)
+def caller(n_arguments: int) -> Any:
+    """An intrinsic (address, *whole numbers) that calls what is at an address."""
+
+    def at_address(context: Any, *arguments: Any) -> Any:
+        return call(n_arguments)
+
+    names = ("context", "address", *(f"argument_{i}" for i in range(n_arguments)))
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    at_address.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(at_address)
 
 
-@intrinsic
-def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Calls the `prepare_loop` at an address."""
-    return call(5)
-
-
-@intrinsic
-def call_put(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """Calls the `put_loop` at an address."""
-    return call(6)
-
-
-@intrinsic
-def call_block(
-    context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any
-) -> Any:
-    """Calls the `score_loop` or `add_loop` at an address."""
-    return call(9)
-
-
-@intrinsic
-def call_finish(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Calls the `finish_loop` at an address."""
-    return call(4)
+call_part, call_prepare, call_put, call_finish = caller(4), caller(5), caller(6), caller(4)
+call_block = caller(9)  # a `score_loop` or an `add_loop`
 
 
 _I64 = ir.IntType(64)
@@ -175,11 +160,10 @@ class Stage:
         """exact: arithmetic as written, else sums in any order."""
         self._loop = Loop(items, 4, exact)
 
-    def run(self, n_items: int, numbers: npt.NDArray[np.int64]) -> None:
-        """All items, on this thread."""
-        self._loop.call(0, n_items, 0, address_of(numbers))
-
-    def run_parallel(self, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int | None = None) -> None:
-        """All items, a share to each of n_threads, None: of `threads.count()`."""
-        n = n_threads or threads.count()
-        threads.run_parallel(TEAM.call, n, n_items, self._loop.address, address_of(numbers), n_threads=n)
+    def run(self, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int) -> None:
+        """All items, a share to each of n_threads; on this thread, where that is one."""
+        if n_threads == 1:
+            self._loop.call(0, n_items, 0, address_of(numbers))
+        else:
+            arguments = n_threads, n_items, self._loop.address, address_of(numbers)
+            threads.run_parallel(TEAM.call, *arguments, n_threads=n_threads)

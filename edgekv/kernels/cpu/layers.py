@@ -74,11 +74,8 @@ def _bits(x: float) -> int:
 
 
 def _run(stage: launch.Stage, n: int, work: int, given: tuple[int, ...]) -> None:
-    own = np.array(given, np.int64)
-    if n < threads.count() or work < launch.MIN_PARALLEL_WORK:
-        stage.run(n, own)
-    else:
-        stage.run_parallel(n, own)
+    parallel = n >= threads.count() and work >= launch.MIN_PARALLEL_WORK
+    stage.run(n, np.array(given, np.int64), threads.count() if parallel else 1)
 
 
 def _norm_rows(first: int, last: int, part: int, place: int) -> None:
@@ -162,11 +159,7 @@ def add_results(x: F32, results: F32, tokens: I64, weights: F32) -> F32:
     total: F32 = x.copy()
     m, channels = results.shape
     addresses = (address_of(array) for array in (results, tokens, weights, total))
-    given = np.array((*addresses, m, channels), np.int64)
-    if results.size < launch.MIN_PARALLEL_WORK or threads.count() == 1:
-        _ADD.run(channels, given)
-    else:
-        _ADD.run_parallel(channels, given)
+    _run(_ADD, channels, results.size, (*addresses, m, channels))
     return total
 
 

@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import emit, launch
-from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
     CORRECTION,
@@ -55,19 +54,6 @@ from edgekv.machine import blas_threads
 from edgekv.types import F32, I64, U8, Threads
 
 
-class WeightNumbers(NamedTuple):
-    """The last fields of a `Product`, which says what they are."""
-
-    blocks: int
-    gap: int
-    codes: int
-    row_bytes: int
-    scales: int
-    offsets: int
-    zeros: int
-    correction: int
-
-
 class QuantizedWeights(NamedTuple):
     """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.quantize` packs them.
 
@@ -80,24 +66,22 @@ class QuantizedWeights(NamedTuple):
     offsets: F32 | None = None  # (outputs, blocks)
     zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
 
-    def at(self) -> WeightNumbers:
-        """They must stay alive. Raises ValueError for offsets or zeros that products in the format do not know."""
+    def at(self) -> tuple[int, ...]:
+        """Return what a `Product` has of them, its last fields; they must stay alive.
+
+        Raises ValueError for offsets or zeros that products in the format do not know.
+        """
         layout, blocks = self.layout, self.scales.shape[1]
         corrections = self.offsets is not None or self.zeros is not None
         if corrections and not layout.has_corrections:
             raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
-        return WeightNumbers(
-            blocks,
-            layout.gap(blocks),
-            address_of(self.codes),
-            layout.block_bytes * blocks,
-            address_of(self.scales),
-            0 if self.offsets is None else address_of(self.offsets),
-            0 if self.zeros is None else address_of(self.zeros),
-            CORRECTION.address if corrections else 0,
-        )
+        codes, scales = address_of(self.codes), address_of(self.scales)
+        offsets, zeros = (0 if each is None else address_of(each) for each in (self.offsets, self.zeros))
+        correction = CORRECTION.address if corrections else 0
+        return blocks, layout.gap(blocks), codes, layout.block_bytes * blocks, scales, offsets, zeros, correction
 
 
+ZERO = np.float32(0)
 TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
@@ -107,45 +91,18 @@ EXACT = ("nsz",)
 @fast_jit
 def prepare_rows(first: int, last: int, p: Product) -> None:
     """Rows first..last of x into activations, padded with zeros."""
-    block = block_size(p)
+    block, of_unit = block_size(p), blocks_of_unit(p)
+    n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
-        row, target, tail = (
-            p.x + 4 * m * p.columns,
-            p.activations + m * p.gap,
-            p.activations + p.n * p.gap + 4 * block * m,
-        )
-        n_whole = p.columns // block
+        row, target = p.x + 4 * m * p.columns, p.activations + m * p.gap
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b)
-        n_left = p.columns - n_whole * block
-        for b in range(n_whole, whole_units(p)):
-            copy_block(row + 4 * b * block, n_left, tail, block)
+        tail = p.activations + p.n * p.gap + 4 * block * m
+        for b in range(n_whole, n_units * of_unit):
+            for i in range(block):
+                column = b * block + i
+                put(floats(tail), i, get(floats(row), column) if column < p.columns else ZERO)
             _quantize_block(p, tail, target, b)
-            n_left = 0
-
-
-@fast_jit
-def whole_units(p: Product) -> Scalar:
-    """Blocks of a row, and those that its last unit lacks."""
-    n = blocks_of_unit(p)
-    return (p.blocks + n - 1) // n * n
-
-
-@intrinsic
-def copy_block(context: Any, x: Any, n: Any, y: Any, size: Any) -> Any:
-    """y (size,) float32 = the n numbers x, then zeros."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, n, y, size = args
-        four = emit.I64(4)
-        with emit.loop(b, emit.I64(0), n, 1) as turn:
-            at = b.mul(turn.i, four)
-            emit.store(b, emit.load(b, emit.F32, b.add(x, at)), b.add(y, at))
-        with emit.loop(b, n, size, 1) as turn:
-            emit.store(b, emit.F32(0.0), b.add(y, b.mul(turn.i, four)))
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * 4), build
 
 
 @intrinsic
@@ -214,38 +171,52 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 FEW_ROWS = 8  # more go through panels
 
 
-class QuantizedMatmul:
-    """Products with the same weights (outputs, columns), whose addresses are taken once; at least OUTPUTS."""
+# Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
+# where it stands among all: its first row, its first tile, its tiles.
+N_PRODUCTS, N_TILES, BEFORE = range(3)
+FIRST_ROW, FIRST_TILE, TILES, N_NUMBERS = range(len(Product._fields), len(Product._fields) + 4)
+MIN_PARALLEL_ELEMENTS = 1 << 17  # from which rows are prepared by all threads
 
-    def __init__(self, weights: QuantizedWeights) -> None:
-        """Raises ValueError for fewer outputs."""
+
+class QuantizedMatmul:
+    """Products with the same weights (outputs, columns), or with equal parts of them, of an expert each."""
+
+    def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
+        """Take the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
-        self._outputs, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
-        most = self._at.blocks * weights.layout.block
-        self._widths = range(most - weights.layout.block + 1, most + 1)  # the last block may be padded
+        (blocks, gap), block = self._at[:2], weights.layout.block
+        self._outputs, self._row_bytes = len(weights.scales) // n_experts, gap + 4 * block
+        self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
 
-    def __call__(self, x: F32, n_threads: int | None = None) -> F32:
-        """x (n, columns) times the transpose of the weights: (n, outputs).
+    def __call__(self, x: F32, n_threads: int | None = None, experts: I64 | None = None) -> F32:
+        """x (n, columns) times the transpose of the weights, or of each row's expert's part: (n, outputs).
 
-        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. Raises
-        ValueError for x of another type or width.
+        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. experts
+        (n,): each row's, ascending. Raises ValueError for x of another type or width.
         """
         x = np.ascontiguousarray(x)
         (n, columns), outputs = x.shape, self._outputs
         if x.dtype != np.float32 or columns not in self._widths:
             first, last = self._widths[0], self._widths[-1]
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
-        is_panel, n_tiles = tiles_of(n, outputs)
         n_threads = n_threads or threads.count()
+        is_panel, n_tiles = tiles_of(n, outputs)
         row_bytes = aligned_size(n * self._row_bytes)
-        memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
+        memory = scratch_memory("products", row_bytes + n_threads * PANEL_BYTES)
         y = np.empty((n, outputs), np.float32)
-        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + row_bytes
-        numbers = np.array(own + self._at, np.int64)
+        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + row_bytes, *self._at
+        given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
+        if experts is not None:
+            whole, experts = given, np.ascontiguousarray(experts)
+            given = np.empty(BEFORE + n * N_NUMBERS, np.int64)
+            first_part = address_of(whole) + 8 * BEFORE
+            LAY_OUT.call(first_part, self._row_bytes, address_of(experts), n, address_of(given))
         shares = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
-        run(self._stages, numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
+        prepare, multiply = self._stages
+        prepare.run(n, given, shares if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
+        multiply.run(int(given[N_TILES]), given, shares)
         return y
 
 
@@ -258,38 +229,74 @@ def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
     return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)
 
 
-def run(
-    both: tuple[launch.Stage, launch.Stage],
-    numbers: npt.NDArray[np.int64],
-    n: int,
-    n_tiles: int,
-    preparing: int,
-    multiplying: int,
-) -> None:
-    """The two stages, on so many threads each; rows are prepared on one where the multiplication is."""
-    _run(both[0], n, numbers, min(preparing, multiplying))
-    _run(both[1], n_tiles, numbers, multiplying)
-
-
-def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int) -> None:
-    if n_threads == 1:
-        stage.run(n_items, numbers)
-    else:
-        stage.run_parallel(n_items, numbers, n_threads)
-
-
 @functools.cache
 def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
-    """What prepares rows, and what multiplies tiles or panels of outputs with them."""
+    """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
     product = PRODUCTS[layout]
 
-    def prepare(first: int, last: int, part: int, numbers: int) -> None:
-        prepare_rows(first, last, product_at(product, numbers))
+    def prepare(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), N_PRODUCTS)):
+            place = given + 8 * (BEFORE + i * N_NUMBERS)
+            p, start = product_at(product, place), get(numbers(place), FIRST_ROW)
+            a, b = max(first - start, 0), min(last - start, p.n)
+            if a < b:
+                prepare_rows(a, b, p)
 
-    def tiles(first: int, last: int, part: int, numbers: int) -> None:
-        multiply_tiles(first, last, part, product_at(product, numbers), numbers)
+    def multiply(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), N_PRODUCTS)):
+            place = given + 8 * (BEFORE + i * N_NUMBERS)
+            start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
+            a, b = max(first - start, 0), min(last - start, n)
+            if a < b:
+                multiply_tiles(a, b, part, product_at(product, place), place)
 
-    return launch.Stage(prepare), launch.Stage(tiles)
+    return launch.Stage(prepare), launch.Stage(multiply)
+
+
+def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
+    """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
+
+    row_bytes: of a rounded row, and of its room for a block.
+    """
+    p, own_experts = product_at(Product, first_part), numbers(experts)
+    first = n_products = n_tiles = 0
+    while first < m:
+        n = 1
+        while first + n < m and get(own_experts, first + n) == get(own_experts, first):
+            n += 1
+        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
+        is_panel, tiles = _tiles_of(n, p.outputs)
+        offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
+        zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs
+        own = Product(
+            x=p.x + 4 * p.columns * first,
+            n=n,
+            columns=p.columns,
+            is_panel=int(is_panel),
+            activations=p.activations + row_bytes * first,
+            outputs=p.outputs,
+            y=p.y + 4 * p.outputs * first,
+            panels=p.panels,
+            blocks=p.blocks,
+            gap=p.gap,
+            codes=p.codes + p.row_bytes * outputs,
+            row_bytes=p.row_bytes,
+            scales=p.scales + 4 * p.blocks * outputs,
+            offsets=offsets,
+            zeros=zeros,
+            correction=p.correction,
+        )
+        put_product(own, place)
+        put(numbers(place), FIRST_ROW, first)
+        put(numbers(place), FIRST_TILE, n_tiles)
+        put(numbers(place), TILES, tiles)
+        first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
+    put(numbers(given), N_PRODUCTS, n_products)
+    put(numbers(given), N_TILES, n_tiles)
+
+
+_tiles_of = jit(tiles_of)
+LAY_OUT = Loop(_lay_out, 5, exact=True)
 
 
 @fast_jit
@@ -422,112 +429,6 @@ def _emit_unit(
     return following
 
 
-MIN_PARALLEL_ELEMENTS = 1 << 17
-# Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
-# where it stands among all: its first row, its first tile, its tiles.
-N_PRODUCTS, N_TILES, BEFORE = range(3)
-N_FIELDS = len(Product._fields)
-FIRST_ROW, FIRST_TILE, TILES = range(N_FIELDS, N_FIELDS + 3)
-N_NUMBERS = N_FIELDS + 3
-
-
-class GroupedGemm:
-    """Products with experts' parts of the same weights: of n_experts with as many outputs, at least OUTPUTS."""
-
-    def __init__(self, weights: QuantizedWeights, n_experts: int) -> None:
-        self._weights, self._at, self._stages = weights, weights.at(), grouped_stages(weights.layout)
-        self._outputs, self._row_bytes = len(weights.scales) // n_experts, self._at.gap + 4 * weights.layout.block
-
-    def __call__(self, x: F32, experts: I64, n_threads: int | None = None) -> F32:
-        """Each row of x (m, columns) times the transpose of its expert's part: (m, outputs of a part).
-
-        experts (m,): each row's, ascending. n_threads: None, all of `threads.count()`.
-        """
-        x, experts, outputs = np.ascontiguousarray(x), np.ascontiguousarray(experts), self._outputs
-        (m, columns), n_threads = x.shape, n_threads or threads.count()
-        x_bytes = aligned_size(m * self._row_bytes)
-        memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
-        y = np.empty((m, outputs), np.float32)
-        own = address_of(x), m, columns, 0, memory, outputs, address_of(y), memory + x_bytes
-        first_part = np.array(own + self._at, np.int64)
-        given = np.empty(BEFORE + m * N_NUMBERS, np.int64)
-        LAY_OUT.call(address_of(first_part), self._row_bytes, address_of(experts), m, address_of(given))
-        shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
-        preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
-        run(self._stages, given, m, int(given[N_TILES]), preparing, shares)
-        return y
-
-
-@functools.cache
-def grouped_stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
-    """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
-    product = PRODUCTS[layout]
-
-    def prepare_each(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(numbers(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_NUMBERS)
-            p, start = product_at(product, place), get(numbers(place), FIRST_ROW)
-            a, b = max(first - start, 0), min(last - start, p.n)
-            if a < b:
-                prepare_rows(a, b, p)
-
-    def tiles_of_each(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(numbers(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_NUMBERS)
-            start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
-            a, b = max(first - start, 0), min(last - start, n)
-            if a < b:
-                multiply_tiles(a, b, part, product_at(product, place), place)
-
-    return launch.Stage(prepare_each), launch.Stage(tiles_of_each)
-
-
-def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
-    """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
-
-    row_bytes: of a rounded row, and of its room for a block.
-    """
-    p, own_experts = product_at(Product, first_part), numbers(experts)
-    first = n_products = n_tiles = 0
-    while first < m:
-        n = 1
-        while first + n < m and get(own_experts, first + n) == get(own_experts, first):
-            n += 1
-        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
-        is_panel, tiles = _tiles_of(n, p.outputs)
-        offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
-        zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs
-        own = Product(
-            x=p.x + 4 * p.columns * first,
-            n=n,
-            columns=p.columns,
-            is_panel=int(is_panel),
-            activations=p.activations + row_bytes * first,
-            outputs=p.outputs,
-            y=p.y + 4 * p.outputs * first,
-            panels=p.panels,
-            blocks=p.blocks,
-            gap=p.gap,
-            codes=p.codes + p.row_bytes * outputs,
-            row_bytes=p.row_bytes,
-            scales=p.scales + 4 * p.blocks * outputs,
-            offsets=offsets,
-            zeros=zeros,
-            correction=p.correction,
-        )
-        put_product(own, place)
-        put(numbers(place), FIRST_ROW, first)
-        put(numbers(place), FIRST_TILE, n_tiles)
-        put(numbers(place), TILES, tiles)
-        first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
-    put(numbers(given), N_PRODUCTS, n_products)
-    put(numbers(given), N_TILES, n_tiles)
-
-
-_tiles_of = jit(tiles_of)
-LAY_OUT = Loop(_lay_out, 5, exact=True)
-
-
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass
 MOST_ROWS = 64  # up to which the kernel is as fast as BLAS, or faster
 FLOAT_BLOCK = 512  # outputs that a thread multiplies at a time by BLAS
@@ -567,11 +468,8 @@ def multiply_rows(x: F32, weights: F32, n_threads: int | None = None) -> F32:
     y = np.empty((n, outputs), np.float32)
     size = max(1, min(FLOAT_PANEL // max(1, columns), outputs // n_threads) // OUTPUTS) * OUTPUTS  # of a panel
     given = np.array((address_of(x), n, columns, address_of(weights), outputs, address_of(y), size), np.int64)
-    n_panels = -(-outputs // size)
-    if n_threads == 1 or n * outputs * columns < launch.MIN_PARALLEL_WORK:
-        _FLOATS.run(n_panels, given)
-    else:
-        _FLOATS.run_parallel(n_panels, given, n_threads)
+    work = n * outputs * columns
+    _FLOATS.run(-(-outputs // size), given, n_threads if work >= launch.MIN_PARALLEL_WORK else 1)
     return y
 
 

@@ -17,7 +17,7 @@ from helpers import HAS_PAPERS
 from edgekv.kernels import reference
 from edgekv.kvcache import schemes
 from edgekv.kvcache.codecs import Codec
-from edgekv.weights.quantize import SHRINK, n_blocks
+from edgekv.weights.formats import SHRINK, n_blocks
 
 C = TypeVar("C")
 BASES = (Codec, import_module("edgekv.papers.retrieval").Index) if HAS_PAPERS else (Codec,)
@@ -178,7 +178,7 @@ def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
 
 
 def quantize_numpy(weight: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The specification of `edgekv.weights.quantize.quantize`."""
+    """The specification of `edgekv.weights.formats.quantize`."""
     rows, columns = weight.shape
     zero, top = 1 << (bits - 1), (1 << bits) - 1
     blocks = n_blocks(columns, block)

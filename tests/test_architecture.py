@@ -31,7 +31,7 @@ PACKAGE = pathlib.Path(edgekv.__file__).parent
 PARALLEL = {  # what compiles with parallel=True, and where it is
     "kernels/cpu/compile.py": "parallel_jit",
     "kernels/cpu/loops.py": "team_loop",
-    "weights/quantize.py": "rows_jit",
+    "weights/formats.py": "rows_jit",
 }
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 

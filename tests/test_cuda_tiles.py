@@ -11,7 +11,7 @@ from test_cuda_attend import TOLERANCE, Both, causal
 
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.matvec import Matrix, packed_matvec
-from edgekv.weights.quantize import dequantize
+from edgekv.weights.formats import WeightFormat
 
 PLANES = [  # the pair, queries per KV head, head_dim
     *(("signs", (rows, width)) for rows, width in ((1, 128), (2, 64), (4, 128), (7, 64))),
@@ -82,7 +82,7 @@ def test_packed_products(
     rng = np.random.default_rng(rows)
     w = normal(rng, 2 * (rows // 2), columns)
     codes, scales = quantize_numpy(w, bits, block)
-    w = dequantize(codes, scales, bits, block, columns).astype(np.float64)
+    w = WeightFormat("", bits, block).decode({"codes": codes, "scales": scales}, columns).astype(np.float64)
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
     bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
     plain = Matrix(len(w), columns, bits, block, scales.shape[1], device.up(codes), device.up(scales))

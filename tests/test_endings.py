@@ -118,7 +118,7 @@ with mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
 from numba.core import caching
 caching.CacheImpl._locator_classes = []  # what Numba finds by itself: "no locator available"
 import numpy as np
-from edgekv.weights.quantize import quantize
+from edgekv.weights.formats import quantize
 x, codes = np.arange(64, dtype=np.float32).reshape(4, 16), np.zeros((4, 1, 16), np.uint8)
 quantize(x, 8, 16, codes, np.zeros((4, 1), np.float32))
 from edgekv.kernels.cpu.rows import LOOPS

@@ -26,8 +26,7 @@ from edgekv.types import Threads
 from edgekv.weights.cpu import CpuOps
 from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format, specs_bytes, store_specs
 from edgekv.weights.ops import NumpyOps, choose, low_rank
-from edgekv.weights.random import RandomWeights
-from edgekv.weights.store import WeightStore, build
+from edgekv.weights.store import RandomWeights, WeightStore, build
 
 WIDE = golden_cases.QWEN3_MOE | {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2}
 PROMPT = 40

@@ -18,8 +18,7 @@ from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CheckpointError
 from edgekv.files import create_folder_once
 from edgekv.weights.formats import WEIGHTS
-from edgekv.weights.random import RandomWeights
-from edgekv.weights.store import WeightStore, build
+from edgekv.weights.store import RandomWeights, WeightStore, build
 
 KILLED = """
 import os, pathlib, signal, sys

@@ -52,7 +52,7 @@ print(numba.threading_layer(), threads.count(), len(done))
 TWO_BUILDERS = """
 import sys, threading, numba, numpy as np
 from edgekv.kernels.threads import serial_kernels
-from edgekv.weights.quantize import quantize
+from edgekv.weights.formats import quantize
 from edgekv.weights.rounding import Rounder
 
 weight = np.random.default_rng(0).standard_normal((256, 64), np.float32)

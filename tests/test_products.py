@@ -26,10 +26,9 @@ from edgekv.kernels.cpu.matmul import (
 from edgekv.models import architecture
 from edgekv.types import F32, U8, Threads
 from edgekv.weights.cpu import CpuOps
-from edgekv.weights.formats import per_linear_format
+from edgekv.weights.formats import WeightFormat, n_blocks, per_linear_format
 from edgekv.weights.ops import ACTIVATIONS, LowRank, NumpyOps, add_changes, clamped_gate
-from edgekv.weights.quantize import dequantize, n_blocks
-from edgekv.weights.random import random_store
+from edgekv.weights.store import random_store
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
 
@@ -67,10 +66,9 @@ def weights_of(
 def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
     """What they stand for, (rows, columns)."""
     codes, scales, layout, offsets, zeros = weights
-    shift = {"offsets": offsets, "zeros": zeros}
-    return dequantize(codes, scales, layout.bits, layout.block, columns, e2m1=layout.e2m1, **shift).astype(
-        np.float64
-    )
+    shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}
+    form = WeightFormat("", layout.bits, layout.block, e2m1=layout.e2m1)
+    return form.decode({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
 
 
 SIZES = [

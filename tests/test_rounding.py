@@ -22,23 +22,20 @@ from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.types import F32, F64, U8
 from edgekv.weights import rounding
-from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format
-from edgekv.weights.quantize import dequantize, n_blocks, quantize
-from edgekv.weights.random import RandomWeights, random_store
+from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks, per_linear_format, quantize
 from edgekv.weights.rounding import (
     DAMPING,
     SAMPLE,
     SHRINK,
     CalibratingOps,
     Rounder,
-    block_ends,
     column_order,
     cross_products,
     hessian,
     in_column_order,
     output_correction,
 )
-from edgekv.weights.store import WeightStore, Write, build
+from edgekv.weights.store import RandomWeights, WeightStore, Write, build, random_store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -61,10 +58,14 @@ def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     quantize(w, bits, block, codes, scales)
     expected = quantize_numpy(w, bits, block)
     np.testing.assert_allclose(scales, expected[1], rtol=1e-4, atol=1e-7)
-    ours, theirs = (dequantize(*each, bits, block, columns) for each in ((codes, scales), expected))
+    ours, theirs = (decoded(*each, bits, block, columns) for each in ((codes, scales), expected))
     errors = [np.square(values - w).sum() for values in (ours, theirs)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-4)
     assert np.sqrt(errors[0] / np.square(w).sum()) < (0.16 if bits == 4 else 0.01)
+
+
+def decoded(codes: U8, scales: F32, bits: int, block: int, columns: int) -> F32:
+    return WeightFormat("", bits, block).decode({"codes": codes, "scales": scales}, columns)
 
 
 def inputs(tokens: int, columns: int) -> F32:
@@ -90,8 +91,7 @@ def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
 
 def round_numpy(weight: F32, output_correction: F32, hessian: F32, block: int) -> tuple[U8, F32]:
     """The specification of `Rounder.round`, in float64: a row, and of it a column, after the other."""
-    order, blocks = column_order(hessian.diagonal(), block)
-    ends = block_ends(blocks, block, len(order))
+    order, blocks, ends = column_order(hessian.diagonal(), block)
     h = hessian.astype(np.float64)[np.ix_(order, order)]
     factor = np.asarray(np.linalg.cholesky(h), np.float64)
     w, b = weight[:, order].astype(np.float64), output_correction[:, order].astype(np.float64)
@@ -142,15 +142,15 @@ def test_rounding_is_the_formula(columns: int, block: int) -> None:
     h = hessian(x)
     change = np.float32(0.1) * np.roll(w, 1, axis=1)
     target = w + change
-    ours = dequantize(*Rounder(h, block).round(w, change @ h), 4, block, columns)
-    expected = dequantize(*round_numpy(w, change @ h, h, block), 4, block, columns)
+    ours = decoded(*Rounder(h, block).round(w, change @ h), 4, block, columns)
+    expected = decoded(*round_numpy(w, change @ h, h, block), 4, block, columns)
     lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected)]
     np.testing.assert_allclose(lost[0], lost[1], rtol=0.02)  # where two levels are as near, all after differs
     assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
     n = n_blocks(columns, block)
     plain = np.empty((6, n, block // 2), np.uint8), np.empty((6, n), np.float32)
     quantize(target, 4, block, *plain)
-    alone = target - dequantize(*plain, 4, block, columns)
+    alone = target - decoded(*plain, 4, block, columns)
     assert lost[0] < 0.6 * np.einsum("ri,ij,rj->", alone, h, alone)
 
 
@@ -159,7 +159,7 @@ def test_rounding_where_the_text_says_little() -> None:
     w = drawn(4, 64)
     for x in (inputs(5, 64), inputs(50, 64) * (np.arange(64) % 2), np.zeros((3, 64), np.float32)):
         codes, scales = Rounder(hessian(x.astype(np.float32)), 32).round(w, np.zeros_like(w))
-        assert np.square(w - dequantize(codes, scales, 4, 32, 64)).sum() < 0.1 * np.square(w).sum()
+        assert np.square(w - decoded(codes, scales, 4, 32, 64)).sum() < 0.1 * np.square(w).sum()
     with pytest.raises(EdgeKVError, match="not finite"):
         hessian(np.full((2, 64), np.inf, np.float32))
 

@@ -12,11 +12,10 @@ from edgekv.cli import main
 from edgekv.files import cache_root
 from edgekv.machine import machine_info
 from edgekv.types import Threads
-from edgekv.weights import threads
+from edgekv.weights import cpu as threads
 from edgekv.weights.cpu import CpuOps
 from edgekv.weights.formats import WEIGHTS
-from edgekv.weights.random import random_store
-from edgekv.weights.store import WeightStore
+from edgekv.weights.store import WeightStore, random_store
 
 MODEL = "demo"
 
@@ -89,17 +88,10 @@ def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_report_and_info_show_the_numbers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_reports_show_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report.json"
     monkeypatch.setattr(threads, "measure", lambda store, n: ({4: 1.0, 3: 0.5}, {4: 0.5, 3: 1.0}))
-    assert main(["info", "--model", MODEL]) == 0
-    assert "as many as the first load finds fastest" in capsys.readouterr().out
     run = ["run", "--model", MODEL, "--prompt", "a", "--max-new-tokens", "2", "--ctx", "64", "--json", str(report)]
     assert main(run) == 0
     settings = json.loads(report.read_text())["settings"]
     assert [settings[name] for name in ("threads", "decode_threads", "prompt_threads")] == [4, 3, 4]
-    capsys.readouterr()
-    assert main(["info", "--model", MODEL]) == 0
-    assert "of 4 cores 3 for a token's products, 4 for a prompt's: measured here" in capsys.readouterr().out

@@ -22,10 +22,9 @@ from edgekv.machine import all_cores, blas_threads
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.checkpoint_weights import Weights
-from edgekv.weights.cpu import CpuOps
+from edgekv.weights.cpu import CpuOps, product_threads
 from edgekv.weights.formats import WeightFormat
 from edgekv.weights.ops import NumpyOps, WeightOps
-from edgekv.weights.threads import product_threads
 
 BLOCK_ROWS = 512  # query rows per block of a prompt's attention, all heads of a group together
 

@@ -46,7 +46,7 @@ from edgekv.power import conditions
 from edgekv.power.energy import PowerSource, Window
 from edgekv.power.meters import all_limits
 from edgekv.types import TaskProgress
-from edgekv.weights.threads import candidates
+from edgekv.weights.cpu import candidates
 
 PASSES = 8  # over memory, for each number of threads
 LEAST_TOKENS, MOST_TOKENS = 6, 64  # of a decoding that is timed

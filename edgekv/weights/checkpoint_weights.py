@@ -9,30 +9,39 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import Checkpoint
-from edgekv.checkpoint.tensors import to_float32
+from edgekv.checkpoint.tensors import Tensor, to_float32
 from edgekv.errors import ConfigError
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32
-from edgekv.weights.formats import FORMATS, ITEM_BYTES, WeightFormat, per_linear_format
-from edgekv.weights.quantize import n_blocks, pack, pack_e2m1, pack_zeros
+from edgekv.weights.formats import (
+    FORMATS,
+    ITEM_BYTES,
+    WeightFormat,
+    n_blocks,
+    pack,
+    pack_e2m1,
+    pack_zeros,
+    per_linear_format,
+)
 
 Codes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 
 class Weights(Protocol):
-    """Read access to a model's weights, whatever they are stored as."""
+    """Read access to a model's weights, whatever they are stored as.
+
+    nbytes: of all that the model uses. token_bytes: those that one decode step reads.
+    """
 
     arch: Architecture
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all that the model uses."""
+    def nbytes(self) -> int: ...
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes that one decode step reads."""
+    def token_bytes(self) -> int: ...
 
     def matrix(self, name: str) -> F32:
         """(rows, columns) float32: a linear's weight."""
@@ -110,41 +119,34 @@ class CheckpointWeights:
                 idle += of_all // linear.n_experts * (linear.n_experts - self.arch.active_experts)
         return self.nbytes - idle - sum(self._tensors[name].nbytes for name in tables)
 
+    def _parts(self, name: str) -> list[Tensor]:
+        return [self._tensors[part.tensor] for part in self._linears[name].parts]
+
     @property
     def own_format(self) -> WeightFormat | None:
         """That of a file which is quantized already, of each linear layer by itself; else None."""
-        kinds = self._kinds()
-        if not any(kind for part in kinds.values() for kind in part):
+        if not self.kinds:
             return None
-        forms = {
-            name: _widest({self._tensors[part.tensor].nearest_format for part in linear.parts})
-            for name, linear in self._linears.items()
-        }
+        forms = {name: _widest({part.nearest_format for part in self._parts(name)}) for name in self._linears}
         return per_linear_format(self._tensors.method, forms)
 
     def requantized(self, form: WeightFormat) -> tuple[str, ...]:
         """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
-        lost = set()
-        for name, linear in self._linears.items():
-            for part in linear.parts:
-                tensor = self._tensors[part.tensor]
-                if tensor.kind and not holds_exactly(tensor.exact_format, form.of(name)):
-                    lost.add(tensor.kind)
+        forms = ((part, form.of(name)) for name in self._linears for part in self._parts(name))
+        lost = {part.kind for part, own in forms if part.kind and not holds_exactly(part.exact_format, own)}
         return tuple(sorted(lost))
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Types of the quantized tensors."""
-        return tuple(sorted({kind for part in self._kinds().values() for kind in part if kind}))
+        return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
     def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
         """Return codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
-        parts = self._linears[name].parts
-        formats = [self._tensors[part.tensor].exact_format for part in parts]
-        if form.bits == 32 or not all(holds_exactly(each, form) for each in formats):
+        if form.bits == 32 or not all(holds_exactly(part.exact_format, form) for part in self._parts(name)):
             return None
         taken: list[tuple[Codes, F32]] = []
-        for part in parts:
+        for part in self._linears[name].parts:
             codes, scales = self._tensors[part.tensor].blocks(0, part.rows)
             n = n_blocks(part.columns, form.block)
             finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
@@ -161,13 +163,12 @@ class CheckpointWeights:
 
     def offsets(self, name: str) -> F32:
         """Offsets (rows, blocks) of a linear that `exact_codes` gives in a format with them."""
-        return np.concatenate([self._part_offsets(part) for part in self._linears[name].parts])
-
-    def _part_offsets(self, part: WeightPart) -> F32:
-        offsets = self._tensors[part.tensor].offsets(0, part.rows)
-        return (
-            np.zeros((part.rows, n_blocks(part.columns, OFFSET_BLOCK)), np.float32) if offsets is None else offsets
-        )
+        found = []
+        for part in self._linears[name].parts:
+            own = self._tensors[part.tensor].offsets(0, part.rows)
+            shape = part.rows, n_blocks(part.columns, OFFSET_BLOCK)
+            found.append(np.zeros(shape, np.float32) if own is None else own)
+        return np.concatenate(found)
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """(rows, blocks) in -8..7."""
@@ -177,13 +178,6 @@ class CheckpointWeights:
             return np.zeros((part.rows, n), np.int8)
         own = FORMATS[self._tensors[part.tensor].nearest_format]
         return np.repeat(zeros, own.block // form.block, axis=1)[:, :n]
-
-    def _kinds(self) -> dict[str, list[str | None]]:
-        """The quantized types of each linear's tensors."""
-        return {
-            name: [self._tensors[part.tensor].kind for part in linear.parts]
-            for name, linear in self._linears.items()
-        }
 
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
@@ -206,8 +200,8 @@ class CheckpointWeights:
 
     def release(self, name: str) -> None:
         """Gives back the pages of a linear's tensors; the next access reads them again."""
-        for part in self._linears[name].parts:
-            self._tensors[part.tensor].release()
+        for part in self._parts(name):
+            part.release()
 
     def vector(self, name: str) -> F32:
         """(size,) float32: a norm, with what its family adds."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.gemm import OUTPUTS, CodeLayout
 from edgekv.kernels.cpu.matmul import (
@@ -18,9 +20,10 @@ from edgekv.kernels.cpu.matmul import (
     float_matmul,
     multiply_rows,
 )
-from edgekv.machine import available_memory_bytes
+from edgekv.machine import all_cores, available_memory_bytes, machine_info
+from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I64, Threads
-from edgekv.weights.formats import ROUTER
+from edgekv.weights.formats import ROUTER, WeightFormat
 from edgekv.weights.ops import NumpyOps, gated, groups
 from edgekv.weights.store import WeightStore
 
@@ -170,3 +173,97 @@ def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
     return QuantizedWeights(layout=CodeLayout(form.bits, form.block, form.e2m1), **arrays)
+
+
+# How many threads are fastest
+
+MEMO, MOST_REMEMBERED = Memo("threads.json", 3), 256
+FEW_CORES = 2  # so many are all used, unmeasured
+ENOUGH = 0.97  # of the best speed
+PROBE_WEIGHTS = 12 << 20  # elements of a block that small caches do not hold, or not four times
+PROMPT_ROWS = 32
+DECODE_ROUNDS, DECODE_S = 3, 0.08  # rounds of one token with every number of threads; for at least so long
+PROMPT_ROUNDS = 2
+
+
+def product_threads(store: WeightStore, threads: int | None) -> Threads:
+    """``threads`` for both; None: what is remembered of this machine and shape, measured now if nothing is.
+
+    A token's products are bound by memory, which fewer cores than all may read as fast, or faster; those of a
+    prompt are bound by computing. A product's sums do not depend on how many threads share it, so neither does a
+    text.
+    """
+    if threads is not None or all_cores() <= FEW_CORES:
+        return Threads(all_cores(threads), all_cores(threads))
+    known = remembered(store.arch, store.form)
+    if known is None:
+        known = choice(*measure(store, candidates(all_cores())))
+        others = list((MEMO.read() or {}).items())[1 - MOST_REMEMBERED :]
+        MEMO.keep({**dict(others), _key(store.arch, store.form): known})
+    return known
+
+
+def candidates(cores: int) -> list[int]:
+    """Numbers of threads worth trying, the most first: all cores, three quarters, half and a quarter of them."""
+    return sorted({-(-cores * quarters // 4) for quarters in (1, 2, 3, 4)}, reverse=True)
+
+
+def choice(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Threads:
+    """Of seconds by number of threads: the fewest that are nearly as fast as the fastest."""
+    decode, prompt = (
+        min(n for n, s in seconds.items() if s * ENOUGH <= min(seconds.values()))
+        for seconds in (decode_s, prompt_s)
+    )
+    return Threads(decode, max(decode, prompt))
+
+
+def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of one block by number of threads, the best of a few rounds: for a token, and for PROMPT_ROWS.
+
+    Numbers take turns, on a block of the model itself, so that its weights' format and the machine's instructions
+    count.
+    """
+    (name, widths), rng = _block(store.arch), np.random.default_rng(0)
+    block = getattr(store.arch, name)
+    blocks = {n: functools.partial(block, CpuOps(store, Threads(n, n)), 0) for n in numbers}
+    rows = {part: rng.standard_normal((PROMPT_ROWS, width), np.float32) for part, width in widths.items()}
+    row = {part: x[:1] for part, x in rows.items()}
+    for each in blocks.values():
+        each(**row)
+    return _best(blocks, row, DECODE_ROUNDS, DECODE_S), _best(blocks, rows, PROMPT_ROUNDS, 0)
+
+
+def _best(
+    blocks: Mapping[int, Callable[..., F32]], inputs: dict[str, F32], rounds: int, least_s: float
+) -> dict[int, float]:
+    best, begun = dict.fromkeys(blocks, np.inf), time.perf_counter()
+    while rounds > 0 or time.perf_counter() - begun < least_s:
+        rounds -= 1
+        for n, block in blocks.items():
+            start = time.perf_counter()
+            block(**inputs)
+            best[n] = min(best[n], time.perf_counter() - start)
+    return best
+
+
+def remembered(arch: Architecture, form: WeightFormat) -> Threads | None:
+    """What was measured here for weights of this shape and format; None: nothing yet."""
+    entry = (MEMO.read() or {}).get(_key(arch, form))
+    return entry and Threads(*entry)
+
+
+def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
+    """A block's name and the widths of its inputs: the first layer's smaller one if that is large enough."""
+    hidden, (fused, mixed) = arch.config.hidden_size, arch.widths(0)
+    if hidden * fused >= PROBE_WEIGHTS:
+        return "attention_in", {"x": hidden}
+    return "attention_out", {"x": hidden, "attention": mixed}
+
+
+def _key(arch: Architecture, form: WeightFormat) -> str:
+    """The machine, and the shape of the block: models that share both are served alike."""
+    machine, c = machine_info(), arch.config
+    name, (fused, mixed) = _block(arch)[0], arch.widths(0)
+    shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
+    where = f"{machine['board'] or machine['cpu']}, {machine['cores']} cores"
+    return f"{where}, edgekv {machine['versions']['edgekv']}: {shape}"

@@ -1,16 +1,27 @@
-"""Weight formats and what a weight store holds for each: names, dtypes and shapes, hence exact bytes."""
+"""Weight formats: what a weight store holds for each, hence exact bytes, and how blocks of weights are rounded.
+
+A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
+2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127. The layout is
+edgekv's own, once that of MatMulNBits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
+import numba
+import numpy as np
+
+from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError, unknown
+from edgekv.kernels import threads
+from edgekv.kernels.cpu.compile import kept_jit
 from edgekv.models.architecture import Architecture
-from edgekv.types import F32, Array
-from edgekv.weights.quantize import dequantize, n_blocks
+from edgekv.types import F32, I8, U8, Array
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
@@ -23,7 +34,7 @@ class WeightFormat:
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`E2M1_DOUBLED` of mxfp4.py).
+    (`E2M1_DOUBLED`).
     """
 
     name: str
@@ -50,7 +61,18 @@ class WeightFormat:
         """Return the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
-        return dequantize(bits=self.bits, block=self.block, columns=columns, e2m1=self.e2m1, **arrays)
+        codes, scales = arrays["codes"], arrays["scales"]
+        if self.bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
+        values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
+        if not self.e2m1:
+            values -= np.float32(1 << (self.bits - 1))
+        if "zeros" in arrays:
+            values -= unpack_zeros(arrays["zeros"], scales.shape[1])[..., None]
+        values *= scales[..., None]
+        if "offsets" in arrays:
+            values += arrays["offsets"][..., None]
+        return values.reshape(len(codes), -1)[:, :columns]
 
     def of(self, linear: str) -> WeightFormat:
         """The format of one linear layer. What chooses experts is exact: a near tie would choose others."""
@@ -67,22 +89,22 @@ class PerLinearFormat(WeightFormat):
         return super().of(linear) if linear.endswith(ROUTER) else FORMATS[dict(self.linears)[linear]]
 
 
-WEIGHTS: dict[str, WeightFormat] = {
-    "f32": WeightFormat("f32", 32, 0),
-    "int8": WeightFormat("int8", 8, 128),
-    "int8-32": WeightFormat("int8-32", 8, 32),
-    "int4": WeightFormat("int4", 4, 128),
-    "int4-32": WeightFormat("int4-32", 4, 32),
+FORMATS = {
+    form.name: form
+    for form in (
+        WeightFormat("f32", 32, 0),
+        WeightFormat("int8", 8, 128),
+        WeightFormat("int8-32", 8, 32),
+        WeightFormat("int4", 4, 128),
+        WeightFormat("int4-32", 4, 32),
+        WeightFormat("int4-zeros", 4, 128, zeros=True),
+        WeightFormat("int4-32-zeros", 4, 32, zeros=True),
+        WeightFormat("int4-32-offsets", 4, 32, offsets=True),
+        WeightFormat("fp4-32", 4, 32, e2m1=True),
+    )
 }
-
-
-FORMATS = WEIGHTS | {
-    "int4-zeros": WeightFormat("int4-zeros", 4, 128, zeros=True),
-    "int4-32-zeros": WeightFormat("int4-32-zeros", 4, 32, zeros=True),
-    "int4-32-offsets": WeightFormat("int4-32-offsets", 4, 32, offsets=True),
-    "fp4-32": WeightFormat("fp4-32", 4, 32, e2m1=True),
-}
-"""With those that are only taken over from checkpoints, where edgekv itself quantizes without zero points."""
+WEIGHTS = {name: form for name, form in FORMATS.items() if not (form.zeros or form.offsets or form.e2m1)}
+"""Those in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 
 HEAD = ",head="
 
@@ -127,13 +149,9 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
         specs |= {f"{name}.{part}": spec for part, spec in arrays.items()}
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
-    for name, (_, size) in arch.vectors().items():
-        specs[name] = ("F32", (size,))
-    for name, (_, shape) in arch.arrays().items():
-        specs[name] = ("F32", shape)
-    for name, (_, shape) in arch.tables().items():
-        specs[name] = (table_dtypes[name], shape)
-    return specs
+    specs |= {name: ("F32", (size,)) for name, (_, size) in arch.vectors().items()}
+    specs |= {name: ("F32", shape) for name, (_, shape) in arch.arrays().items()}
+    return specs | {name: (table_dtypes[name], shape) for name, (_, shape) in arch.tables().items()}
 
 
 def specs_bytes(specs: Specs) -> int:
@@ -155,3 +173,100 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
             of_all = specs_bytes({key: spec for key, spec in specs.items() if key.startswith(f"{name}.")})
             nbytes += of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
     return nbytes
+
+
+# Rounding blocks of weights
+
+SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
+"""Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
+
+rows_jit = functools.partial(kept_jit, parallel=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+"""For what goes over rows of weights, and is called by `threads.run_parallel`."""
+
+
+def n_blocks(columns: int, block: int) -> int:
+    """Blocks of ``block`` inputs that ``columns`` take."""
+    return -(-columns // block)
+
+
+@rows_jit
+def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
+    rows, columns = weight.shape
+    zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
+    full = -zero if bits == 4 else zero - np.float32(1)
+    for r in numba.prange(rows):
+        q = np.empty(block, np.float32)
+        w = np.empty(block, np.float32)
+        for b in range(scales.shape[1]):
+            width = min(block, columns - b * block)
+            peak = np.float32(0)
+            for j in range(block):
+                w[j] = weight[r, b * block + j] if j < width else np.float32(0)
+                if abs(w[j]) > abs(peak):
+                    peak = w[j]
+            best, scale = np.float32(np.inf), np.float32(0)
+            for s in shrink:
+                d = peak * s / full
+                inverse = np.float32(1) / d if d != 0 else np.float32(0)
+                square, product = np.float32(0), np.float32(0)
+                for j in range(block):
+                    q[j] = min(max(np.rint(w[j] * inverse) + zero, np.float32(0)), top) - zero
+                    square += q[j] * q[j]
+                    product += q[j] * w[j]
+                if bits == 4:
+                    d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
+                error = np.float32(0)
+                for j in range(block):
+                    error += (w[j] - q[j] * d) * (w[j] - q[j] * d)
+                if error < best:
+                    best, scale = error, d
+            scales[r, b] = scale
+            inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+            for j in range(block):
+                q[j] = min(max(np.rint(w[j] * inverse) + zero, np.float32(0)), top)
+            if bits == 4:
+                for j in range(block // 2):
+                    codes[r, b, j] = np.uint8(q[2 * j]) | np.uint8(np.uint8(q[2 * j + 1]) << 4)
+            else:
+                for j in range(block):
+                    codes[r, b, j] = np.uint8(q[j])
+
+
+def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None:
+    """Quantize weight (r, k) into codes (r, blocks, block * bits / 8) and scales (r, blocks).
+
+    The last block is padded with the zero point. int4 puts the even element in the low nibble.
+    """
+    shrink = SHRINK if bits == 4 else SHRINK[:1]
+    threads.run_parallel(_quantize, np.ascontiguousarray(weight), bits, block, shrink, codes, scales)
+
+
+def _pairs(codes: U8) -> U8:
+    """Two to a byte (..., n / 2), the even one of codes (..., n) in the low half."""
+    packed: U8 = codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
+    return packed
+
+
+def pack(centred: I8, bits: int) -> U8:
+    """Codes (r, blocks, block * bits / 8) of whole numbers (r, blocks, block) around 0."""
+    codes: U8 = (centred.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    return codes if bits == 8 else _pairs(codes)
+
+
+def pack_e2m1(doubled: I8) -> U8:
+    """Codes (r, blocks, block / 2) of numbers of `E2M1_DOUBLED` (r, blocks, block)."""
+    codes = np.searchsorted(E2M1_DOUBLED[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)
+    return _pairs(codes.astype(np.uint8))
+
+
+def pack_zeros(zeros: I8) -> U8:
+    """Zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
+    return _pairs(np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8))
+
+
+def unpack_zeros(packed: U8, blocks: int) -> F32:
+    """(r, blocks) float32 in -8..7, of what `pack_zeros` gives."""
+    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
+    zeros: F32 = pairs.reshape(len(packed), -1)[:, :blocks].astype(np.float32)
+    zeros -= np.float32(8)
+    return zeros

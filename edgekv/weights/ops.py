@@ -6,7 +6,6 @@ With what they are made of: activations, mixtures of experts, and LoRAs beside t
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +26,9 @@ def _gelu(x: F32) -> F32:
     return (0.5 * x * (1.0 + erf)).astype(np.float32)
 
 
-def _silu(x: F32) -> F32:
+def _sigmoid(x: F32, of: F32 | float = 1.0) -> F32:
     with np.errstate(over="ignore"):  # exp(-x) -> inf gives the right limit, 0
-        return (x / (1.0 + np.exp(-x))).astype(np.float32)
-
-
-def _sigmoid(x: F32) -> F32:
-    with np.errstate(over="ignore"):
-        return (1.0 / (1.0 + np.exp(-x))).astype(np.float32)
+        return (of / (1.0 + np.exp(-x))).astype(np.float32)
 
 
 def _gelu_tanh(x: F32) -> F32:
@@ -43,7 +37,7 @@ def _gelu_tanh(x: F32) -> F32:
 
 
 ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
-    "silu": _silu,
+    "silu": lambda x: _sigmoid(x, of=x),
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
     "relu": lambda x: np.maximum(x, 0.0),
@@ -54,9 +48,9 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
     """GPT-OSS's (n, channels): gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within it."""
     gate = np.minimum(gate, np.float32(limit))
-    with np.errstate(over="ignore"):
-        opened = gate / (1.0 + np.exp(-np.float32(alpha) * gate))
-    result: F32 = opened * (np.clip(up, -np.float32(limit), np.float32(limit)) + 1)
+    result: F32 = _sigmoid(np.float32(alpha) * gate, of=gate) * (
+        np.clip(up, -np.float32(limit), np.float32(limit)) + 1
+    )
     return result
 
 
@@ -89,17 +83,18 @@ def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -
 
 def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple[LowRank, ...]]:
     """A LoRA's changes, read. Raises CheckpointError where they are not finite, or are of experts."""
-    for name, linear in arch.linears().items():
-        if linear.n_experts and any(part.tensor in deltas for part in linear.parts):
-            raise CheckpointError(
-                f"the LoRA changes experts ({name}), which is not done beside the weights: make a store of both "
-                "with `edgekv quantize` and it",
-                field="lora",
-            )
-    return {
-        name: tuple(_read(deltas[part.tensor]) if part.tensor in deltas else _none(part) for part in linear.parts)
+    changed = {
+        name: linear
         for name, linear in arch.linears().items()
         if any(part.tensor in deltas for part in linear.parts)
+    }
+    for name, linear in changed.items():
+        if linear.n_experts:
+            what = f"the LoRA changes experts ({name}), which is not done beside the weights"
+            raise CheckpointError(f"{what}: make a store of both with `edgekv quantize` and it", field="lora")
+    return {
+        name: tuple(_low_rank(part, deltas.get(part.tensor)) for part in linear.parts)
+        for name, linear in changed.items()
     }
 
 
@@ -109,26 +104,14 @@ def low_rank_bytes(arch: Architecture, deltas: Mapping[str, Delta]) -> int:
     return 4 * sum(deltas[part.tensor].a.shape[0] * (part.rows + part.columns) for part in parts)
 
 
-def _none(part: WeightPart) -> LowRank:
-    return LowRank(np.zeros((0, part.columns), np.float32), np.zeros((part.rows, 0), np.float32))
-
-
-def _read(delta: Delta) -> LowRank:
+def _low_rank(part: WeightPart, delta: Delta | None) -> LowRank:
+    if delta is None:
+        return LowRank(np.zeros((0, part.columns), np.float32), np.zeros((part.rows, 0), np.float32))
     a, b = delta.matrices()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise CheckpointError(
-            f"{delta.b.path}: {delta.b.name} is not finite with its factor; give a smaller scale, or another "
-            "`lora`",
-            field="lora",
-        )
+        what = f"{delta.b.path}: {delta.b.name} is not finite with its factor"
+        raise CheckpointError(f"{what}; give a smaller scale, or another `lora`", field="lora")
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
-
-
-ExpertProduct = Callable[[F32, I64, str], F32]
-"""(rows (m, columns), their experts (m,) in ascending order, a linear's name) -> (m, rows of one expert)."""
-
-Gate = Callable[[F32], F32]
-"""(m, 2 * channels), gates and what they let through -> (m, channels)."""
 
 
 def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
@@ -144,28 +127,8 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     return chosen, weights
 
 
-def add_experts(
-    experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: ExpertProduct, gate: Gate
-) -> F32:
-    """x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router's logits.
-
-    A pair is a token and one of its experts. Pairs are ordered by expert, so that one that several tokens have
-    chosen is read once for all of them.
-    """
-    chosen, weights = choose(logits, experts)
-    order = np.argsort(chosen, axis=None, kind="stable")
-    of = chosen.reshape(-1)[order]
-    inner = gate(product(y[order // experts.per_token], of, f"{i}.experts_up"))
-    results = product(inner, of, f"{i}.experts_down")
-    by_token = np.empty_like(results)
-    by_token[order] = results
-    added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]
-    summed: F32 = np.add(x, added, dtype=np.float32)
-    return summed
-
-
 def gated(config: ModelConfig, both: F32) -> F32:
-    """A `Gate` in NumPy."""
+    """Gates and what they let through, (m, 2 * channels), to (m, channels)."""
     gate, up = np.split(both, 2, axis=1)
     if config.experts and config.experts.clamped:
         return clamped_gate(gate, up, *config.experts.clamped)
@@ -295,15 +258,26 @@ class NumpyOps(WeightOps):
         return capped
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
-        config = self.arch.config
-        experts, gate = config.experts_of(i), functools.partial(gated, config)
+        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router.
+
+        A pair is a token and one of its experts. Pairs are ordered by expert, so that one that several tokens have
+        chosen is read once for all of them.
+        """
+        experts = self.arch.config.experts_of(i)
         assert experts is not None
-        logits = self.linear(y, f"{i}.router")
-        return add_experts(experts, i, x, y, logits, self.expert_products, gate)
+        chosen, weights = choose(self.linear(y, f"{i}.router"), experts)
+        order = np.argsort(chosen, axis=None, kind="stable")
+        of = chosen.reshape(-1)[order]
+        both = self.expert_products(y[order // experts.per_token], of, f"{i}.experts_up")
+        results = self.expert_products(gated(self.arch.config, both), of, f"{i}.experts_down")
+        by_token = np.empty_like(results)
+        by_token[order] = results
+        added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]
+        summed: F32 = np.add(x, added, dtype=np.float32)
+        return summed
 
     def expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,): an `ExpertProduct`."""
+        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
         matrices, bias = self._matrix(name), self.weights.bias(name)
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)

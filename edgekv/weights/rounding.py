@@ -29,9 +29,8 @@ from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.types import F32, I8, I64, U8
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import WeightFormat
+from edgekv.weights.formats import WeightFormat, pack, rows_jit
 from edgekv.weights.ops import NumpyOps
-from edgekv.weights.quantize import dequantize, n_blocks, pack, rows_jit
 from edgekv.weights.store import Write
 
 TOGETHER = 256  # columns between two matrix products
@@ -44,21 +43,16 @@ DAMPING = 0.02  # of the mean of a hessian's diagonal, added to it: inputs that 
 SAMPLE = 8  # of so many rows one tells what is chance
 
 
-def column_order(importance: F32, block: int) -> tuple[I64, I64]:
-    """Return columns (n,) in the order of H, and blocks: whole, the heaviest last, and so within a block too."""
-    n = len(importance)
-    blocks = n_blocks(n, block)
-    sums = np.zeros(blocks)
-    np.add.at(sums, np.arange(n) // block, importance)
-    order = np.argsort(sums, kind="stable")
+def column_order(importance: F32, block: int) -> tuple[I64, I64, I64]:
+    """Return columns (n,) in the order of H, and blocks: whole, the heaviest last, and so within a block too.
+
+    And where in that order each block begins, and the end of the last (blocks + 1,).
+    """
+    starts = np.arange(0, len(importance), block)
+    order = np.argsort(np.add.reduceat(importance.astype(np.float64), starts), kind="stable")
     columns = [b * block + np.argsort(importance[b * block : (b + 1) * block], kind="stable") for b in order]
-    return np.concatenate(columns).astype(np.int64), order.astype(np.int64)
-
-
-def block_ends(blocks: I64, block: int, columns: int) -> I64:
-    """Return where each of ``blocks`` (n,) begins, one behind the other, and the end of the last (n + 1,)."""
-    sizes = np.minimum(block, columns - blocks * block)
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    ends = np.cumsum([0, *map(len, columns)])
+    return np.concatenate(columns).astype(np.int64), order.astype(np.int64), ends.astype(np.int64)
 
 
 def in_column_order(codes: I8, scales: F32, order: I64, blocks: I64, block: int) -> tuple[U8, F32]:
@@ -73,15 +67,13 @@ class Rounder:
     """Rounds rows of one linear layer. hessian (columns, columns) float32: H, positive definite."""
 
     def __init__(self, hessian: F32, block: int) -> None:
-        self.block, columns = block, len(hessian)
-        self._order, self._blocks = column_order(np.ascontiguousarray(hessian.diagonal()), block)
+        importance = np.ascontiguousarray(hessian.diagonal())
+        self.block, (self._order, self._blocks, self._ends) = block, column_order(importance, block)
         self._hessian = hessian[np.ix_(self._order, self._order)]
-        factor: F32 = np.linalg.cholesky(self._hessian)
-        diagonal = factor.diagonal().copy()
+        self._factor: F32 = np.linalg.cholesky(self._hessian)
+        diagonal = self._factor.diagonal().copy()
         self._weights = diagonal * diagonal
-        factor /= diagonal
-        self._factor = factor
-        self._ends = block_ends(self._blocks, block, columns)
+        self._factor /= diagonal
 
     def round(self, weight: F32, output_correction: F32) -> tuple[U8, F32]:
         """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize` gives them.
@@ -96,9 +88,8 @@ class Rounder:
         for lo, hi, blocks, ends in self._panels():
             targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
             inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
-            own, *changed = map(
-                np.ascontiguousarray, (w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi])
-            )
+            views = w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi]
+            own, *changed = map(np.ascontiguousarray, views)
             threads.run_parallel(_round_panel, targets, own, inner, self._weights[lo:hi], ends, SHRINK, *changed)
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
@@ -216,22 +207,18 @@ class CalibratingOps(NumpyOps):
         ]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return dequantize(codes, scales, form.bits, form.block, x.shape[1])
+        return form.decode({"codes": codes, "scales": scales}, x.shape[1])
 
 
 @rows_jit
 def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, errors):  # type: ignore[no-untyped-def]
     """factor[j, i]: by which the error of column i > j counts in the target of j."""
     rows, columns = targets.shape
-    block = 1
-    for b in range(len(ends) - 1):
-        block = max(block, ends[b + 1] - ends[b])
+    block = np.max(ends[1:] - ends[:-1])
     for r in numba.prange(rows):
         t = np.empty(columns, np.float32)
         e = np.zeros(columns, np.float32)
-        kept = np.empty(
-            (block, CANDIDATES), np.float32
-        )  # errors by the scale: side by side, they are tried together
+        kept = np.empty((block, CANDIDATES), np.float32)  # errors by the scale, which are tried together
         u, d, inverses, sums = np.empty((4, CANDIDATES), np.float32)
         for b in range(len(ends) - 2, -1, -1):
             lo, hi = ends[b], ends[b + 1]

@@ -7,11 +7,13 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import msgspec
@@ -32,12 +34,14 @@ from edgekv.weights.formats import (
     WEIGHTS,
     PerLinearFormat,
     WeightFormat,
+    n_blocks,
     per_linear_format,
+    quantize,
     specs_bytes,
     store_specs,
     token_bytes,
+    unpack_zeros,
 )
-from edgekv.weights.quantize import n_blocks, quantize, unpack_zeros
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
@@ -85,10 +89,8 @@ class WeightStore:
         self._identity, self._sha256 = file.identity, file.sha256
         self.config, self.calibration = file.config, file.calibration
         if version != FORMAT or (name not in WEIGHTS and not linears):
-            raise CheckpointError(
-                f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
-                f"run `edgekv quantize` again"
-            )
+            what = f"store format {version} with weights {name!r}, this edgekv reads format {FORMAT}"
+            raise CheckpointError(f"{folder}: {what}; {hint}")
         self.arch = architecture(self.config)
         known = linears is None or FORMATS.keys() >= set(linears.values())
         if linears and not (known and linears.keys() == self.arch.linears().keys()):
@@ -100,10 +102,7 @@ class WeightStore:
         for tensor, (kind, shape) in specs.items():
             info = self._tensors[tensor]
             if (info.dtype, info.shape) != (kind, shape):
-                raise CheckpointError(
-                    f"{folder}/{WEIGHTS_FILE}: {tensor} is {info.dtype} {list(info.shape)}, expected {kind} "
-                    f"{list(shape)}; quantize the model again"
-                )
+                raise info.error(f"is {info.dtype} {list(info.shape)}, expected {kind} {list(shape)}; {hint}")
         self.nbytes = specs_bytes(specs)
         self.token_bytes = token_bytes(self.arch, specs)
         self._linears = self.arch.linears()
@@ -112,9 +111,8 @@ class WeightStore:
     def identity(self) -> str:
         """The checkpoint's. CheckpointError where the weights are not those that were made of it."""
         if self._sha256 not in (None, self._tensors.files[0].content_hash()):
-            raise CheckpointError(
-                f"{self.folder}/{WEIGHTS_FILE}: was changed after store.json was written; quantize the model again"
-            )
+            what = f"{self._tensors.path}: was changed after store.json was written"
+            raise CheckpointError(f"{what}; quantize the model again")
         return self._identity
 
     def raw(self, tensor: str) -> npt.NDArray[Any]:
@@ -149,13 +147,11 @@ class WeightStore:
         """(rows,) float32; None: the linear has none."""
         return to_float32(self._tensors[f"{name}.bias"].read()) if self._linears[name].biases else None
 
-    def vector(self, name: str) -> F32:
-        """(size,) float32."""
+    def array(self, name: str) -> F32:
+        """float32: a norm (size,), or one of `Architecture.arrays`."""
         return to_float32(self._tensors[name].read())
 
-    def array(self, name: str) -> F32:
-        """float32: one of `Architecture.arrays`."""
-        return to_float32(self._tensors[name].read())
+    vector = array
 
     def rows(self, table: str, ids: Ids) -> F32:
         """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
@@ -163,7 +159,7 @@ class WeightStore:
 
 
 class Rounding(Protocol):
-    """What hands on the linear layers in place of `build`, rounded in its own way.
+    """Hands on each linear layer to ``write`` in place of `build`, rounded in its own way.
 
     note: what store.json says of it. weights: the checkpoint's, with an identity that tells of the rounding.
     """
@@ -171,8 +167,7 @@ class Rounding(Protocol):
     note: str
     weights: CheckpointWeights
 
-    def __call__(self, form: WeightFormat, write: Write) -> None:
-        """Calls ``write`` for each."""
+    def __call__(self, form: WeightFormat, write: Write) -> None: ...
 
 
 def open_or_build(
@@ -216,38 +211,28 @@ def build(
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     try:
         with atomic_folder(folder, is_store) as partial:
-            _require_space(folder, specs_bytes(specs))
+            nbytes, free = specs_bytes(specs), shutil.disk_usage(folder.parent).free
+            if free < nbytes * 1.01:
+                what = f"the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} free"
+                hint = "make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
+                raise CheckpointError(f"{folder}: {what}; {hint}")
             _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
             for name in TEXT_FILES:
                 if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
                     shutil.copyfile(source.tokenizer_folder / name, partial / name)
             if beside:
                 beside(partial)
-            manifest = _manifest(weights, form, rounding)
+            manifest = {"format": FORMAT, "weights": form.name}
+            manifest |= {"identity": source.identity, "config": source.config}
+            if isinstance(form, PerLinearFormat):
+                manifest["linears"] = dict(form.linears)
+            if rounding:
+                manifest["calibration"] = rounding.note
             with open(partial / WEIGHTS_FILE, "rb") as file:
                 manifest["sha256"] = hash_spans(file.fileno(), os.path.getsize(partial / WEIGHTS_FILE), progress)
             atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
-
-
-def _require_space(folder: pathlib.Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder.parent).free
-    if free < nbytes * 1.01:
-        raise CheckpointError(
-            f"{folder}: the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} "
-            f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
-        )
-
-
-def _manifest(weights: CheckpointWeights, form: WeightFormat, rounding: Rounding | None) -> dict[str, Any]:
-    source = weights.source
-    manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
-    if isinstance(form, PerLinearFormat):
-        manifest["linears"] = dict(form.linears)
-    if rounding:
-        manifest["calibration"] = rounding.note
-    return manifest
 
 
 def _write_weights(
@@ -293,12 +278,10 @@ def _write_weights(
         else:
             for name in linears:
                 write_linear(name)
-        for name in arch.vectors():
-            write(name, weights.vector(name))
-        for name in arch.arrays():
-            write(name, weights.array(name))
-        for name in arch.tables():
-            write(name, weights.table(name))
+        others = (arch.vectors(), weights.vector), (arch.arrays(), weights.array), (arch.tables(), weights.table)
+        for names, read in others:
+            for name in names:
+                write(name, read(name))
 
 
 def _quantized(
@@ -313,3 +296,76 @@ def _quantized(
         quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
         row = end
     return codes, scales
+
+
+# Weights of a shape without a checkpoint, for timing alone
+
+STD = 0.02  # of the weights, as models are initialised: activations stay in range
+
+
+class RandomWeights(CheckpointWeights):
+    """What `build` asks of a checkpoint, drawn instead of read: seeded by the config, nothing is quantized."""
+
+    nbytes, own_format = 0, None
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.arch = architecture(config)
+        self._linears = self.arch.linears()
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+        self._rng = np.random.default_rng(int(digest, 16))
+        self.source: Any = SimpleNamespace(identity=f"random-{digest}", tokenizer_folder=None, config=config)
+
+    @property
+    def table_dtypes(self) -> dict[str, str]:
+        return dict.fromkeys(self.arch.tables(), "F16")
+
+    def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
+        """Draw codes (rows, blocks, bytes) and scales (rows, blocks)."""
+        specs = store_specs(self.arch, form, self.table_dtypes)
+        codes = self._rng.integers(0, 256, specs[f"{name}.codes"][1], np.uint8)
+        largest_code = 2 ** (form.bits - 1)
+        uniform = STD * np.sqrt(3) / largest_code  # the step that gives uniform codes this deviation
+        return codes, np.full(specs[f"{name}.scales"][1], uniform, np.float32)
+
+    def matrix(self, name: str) -> F32:
+        linear = self._linears[name]
+        return self._normal(linear.rows, linear.columns)
+
+    def bias(self, name: str) -> F32 | None:
+        """Zeros (rows,); None: the linear has none."""
+        return np.zeros(self._linears[name].rows, np.float32) if self._linears[name].biases else None
+
+    def requantized(self, form: WeightFormat) -> tuple[str, ...]:
+        return ()
+
+    def release(self, name: str) -> None:
+        return
+
+    def vector(self, name: str) -> F32:
+        """(size,) ones."""
+        return np.ones(self.arch.vectors()[name][1], np.float32)
+
+    def array(self, name: str) -> F32:
+        """Normal numbers."""
+        return self._normal(*self.arch.arrays()[name][1])
+
+    def table(self, name: str) -> npt.NDArray[np.generic]:
+        return self._normal(*self.arch.tables()[name][1]).astype(np.float16)
+
+    def _normal(self, *shape: int) -> F32:
+        drawn: F32 = self._rng.standard_normal(shape, np.float32)
+        drawn *= np.float32(STD)
+        return drawn
+
+
+def random_folder(config: dict[str, Any], form: WeightFormat) -> pathlib.Path:
+    """Where the shape's store is, or would be."""
+    return default_folder(RandomWeights(config).source.identity, form)
+
+
+def random_store(config: dict[str, Any], form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
+    """The shape's store in the cache folder, made at the first call."""
+    weights, folder = RandomWeights(config), random_folder(config, form)
+    if not is_store(folder):
+        build(weights, form, folder, progress)
+    return WeightStore(folder)

@@ -25,7 +25,7 @@ from edgekv.eval.gate import Verdict
 from edgekv.kvcache import CacheSpec
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.text.template import ChatTemplate, find_template
-from edgekv.weights import threads
+from edgekv.weights import cpu as threads
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import build
 

@@ -37,7 +37,7 @@ from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template
 from edgekv.vision import picture
 from edgekv.vision.images import Preprocess
-from edgekv.weights import threads
+from edgekv.weights import cpu as threads
 
 from .material import CTX, DEMO, MORE, N_PROMPT, Material, Saved
 from .mutate import ODD, as_json, damaged, kind, mutated, poisoned, poisoned_tensors

@@ -16,8 +16,7 @@ import numpy as np
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.gemm import CodeLayout
 from edgekv.kernels.cpu.matmul import FEW_ROWS, QuantizedMatmul, QuantizedWeights
-from edgekv.weights.formats import FORMATS, WeightFormat
-from edgekv.weights.quantize import n_blocks
+from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
 

@@ -55,7 +55,7 @@ from edgekv.types import F32, I64, U8, Threads
 
 
 class QuantizedWeights(NamedTuple):
-    """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.quantize` packs them.
+    """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.formats` packs them.
 
     What is left of the last block of an output is padding. At most one of offsets and zeros is there.
     """

@@ -15,13 +15,13 @@ import numpy as np
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub import shipped
 from edgekv.checks import Count, check_fields, refused
-from edgekv.engine.cpu import CpuBackend, NumpyBackend, scratch_bytes
+from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import Backend, Decoder
 from edgekv.engine.model import Model, Verdicts, sampling_defaults
 from edgekv.engine.runner import State
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
-from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
+from edgekv.errors import ConfigError, ContextError, unknown
 from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import CompileClock
 from edgekv.kvcache import CacheSpec
@@ -121,10 +121,9 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Options:
         """The options by name. Raises ConfigError for a name that is none."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name, value in given.items():
-            if name not in names:
-                text = f"{name}={value!r:.60} is no option; accepted: {', '.join(names)}"
-                raise ConfigError(text, field=name, value=value, accepted=names)
+        for name in given.keys() - {*names}:
+            text = f"{name}={given[name]!r:.60} is no option; accepted: {', '.join(names)}"
+            raise ConfigError(text, field=name, value=given[name], accepted=names)
         return cls(**given)
 
 
@@ -210,22 +209,15 @@ class SessionPlan:
 
     def parts(self, slots: int = 1) -> dict[str, int]:
         """Bytes by what they are for, of so many conversations at once."""
-        caches = slots * self.cache_bytes
-        held = self.weights_bytes - self.idle_bytes
+        parts = {"weights": self.weights_bytes - self.idle_bytes, "kv cache": slots * self.cache_bytes}
         states = {"state": slots * self.state_bytes} if self.state_bytes else {}
-        return {"weights": held, "kv cache": caches, **states, "scratch": self.scratch_bytes}
+        return parts | states | {"scratch": self.scratch_bytes}
 
 
-def _cuda() -> type[Backend]:
-    from edgekv.engine.cuda import CudaBackend
-
-    return CudaBackend
-
-
-DEVICES: dict[str, Callable[[], type[Backend]]] = {
-    "cpu": lambda: CpuBackend,  # Numba
-    "numpy": lambda: NumpyBackend,  # the reference: slow, exact
-    "cuda": _cuda,  # CuPy
+DEVICES = {
+    "cpu": "edgekv.engine.cpu:CpuBackend",  # Numba
+    "numpy": "edgekv.engine.cpu:NumpyBackend",  # the reference: slow, exact
+    "cuda": "edgekv.engine.cuda:CudaBackend",  # CuPy
 }
 
 
@@ -233,7 +225,9 @@ def find_device(name: str) -> type[Backend]:
     """The backend of that name. Raises ConfigError (field device)."""
     if name not in DEVICES:
         raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
-    return DEVICES[name]()
+    module, _, backend = DEVICES[name].partition(":")
+    found: type[Backend] = getattr(importlib.import_module(module), backend)
+    return found
 
 
 def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:
@@ -246,19 +240,19 @@ def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None
 
 
 def open_caches(
-    decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None = None, kernels: Any = None
+    decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None = None
 ) -> list[LayerState]:
     """An empty cache of ``capacity`` tokens for every layer, or the state of one that does not attend.
 
-    An adapter's parameters go in where it is for this scheme. kernels: other ones than the decoder's. Raises
-    CacheError where the scheme can't have the model's shape.
+    An adapter's parameters go in where it is for this scheme. Raises CacheError where the scheme can't have the
+    model's shape.
     """
     caches = open_layers(spec, decoder.config, capacity)
     if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
         adapter.adapt(attending(caches))
     with memory_errors("taking the caches' memory", decoder.backend.free_bytes):
         for cache in caches:
-            cache.allocate(kernels or decoder.kernels, decoder.workspace)
+            cache.allocate(decoder.kernels, decoder.workspace)
     return caches
 
 
@@ -404,15 +398,8 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
 
     progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
-    plan_for = functools.partial(
-        SessionPlan.make,
-        model,
-        kv=options.kv,
-        ctx=options.ctx,
-        weights=options.weights,
-        kv_budget=options.kv_budget,
-    )
-    plan = plan_for()
+    given = {name: getattr(options, name) for name in ("kv", "ctx", "weights", "kv_budget")}
+    plan = SessionPlan.make(model, **given)
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
     device = resolve_device(options.device, plan.kv, model.config)
@@ -424,7 +411,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     form = model.weight_format(plan.weights)
     with place.precompiling(plan.kv), memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
-        plan = plan_for(fit=heads_bits(model, plan.weights, decoder, tokenizer, progress))
+        plan = SessionPlan.make(model, **given, fit=heads_bits(model, plan.weights, decoder, tokenizer, progress))
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
     scheduler = SerialScheduler(decoder.threads)
     if options.slots > 1:
@@ -439,13 +426,8 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
 
 def open_tokenizer(model: Model) -> Tokenizer:
     """The model's tokenizer. Raises TokenizerError where it has none, or a damaged one."""
-    if model.tokenizer_path is None:
-        raise TokenizerError(
-            f"{model.path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
-            "beside the weights, or pass tokenizer=PATH",
-            field="tokenizer",
-        )
-    return load_tokenizer(model.tokenizer_path, config=model.text_config)
+    folder = model.path if model.path.is_dir() else model.path.parent
+    return load_tokenizer(model.tokenizer_path or folder, config=model.text_config)
 
 
 def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | None) -> float:

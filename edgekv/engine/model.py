@@ -11,15 +11,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import asdict
-
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.checkpoint import holds_tokenizer, open_checkpoint, read_config
 from edgekv.checkpoint.hub import find_model, name_of
 from edgekv.checkpoint.lora import Delta, Lora
-from edgekv.checks import Natural, read_fields
-from edgekv.engine.sampling import Divisor, SamplingParams, Share, Temperature
+from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import ConfigError
 from edgekv.files import Memo, cache_root, user_path
 from edgekv.kvcache import CacheSpec
@@ -241,31 +237,23 @@ class Model:
         return open_or_build(rounding.weights if rounding else self.weights, form, progress, rounding)
 
 
-FILE = "generation_config.json"
-
-
-class GenerationConfig(Struct):
-    """The fields of generation_config.json that say how to sample."""
-
-    do_sample: bool | None = None
-    temperature: Temperature | None = None
-    top_k: Natural | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    repetition_penalty: Divisor | None = None
+SAMPLED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
 
 
 def sampling_defaults(model: Model) -> SamplingParams:
-    """What the file beside the weights says, else the defaults of `SamplingParams`.
+    """What the generation_config.json beside the weights says, else the defaults of `SamplingParams`.
 
     Raises ConfigError where the file can't be read, or has other values than `SamplingParams` takes.
     """
-    path = (model.path if model.path.is_dir() else model.path.parent) / FILE
-    config = read_fields(read_config(path), GenerationConfig, str(path)) if path.is_file() else GenerationConfig()
-    given = {name: value for name, value in asdict(config).items() if value is not None}
-    if given.pop("do_sample", True) is False:
+    path = (model.path if model.path.is_dir() else model.path.parent) / "generation_config.json"
+    config = read_config(path) if path.is_file() else {}
+    given = {name: config[name] for name in SAMPLED if config.get(name) is not None}
+    if config.get("do_sample") is False:
         given["temperature"] = 0.0
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", field=error.field, value=error.value) from None
 
 
 VERDICT_FORMAT = 2  # of remembered verdicts

@@ -113,19 +113,6 @@ def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("kv", ["onebit", "dense"])
-def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
-    """What is packed stays packed; only the tokens that were exact at that length are computed again."""
-    session = loaded.fork(kv=kv)
-    prompt = session.encode("Once upon a time there was a little girl named Lily. " * 18)[:330]
-    list(session.generate(prompt, max_new_tokens=1, temperature=0.0))
-    first = [step.token for step in session.generate([5], max_new_tokens=150, stop=["never"], temperature=0.0)]
-    session.rewind(331)
-    list(session.generate([5], max_new_tokens=1, temperature=0.0))
-    assert session.report().prefill_tokens <= 128 + 64 + 2
-    assert len(first) > 1
-
-
 def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
     session = loaded.fork()
     talk = chat(session)

@@ -1,7 +1,6 @@
 """Chat templates that want all memory, all time, or to break the compiler: one line each, and the next works."""
 
 import json
-import os
 import pathlib
 import signal
 import socket
@@ -66,13 +65,6 @@ def test_hostile_templates_end_in_a_line(short: None, source: str) -> None:
     assert rendered(FINE) == "user: x\n"
 
 
-def test_one_process_renders_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered(FINE)
-    process = template._child
-    assert rendered(FINE + "!") == "user: x\n!"
-    assert template._child is process
-
-
 @pytest.mark.parametrize("started", [True, False])
 def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
     def interrupt(*_: object) -> bytes:
@@ -85,26 +77,6 @@ def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatc
         patch.setattr(child.BoundedChild, "_received", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rendered("the first")
-    assert rendered(FINE) == "user: x\n"
-
-
-def test_a_large_conversation_is_rendered() -> None:
-    template = ChatTemplate(FINE, load_tokenizer(DEMO))
-    messages = [{"role": "user", "content": "ä" * 1000}] * 1000
-    assert template.render(messages) == f"user: {'ä' * 1000}\n" * 1000
-
-
-def test_after_fork_the_child_has_its_own() -> None:
-    rendered(FINE)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            code = int(rendered(FINE) != "user: x\n")
-        finally:
-            close()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert rendered(FINE) == "user: x\n"
 
 

@@ -107,34 +107,6 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     assert (counts.proposed > 0) == all(cache.rollback_tokens() > 0 for cache in session.caches)
 
 
-def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> None:
-    """Every text of three tokens, of which the last is drafted, comes as often as its probability says."""
-    session = Session.load(model, weights="f32")
-    prompt, params = [1, 2, 3], {"temperature": 1.5, "top_k": 2, "top_p": 1.0, "min_p": 0.0}
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for text, p in expected.items():
-            session.reset()
-            logits = session.logits([*prompt, *text])[-1].astype(float) / 1.5
-            best = np.argsort(logits)[-2:]
-            weights = np.exp(logits[best] - logits[best].max())
-            longer |= {(*text, int(t)): p * w / weights.sum() for t, w in zip(best, weights, strict=True)}
-        expected = longer
-    likeliest = max(expected, key=expected.__getitem__)
-    session._runner.drafts = Scripted(likeliest)
-    n_runs, seen = 600, dict.fromkeys(expected, 0)
-    n_accepted = 0
-    for seed in range(n_runs):
-        session.reset()
-        steps = session.generate(prompt, max_new_tokens=3, sampling=SamplingParams(seed=seed, **params))
-        seen[tuple(step.token for step in steps)] += 1
-        n_accepted += session.report().drafts.accepted
-    assert n_accepted > n_runs / 10
-    chi2 = sum((seen[text] - n_runs * p) ** 2 / (n_runs * p) for text, p in expected.items())
-    assert chi2 < 29.9  # of 7 degrees of freedom: 1 in 10,000
-
-
 @pytest.mark.parametrize(
     ("case", "weights"),
     [
@@ -142,9 +114,7 @@ def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> Non
         ("mistral", "int8"),
         ("gpt2", "int4"),
         ("mixtral", "f32"),
-        ("mixtral", "int4"),
         ("gpt-oss", "int4"),
-        ("qwen3-moe", "int8"),
     ],
 )
 def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:

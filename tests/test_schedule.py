@@ -47,6 +47,16 @@ class Slow:
         return np.repeat(np.float32(tokens)[:, None], 2, 1)
 
 
+@pytest.fixture
+def decoder() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def schedule() -> BatchScheduler:
+    return BatchScheduler(1)
+
+
 def n_waiting(schedule: BatchScheduler) -> int:
     """Tokens that wait for a pass, which no caller is told."""
     return len(schedule._waiting)
@@ -59,11 +69,9 @@ def until(is_time: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
     monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
@@ -80,10 +88,8 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(tokens) for tokens in decoder.passes] == [SLOTS] * 8
 
 
-def test_a_prompt_lets_tokens_go_first() -> None:
+def test_a_prompt_lets_tokens_go_first(decoder: Slow, schedule: BatchScheduler) -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     reading, asked = threading.Event(), threading.Event()
     logits: list[Any] = []
 
@@ -124,20 +130,16 @@ def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
             thread.join()
 
 
-def test_a_prompt_is_not_kept_out() -> None:
+def test_a_prompt_is_not_kept_out(decoder: Slow, schedule: BatchScheduler) -> None:
     """By a text that asks for its next token as soon as it has one."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     with writers(schedule, decoder, 1):
         for _ in range(20):
             with schedule.exclusive():
                 pass
 
 
-def test_a_pause_is_one_pass() -> None:
+def test_a_pause_is_one_pass(decoder: Slow, schedule: BatchScheduler) -> None:
     """Also where texts ask for their next token as soon as they have one."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     with writers(schedule, decoder, 2), schedule.exclusive() as pause:
         passes = [len(decoder.passes)]
         while passes[-1] < passes[0] + 20:
@@ -146,19 +148,15 @@ def test_a_pause_is_one_pass() -> None:
     assert max(np.diff(passes)) == 1
 
 
-def test_who_does_not_come_is_not_waited_for() -> None:
+def test_who_does_not_come_is_not_waited_for(decoder: Slow, schedule: BatchScheduler) -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     threading.Thread(target=schedule.steps, args=(decoder, [1], ())).start()
     for token in (2, 3):
         np.testing.assert_array_equal(schedule.steps(decoder, [token], ())[0], [token, token])
     assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
 
 
-def test_a_failed_pass_is_told_to_all() -> None:
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
+def test_a_failed_pass_is_told_to_all(decoder: Slow, schedule: BatchScheduler) -> None:
     decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
@@ -211,10 +209,8 @@ def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
     thread.join()
 
 
-def test_an_interrupted_token_is_not_computed() -> None:
+def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchScheduler) -> None:
     """One that waits while a prompt is read."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
         schedule.steps(decoder, [1], ())[0]
@@ -222,10 +218,8 @@ def test_an_interrupted_token_is_not_computed() -> None:
     assert decoder.passes == [[2]]
 
 
-def test_an_interrupted_prompt_keeps_nobody_out() -> None:
+def test_an_interrupted_prompt_keeps_nobody_out(decoder: Slow, schedule: BatchScheduler) -> None:
     """One that waits for its turn, and one that waits because it let tokens go first."""
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
     decoder.may_end.clear()
 
     def write(token: int) -> None:
@@ -261,14 +255,14 @@ def test_an_interrupted_prompt_keeps_nobody_out() -> None:
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_threads(
+    decoder: Slow, schedule: BatchScheduler, computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a pass that this thread computes the others have no token; one that another computes goes on.
 
     While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
     """
     monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
-    decoder = Slow()
-    schedule = BatchScheduler(decoder.threads)
 
     def ask(token: int) -> Any:
         return schedule.steps(decoder, [token], ())[0]

@@ -70,14 +70,6 @@ def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None
     assert len(set(runs[0])) > 3
 
 
-def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -> None:
-    session, other = (Session.load(model, weights="f32", ctx=ctx) for ctx in (40, 50))
-    other.prefill([1, 2, 3])
-    with pytest.raises(SessionError, match="must be the same"):
-        session.copy_from(other)
-    assert not session.tokens
-
-
 def test_second_caches_are_asked_for(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -113,29 +105,6 @@ def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypat
     np.testing.assert_array_equal(session.prefill([8]), untouched.prefill([8]))
 
 
-def test_rewind_forgets(model: pathlib.Path) -> None:
-    tokens = golden_cases.tokens("llama31")
-    session = Session.load(model, kv="dense:dtype=f32")
-    session.logits(tokens[:30])
-    session.rewind(20)
-    assert (session._state.n_cached, session.tokens) == (20, tokens[:20])
-    again = session.logits(tokens[20:30])
-    session.reset()
-    np.testing.assert_allclose(again, session.logits(tokens[:30])[20:], atol=2e-4)
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4-32"])
-def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Path, weights: str) -> None:
-    """The products round activations to 8 bits for integer weights; NumPy multiplies the dequantized ones."""
-    tokens = golden_cases.tokens("llama31")
-    ours, reference = (
-        Session.load(model, kv="dense:dtype=f32", weights=weights, device=device).logits(tokens)
-        for device in ("cpu", "numpy")
-    )
-    error = np.sqrt(np.mean(np.square(ours - reference)))
-    assert error < 0.05 * reference.std()
-
-
 def test_report_counts(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=60)
     steps = list(session.generate([1, 2, 3], max_new_tokens=6, temperature=0.0))
@@ -151,6 +120,26 @@ def test_report_counts(model: pathlib.Path) -> None:
     assert report.bytes_read_per_token > session.plan.weights_bytes / 2
 
 
+def test_what_does_not_fit_is_refused(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, other = (Session.load(model, weights="f32", ctx=ctx) for ctx in (5, 6))
+    for n, field, accepted in ((6, "ctx", "6 to 64"), (64, "ctx", "64 to 64"), (65, "prompt", "up to 64 tokens")):
+        with raises(ContextError, field=field) as caught:
+            session.generate([1] * n, temperature=0.0)
+        assert caught.value.accepted == (accepted,)
+    with raises(ContextError, field="ctx") as caught:
+        Session.load(model, ctx=65)
+    assert (caught.value.value, caught.value.accepted) == (65, ("1 to 64",))
+    with raises(TokenizerError, field="tokenizer"):
+        session.generate("text", temperature=0.0)
+    other.prefill([1, 2, 3])
+    with pytest.raises(SessionError, match="must be the same"):
+        session.copy_from(other)
+    assert not session.tokens
+    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: 100_000)
+    with pytest.raises(MemoryBudgetError, match="kv cache"):
+        Session.load(model)
+
+
 def test_context_fills_during_generation(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=10)
     steps = list(session.generate([1, 2, 3], max_new_tokens=50, temperature=0.0))
@@ -158,38 +147,6 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     assert session._state.n_cached == 10
     assert steps[-1].finish_reason == "length"
     assert "context full" in str(steps[-1].finish_message)
-
-
-def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
-    session = Session.load(model, ctx=5)
-    with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
-        session.generate([1] * 6, temperature=0.0)
-    assert session._state.n_cached == 0
-    with raises(ContextError, field="ctx") as caught:
-        session.generate([1] * 64, temperature=0.0)
-    assert caught.value.accepted == ("64 to 64",)
-    with raises(ContextError, field="prompt", match="needs 65 positions, and this model has 64") as caught:
-        session.generate([1] * 65, temperature=0.0)
-    assert (caught.value.accepted, "raise" in str(caught.value)) == (("up to 64 tokens",), False)
-
-
-def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
-    with raises(ContextError, field="ctx") as caught:
-        Session.load(model, ctx=65)
-    assert (caught.value.value, caught.value.accepted) == (65, ("1 to 64",))
-
-
-def test_no_tokenizer(model: pathlib.Path) -> None:
-    with raises(TokenizerError, field="tokenizer"):
-        Session.load(model).generate("text", temperature=0.0)
-
-
-def test_too_little_memory_is_said_before_it_is_taken(
-    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: 100_000)
-    with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
-        Session.load(model)
 
 
 def test_an_interrupted_step_leaves_all_layers_at_the_same_length(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import json
 import pathlib
-import urllib.request
 from collections.abc import Sequence
 
 import golden_cases
 import numpy as np
 import pytest
 from helpers import raises
-from serving import serving
 from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
@@ -21,40 +18,22 @@ from edgekv.engine.decoder import FEW_ROWS
 
 
 @pytest.mark.parametrize(
-    ("case", "kv"), [("llama31", "dense"), ("llama31", "onebit"), ("gpt2", "onebit"), ("rope-yarn", "h2o")]
-)
-def test_a_pass_of_several_conversations(case: str, kv: str, tmp_path: pathlib.Path) -> None:
-    """Of different lengths, their tokens in one pass of the linear layers."""
-    model = golden_cases.write_checkpoint(case, tmp_path)
-    first = Session.load(model, kv=kv, weights="f32")
-    sessions = [first, first.fork(), first.fork()]
-    tokens = golden_cases.tokens(case)
-    for n, session in zip((5, 20, 11), sessions, strict=True):
-        session.prefill(tokens[:n])
-    alone = [session.fork() for session in sessions]
-    for session, other in zip(sessions, alone, strict=True):
-        other.copy_from(session)
-    for token in tokens[:8]:
-        expected = [other._runner.decoder.step(token, other.caches).copy() for other in alone]
-        together = first._runner.decoder.step_together([token] * 3, [session.caches for session in sessions])
-        np.testing.assert_allclose(together, expected, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("case", "weights"),
+    ("case", "kv", "weights"),
     [
-        ("mixtral", "int8"),
-        ("mixtral", "int4"),
-        ("gpt-oss", "int4"),
-        ("qwen3-moe", "int8"),
-        ("llama31", "int4"),
-        ("gpt2", "int8"),
+        ("llama31", "dense", "int4"),
+        ("llama31", "onebit", "f32"),
+        ("gpt2", "onebit", "int8"),
+        ("rope-longrope", "h2o", "f32"),
+        ("mixtral", "dense", "int8"),
+        ("gpt-oss", "dense", "int4"),
     ],
 )
-def test_a_token_has_the_logits_that_it_has_alone(case: str, weights: str, tmp_path: pathlib.Path) -> None:
-    """To the bit, beside however many others; so the float32 products of a router are those of each row."""
+def test_a_token_has_the_logits_that_it_has_alone(
+    case: str, kv: str, weights: str, tmp_path: pathlib.Path
+) -> None:
+    """Beside however many others, of other lengths: to the bit, but for float32 products."""
     model = golden_cases.write_checkpoint(case, tmp_path)
-    first, tokens = Session.load(model, kv="dense", weights=weights), golden_cases.tokens(case)
+    first, tokens = Session.load(model, kv=kv, weights=weights), golden_cases.tokens(case)
     alone, sessions = ([first.fork() for _ in range(2 * FEW_ROWS + 3)] for _ in range(2))
     for i, both in enumerate(zip(alone, sessions, strict=True)):
         for session in both:
@@ -62,7 +41,7 @@ def test_a_token_has_the_logits_that_it_has_alone(case: str, weights: str, tmp_p
     for n in (2, 3, FEW_ROWS, len(sessions)):
         expected = [each._runner.decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
         together = first._runner.decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
-        np.testing.assert_array_equal(together, expected)
+        np.testing.assert_allclose(together, expected, rtol=0, atol=2e-3 if weights == "f32" else 0)
 
 
 @pytest.mark.parametrize("kv", ["dense", "onebit", "h2o"])
@@ -103,22 +82,3 @@ def test_options(tmp_path: pathlib.Path) -> None:
     with raises(ConfigError, field="draft"):
         Session.load("demo", slots=2, draft="ngram")
     assert Session.load("demo", slots=2, draft="auto", ctx=64)._runner.drafts is None
-
-
-def test_a_server_with_slots(tmp_path: pathlib.Path) -> None:
-    """Four clients, two at a time: the answers that each has alone."""
-    with serving(tmp_path, "--kv", "onebit", "--slots", 2, "--weights", "f32") as server:
-
-        def answer(prompt: str) -> str:
-            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "model": "demo"}
-            request = urllib.request.Request(
-                f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return str(json.loads(reply.read())["choices"][0]["text"])
-
-        prompts = ["It was a dark night", "The old man said that", "In the morning they", "She looked at the"]
-        expected = [answer(prompt) for prompt in prompts]
-        assert at_once([functools.partial(answer, prompt) for prompt in prompts]) == expected
-        with urllib.request.urlopen(f"{server.url}/props", timeout=60) as reply:
-            assert json.loads(reply.read())["total_slots"] == 2

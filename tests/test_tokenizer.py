@@ -78,14 +78,6 @@ def test_golden_ids(
         assert stream(tokenizer, start + ids)[-1] == text
 
 
-def test_golden_story_decodes(shared: pathlib.Path) -> None:
-    golden = json.loads((shared / "golden/stories260K_greedy200.json").read_text())
-    tokenizer = load_tokenizer(shared / "models/stories260K")
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (512, 1, (2,))
-    assert tokenizer.decode(golden["token_ids"]) == golden["expected_text"]
-    assert tokenizer.encode("Once upon a time") == golden["token_ids"][:5]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @settings(deadline=None, max_examples=100)
 @given(text=TEXTS)
@@ -114,22 +106,6 @@ def test_any_ids_stream_as_they_decode(small: dict[str, Tokenizer], name: str, d
     tokenizer = small[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3)))
     assert stream(tokenizer, ids)[-1] == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("name", ["sentencepiece", "spaced json", "byte-level json"])
-@settings(deadline=None, max_examples=50)
-@given(text=TEXTS)
-def test_decoding_agrees_with_the_library(
-    folders: dict[str, pathlib.Path], small: dict[str, Tokenizer], name: str, text: str
-) -> None:
-    ids = small[name].encode(text)
-    if name == "sentencepiece":
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(folders[name] / "tokenizer.model"))
-        expected = processor.decode(ids)
-    else:
-        library = tokenizers.Tokenizer.from_file(str(folders[name] / "tokenizer.json"))
-        expected = library.decode(ids, skip_special_tokens=True)
-    assert small[name].decode(ids) == expected
 
 
 @pytest.mark.parametrize("removes_blanks", [False, True])

@@ -189,7 +189,6 @@ class Chat:
                     self.messages[:] = before
 
     def _answered(self, made: Sequence[Step]) -> dict[str, Any]:
-        """The answer as the history has it; what ended it leaves the session."""
         text, tokens = "".join(step.text for step in made), [step.token for step in made]
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
@@ -201,7 +200,6 @@ def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _files(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """The images of the messages that are shown."""
     return [file for message in messages if not message.get("dropped") for file in message.get("images", ())]
 
 

@@ -90,7 +90,6 @@ class CpuBackend(Backend):
     def _attend_block(
         self, scratch: Workspace, queries: F32, keys: F32, values: F32, a: int, b: int, options: ScoreOptions
     ) -> None:
-        """Queries a..b of one group (group, n, head_dim) over its keys and values (m, head_dim)."""
         group, n, head_dim = queries.shape
         t0, t1 = len(keys) - n + a, len(keys) - n + b
         first, *ranges = visible_range(t0, t1, options.window)

@@ -101,7 +101,6 @@ class NGramDrafts:
         self._estimate.learn(n_checked, n_right)
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Takes in the places that are new; the one behind the last token is none yet."""
         latest, earlier = self._latest, self._earlier
         for place in range(len(earlier), len(tokens)):
             before = tokens[place - 1] if place else -1

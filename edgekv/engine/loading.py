@@ -301,7 +301,6 @@ def heads_bits(
 
 
 def _measured_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress | None) -> HeadNoise:
-    """What each head's noise does, as the decoder reads the tokens."""
     probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
     for probe in probes:
         probe.allocate(decoder.kernels, decoder.workspace)

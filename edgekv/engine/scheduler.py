@@ -61,8 +61,6 @@ class SerialScheduler:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """A token that waits for a pass, and what came of it."""
-
     decoder: Decoder
     token: int
     caches: Sequence[LayerState]
@@ -190,7 +188,6 @@ class BatchScheduler(SerialScheduler):
             self._changed.wait_for(lambda: request not in self._pass)
 
     def _is_due(self) -> bool:
-        """Whether a pass should begin."""
         if not self._waiting:
             return False
         overdue = time.monotonic() - self._waiting[0].since_s > PATIENCE_S
@@ -202,7 +199,6 @@ class BatchScheduler(SerialScheduler):
             self._computing = threading.get_ident()
 
     def _give_turn(self) -> None:
-        """Ends this thread's turn, if it has one."""
         with self._changed:
             if self._computing == threading.get_ident():
                 self._computing = None

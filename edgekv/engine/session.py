@@ -233,12 +233,10 @@ class Session:
         return self._runner
 
     def _running(self) -> StepIterator | None:
-        """The latest text's steps, while another can be asked for."""
         steps = self._steps and self._steps()
         return steps if steps and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED else None
 
     def _new_report(self, images: ImagesReport | None = None, **settings: Any) -> RunReport:
-        """Of a text that has not begun. settings: its own."""
         all_settings = self._loaded.settings(self.plan, self.lora) | settings
         return RunReport(all_settings, self.model.summary(), images=images, compile_s=self._compile_s)
 

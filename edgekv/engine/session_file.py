@@ -244,7 +244,6 @@ class SavedState(SessionFile):
         state.n_dropped, state.n_first = saved.n_dropped, saved.n_first
 
     def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
-        """The cache's arrays, with the saved counters in it."""
         try:
             counters, empty = cache.renamed(layer["counters"]), cache.state().counters
             if counters.keys() != empty.keys() or not all(
@@ -256,7 +255,6 @@ class SavedState(SessionFile):
             raise self._foreign(error) from error
 
     def _sampler(self, vocab_size: int) -> Sampler | None:
-        """The sampler of the last text, which goes on with its series of random numbers."""
         saved = self._saved.sampler
         if saved is None:
             return None

@@ -245,7 +245,6 @@ class ChatEncoder:
 
 
 def _split(text: str) -> list[str]:
-    """The text around all marks."""
     return re.split(MARK.format(r"\d+"), text)
 
 

@@ -252,7 +252,6 @@ def _listed(ids: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _named(key: str, token: str | AddedToken | None, find: Callable[[str], int | None]) -> tuple[int, ...]:
-    """The id of a token that is declared by its name; none where it is not."""
     if token is None:
         return ()
     name = token if isinstance(token, str) else token.content

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from edgekv.kvcache.windowed import SinkWindowCache as SinkWindowCache
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
-    from edgekv.vision.prompt import Embeddings as Embeddings
+    from edgekv.vision.model import Embeddings as Embeddings
 
 _NAMES = {
     "engine.chat": "Chat",

@@ -15,8 +15,7 @@ import pytest
 import vision_cases as cases
 
 from edgekv.errors import ConfigError, ImageError
-from edgekv.vision import picture
-from edgekv.vision.images import Preprocess
+from edgekv.vision.images import Preprocess, picture
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
 from PIL import GifImagePlugin, Image  # noqa: E402

@@ -10,7 +10,7 @@ from serving import DEMO
 
 from edgekv import Session
 from edgekv.server.engine import SessionPool
-from edgekv.vision.prompt import Prompt
+from edgekv.vision.model import Prompt
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from edgekv.kernels.arrays import to_host
 from edgekv.server.prompts import RequestEncoder
 from edgekv.server.requests import ChatRequest, ImageUrl, Message, Part
 from edgekv.text.template import ChatTemplate
-from edgekv.vision import picture
+from edgekv.vision.images import picture
 from edgekv.weights.cuda import DeviceWeights
 from edgekv.weights.ops import ACTIVATIONS
 

@@ -33,7 +33,8 @@ from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step
 from edgekv.errors import EdgeKVError, unknown
 from edgekv.machine import format_bytes
-from edgekv.vision import picture, require_vision
+from edgekv.vision.images import picture
+from edgekv.vision.model import require_vision
 
 ENDS = ("/exit", "/quit", "/bye")
 LENGTH = "max_new_tokens"

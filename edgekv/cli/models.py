@@ -213,7 +213,7 @@ def quantize_arguments(parser: argparse.ArgumentParser) -> None:
 
 def quantize_command(arguments: argparse.Namespace) -> int:
     from edgekv.engine.calibration import Calibration
-    from edgekv.vision import copy_vision
+    from edgekv.vision.model import copy_vision
     from edgekv.weights.store import build
 
     if arguments.output is not None and os.path.lexists(user_path(arguments.output)):

@@ -38,7 +38,8 @@ from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter
 from edgekv.text.template import ChatTemplate
-from edgekv.vision import picture, require_vision
+from edgekv.vision.images import picture
+from edgekv.vision.model import require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
 SPARE = 128  # that the end of a sentence may take beyond them

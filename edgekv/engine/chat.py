@@ -16,8 +16,7 @@ from edgekv.errors import SessionError
 from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate
 from edgekv.types import LayerProgress, Path
-from edgekv.vision import place_images, require_vision
-from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, require_places
+from edgekv.vision.model import Embeddings, ImagesReport, Prompt, place_images, require_places, require_vision
 
 MAX_NEW_TOKENS = 1024
 

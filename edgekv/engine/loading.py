@@ -34,7 +34,7 @@ from edgekv.machine import blas_threads, format_bytes, memory_errors, require_me
 from edgekv.models.config import ModelConfig
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.types import Path, TaskProgress
-from edgekv.vision import Vision
+from edgekv.vision.model import Vision
 
 AUTO = "auto"
 OVERFLOWS = "stop", "slide"  # what happens when a conversation outgrows its context

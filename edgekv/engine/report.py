@@ -18,7 +18,7 @@ from edgekv.files import atomic_write
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.energy import EnergyReport
-from edgekv.vision.prompt import ImagesReport
+from edgekv.vision.model import ImagesReport
 
 FinishReason = Literal["stop", "length"]
 """OpenAI's: "stop" where the text came to its end, "length" where it was cut off."""

@@ -21,7 +21,7 @@ from edgekv.errors import ContextError, SessionError, TokenizerError
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
 from edgekv.types import F32, Array, LayerProgress
-from edgekv.vision.prompt import VISUAL, Embeddings, Prompt
+from edgekv.vision.model import VISUAL, Embeddings, Prompt
 
 SINK = 4  # first tokens, on which attention rests (StreamingLLM)
 ANSWER_TOKENS = 16  # at the end of a prompt, which begin the answer

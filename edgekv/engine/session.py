@@ -41,8 +41,8 @@ from edgekv.machine import format_bytes, memory_errors
 from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import without_places
 from edgekv.types import F32, LayerProgress, Path, TaskProgress
-from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
-from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt
+from edgekv.vision.images import ImageSource
+from edgekv.vision.model import Embeddings, ImagesReport, Prompt, Vision, check_places, require_placeholder
 from edgekv.weights.ops import NumpyOps
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from edgekv.server.requests import (
     request_error,
 )
 from edgekv.text.template import ChatTemplate
-from edgekv.vision.prompt import Prompt
+from edgekv.vision.model import Prompt
 
 LOG = logging.getLogger("edgekv.server")
 WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied

@@ -27,7 +27,7 @@ from edgekv.server.requests import (
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import picture_of
-from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images, require_places
+from edgekv.vision.model import Embeddings, Prompt, check_places, place_images, require_places
 
 REMEMBERED_ANSWERS = 512
 KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each

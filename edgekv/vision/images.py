@@ -32,17 +32,14 @@ else:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
+SMALLER = f"accepted: up to {MAX_PIXELS:,}: make it smaller first"
 MAX_SIDE = 65_535  # as JPEG has it; Pillow takes memory for each row, too
 ORIENTATION = 0x0112  # the EXIF tag
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 MAX_SEEN = 1 << 24  # pixels, each of which takes 24 bytes on the way
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 Side = Annotated[int, Meta(ge=1, le=1 << 14)]
-Channels = tuple[
-    Annotated[float, Meta(ge=-1e6, le=1e6)],
-    Annotated[float, Meta(ge=-1e6, le=1e6)],
-    Annotated[float, Meta(ge=-1e6, le=1e6)],
-]
+Mean = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Deviation = Annotated[float, Meta(ge=1e-6, le=1e6)]
 PLAIN_MODES = ("RGB", "L", "1", "P")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -102,27 +99,22 @@ def picture_of(data: bytes, name: str) -> LoadedImage:
     except pil.UnidentifiedImageError:
         raise ImageError(f"{name}: is no image that can be read; accepted: {', '.join(FORMATS)}") from None
     except pil.Image.DecompressionBombError:
-        raise _too_big(name, f"more than {2 * pil.Image.MAX_IMAGE_PIXELS:,}") from None
+        raise ImageError(f"{name}: has more than {2 * pil.Image.MAX_IMAGE_PIXELS:,} pixels; {SMALLER}") from None
     except Exception as error:  # decoders raise whatever they stumble over
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ImageError(f"{name}: can't be read whole ({reason}); save or copy it again") from error
 
 
-def _too_big(name: object, pixels: str) -> ImageError:
-    return ImageError(f"{name}: has {pixels} pixels; accepted: up to {MAX_PIXELS:,}: make it smaller first")
-
-
 def _as_rgb(image: Image.Image, name: str) -> LoadedImage:
     pil = require_pillow()
     width, height = image.size
+    size = f"{name}: has {width} x {height} pixels"
     if not width or not height:
-        raise ImageError(f"{name}: has {width} x {height} pixels; accepted: at least one")
+        raise ImageError(f"{size}; accepted: at least one")
     if width * height > MAX_PIXELS:
-        raise _too_big(name, f"{width} x {height}")
+        raise ImageError(f"{size}; {SMALLER}")
     if max(width, height) > MAX_SIDE:
-        raise ImageError(
-            f"{name}: has {width} x {height} pixels; accepted: sides of up to {MAX_SIDE:,}: crop it first"
-        )
+        raise ImageError(f"{size}; accepted: sides of up to {MAX_SIDE:,}: crop it first")
     notes = []
     if getattr(image, "is_animated", False):  # to count them, Pillow reads them all
         notes.append("has several frames: the first is used")
@@ -138,24 +130,19 @@ def _as_rgb(image: Image.Image, name: str) -> LoadedImage:
 def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
     """As RGB, and what a reader must know of it."""
     if image.mode in DEEP_MODES:
-        return _from_16_bits(image, name), ["has 16 bits per pixel: the upper 8 are used"]
+        pixels = np.asarray(image)
+        if pixels.min() < 0 or pixels.max() > 0xFFFF:
+            raise ImageError(f"{name}: has 32-bit pixels, of no known range; save it with 8 bits per channel")
+        grey = require_pillow().Image.fromarray((pixels >> 8).astype(np.uint8))
+        return grey.convert("RGB"), ["has 16 bits per pixel: the upper 8 are used"]
     if image.mode == "F":
         raise ImageError(f"{name}: has floating-point pixels, of no known range; save it with 8 bits per channel")
     if image.has_transparency_data:
         alpha = (image if "A" in image.getbands() else image.convert("RGBA")).getchannel("A")
-        return image.convert("RGB"), [] if alpha.getextrema()[0] == 255 else [
-            "has transparent parts: their colours are used as they are"
-        ]
+        note = ["has transparent parts: their colours are used as they are"]
+        return image.convert("RGB"), [] if alpha.getextrema()[0] == 255 else note
     note = [] if image.mode in PLAIN_MODES else [f"is {image.mode}: converted to RGB without a colour profile"]
     return image if image.mode == "RGB" else image.convert("RGB"), note
-
-
-def _from_16_bits(image: Image.Image, name: str) -> Image.Image:
-    pixels = np.asarray(image)
-    if pixels.min() < 0 or pixels.max() > 0xFFFF:
-        raise ImageError(f"{name}: has 32-bit pixels, of no known range; save it with 8 bits per channel")
-    grey = (pixels >> 8).astype(np.uint8)
-    return require_pillow().Image.fromarray(grey).convert("RGB")
 
 
 class Edges(Struct):
@@ -181,7 +168,7 @@ class ProcessorFile(Struct):
     do_pad: bool = False
     resample: Annotated[int, Meta(ge=0, le=5)] = 3
     rescale_factor: Annotated[float, Meta(gt=0, le=1e6)] = 1 / 255
-    image_mean: Channels = CLIP_MEAN
+    image_mean: tuple[Mean, Mean, Mean] = CLIP_MEAN
     image_std: tuple[Deviation, Deviation, Deviation] = CLIP_STD
 
 
@@ -249,10 +236,9 @@ class Preprocess:
         elif self.resize is not None:
             size = (self.resize[1], self.resize[0])
         if size[0] * size[1] > MAX_SEEN and (self.resize or not self.crop):
-            raise ImageError(
-                f"{picture.name}: has {width} x {height} pixels, and this model would see {size[0]} x {size[1]}; "
-                f"accepted: up to {MAX_SEEN:,} of these: crop it, or make it smaller"
-            )
+            what = f"has {width} x {height} pixels, and this model would see {size[0]} x {size[1]}"
+            accepted = f"up to {MAX_SEEN:,} of these: crop it, or make it smaller"
+            raise ImageError(f"{picture.name}: {what}; accepted: {accepted}")
         if self.resize is None:
             return picture.rgb
         return picture.rgb.resize(size, require_pillow().Image.Resampling(self.resample))

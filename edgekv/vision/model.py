@@ -1,4 +1,4 @@
-"""What lies beside a decoder that sees: preprocessing, the vision encoder in vision.onnx, and the projector.
+"""What lies beside a decoder that sees: the vision encoder in vision.onnx, the projector, and images in prompts.
 
 onnxruntime is imported here alone, and without its telemetry: wheels from 1.31 on send events over the network,
 and keep a device id and a database under ~/.cache, unless the variable is set before the library is loaded.
@@ -6,6 +6,7 @@ and keep a device id and a database under ~/.cache, unless the variable is set b
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -21,9 +22,9 @@ from edgekv.checkpoint.tensors import Tensors, to_float32
 from edgekv.errors import CheckpointError, ImageError
 from edgekv.machine import available_memory_bytes, require_memory
 from edgekv.models.config import ModelConfig, activation
+from edgekv.text.template import PLACEHOLDER
 from edgekv.types import F32
 from edgekv.vision.images import SETTINGS, ImageSource, LoadedImage, Preprocess, picture
-from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, check_places, place_images
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.ops import ACTIVATIONS
 from edgekv.weights.store import WeightStore
@@ -32,32 +33,56 @@ PROJECTOR = "projector.safetensors"
 ENCODER = "vision.onnx"
 INPUT = "pixel_values"
 MAX_SECONDS = 300.0  # for one image
+TOGETHER = "give the two that belong together"
 PREFIXES = ("multi_modal_projector.", "model.multi_modal_projector.")
 LAYERS = ("linear_1", "linear_2")
+VISUAL = "visual"
 
 
 class VisionModel(Protocol):
-    """What is needed of an opened model; ``image_token`` stands for an image in a prompt, None: it sees none."""
+    """What is needed of an opened model: where it is, its config.json and its decoder's shape, its weights.
+
+    image_token stands for an image in a prompt; None: it sees none.
+    """
 
     @property
-    def path(self) -> pathlib.Path:
-        """The folder or file that was opened."""
+    def path(self) -> pathlib.Path: ...
 
     @property
-    def raw_config(self) -> dict[str, Any]:
-        """Its config.json."""
+    def raw_config(self) -> dict[str, Any]: ...
 
     @property
-    def config(self) -> ModelConfig:
-        """The decoder's shape."""
+    def config(self) -> ModelConfig: ...
 
     @property
-    def image_token(self) -> int | None:
-        """The token that stands for an image."""
+    def image_token(self) -> int | None: ...
 
     @property
-    def weights(self) -> CheckpointWeights | WeightStore:
-        """The checkpoint, or its weight store."""
+    def weights(self) -> CheckpointWeights | WeightStore: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
+
+    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark_images`), others are text.
+    """
+
+    rows: F32
+    modality: str = VISUAL
+
+
+Prompt = Sequence[int | Embeddings]
+
+
+@dataclasses.dataclass
+class ImagesReport:
+    """The images of one prompt: how many, the tokens that they take, and the seconds that reading them took."""
+
+    n: int
+    tokens: int
+    seconds: float
+    notes: list[str]
 
 
 class Vision:
@@ -112,8 +137,7 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
 
 def _settings(folder: pathlib.Path) -> pathlib.Path:
     """How images are prepared: the file that is there, else the usual one."""
-    paths = [folder / name for name in SETTINGS]
-    return next((path for path in paths if path.is_file()), paths[0])
+    return next((folder / name for name in SETTINGS if (folder / name).is_file()), folder / SETTINGS[0])
 
 
 def copy_vision(model: VisionModel, folder: pathlib.Path) -> None:
@@ -154,10 +178,12 @@ def onnxruntime() -> Any:
 
 
 class Encoder:
-    """The vision tower as it was exported, one image at a time. Raises CheckpointError for another file."""
+    """The vision tower as it was exported, one image at a time. Raises CheckpointError for another file.
+
+    size: (height, width) of the pixel values that are to come, where it is known.
+    """
 
     def __init__(self, path: pathlib.Path, threads: int, size: tuple[int, int] | None) -> None:
-        """size: (height, width) of the pixel values that are to come, where it is known."""
         self.path, ort = path, onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
@@ -172,15 +198,12 @@ class Encoder:
         inputs = self._session.get_inputs()
         found = [(each.name, each.type, len(each.shape)) for each in inputs]
         if found != [(INPUT, "tensor(float)", 4)]:
-            raise CheckpointError(
-                f"{path}: has the inputs {found}; accepted: {INPUT}, float32, [n, 3, height, width]: export it so"
-            )
+            accepted = f"{INPUT}, float32, [n, 3, height, width]"
+            raise CheckpointError(f"{path}: has the inputs {found}; accepted: {accepted}: export it so")
         wanted = inputs[0].shape[2:]
         if size and any(isinstance(side, int) and side != given for side, given in zip(wanted, size, strict=True)):
-            raise CheckpointError(
-                f"{path}: takes images of {wanted}, preprocessor_config.json makes them {list(size)}; give the "
-                "two that belong together"
-            )
+            what = f"takes images of {wanted}, preprocessor_config.json makes them {list(size)}"
+            raise CheckpointError(f"{path}: {what}; {TOGETHER}")
 
     def __call__(self, pixels: F32) -> F32:
         """(tokens, d_vision) float32 features of pixel values (3, height, width)."""
@@ -196,29 +219,27 @@ class Encoder:
         finally:
             timer.cancel()
         if features.ndim != 3 or len(features) != 1 or features.dtype != np.float32:
-            raise CheckpointError(
-                f"{self.path}: gives {features.dtype} {features.shape} for one image; accepted: float32 "
-                "[1, tokens, d_vision]: export it so"
-            )
+            what = f"{self.path}: gives {features.dtype} {features.shape} for one image"
+            raise CheckpointError(f"{what}; accepted: float32 [1, tokens, d_vision]: export it so")
         result: F32 = features[0]
         return result
 
 
 class Projector:
-    """linear_2(activation(linear_1(x))), with biases where the checkpoint has them."""
+    """linear_2(activation(linear_1(x))), with biases where the checkpoint has them.
+
+    weights: as `projector_weights` reads them. kind: config.json's projector_hidden_act.
+    """
 
     def __init__(self, weights: dict[str, F32], kind: str) -> None:
-        """weights: as `projector_weights` reads them; kind: config.json's projector_hidden_act."""
         self.d_vision = weights["linear_1.weight"].shape[1]
         self._weights, self._activation = weights, ACTIVATIONS[activation(kind)]
 
     def __call__(self, features: F32) -> F32:
         """(tokens, hidden_size) of features (tokens, d_vision)."""
         if features.shape[1] != self.d_vision:
-            raise CheckpointError(
-                f"vision.onnx gives {features.shape[1]} features per token, the projector takes {self.d_vision}; "
-                "give the two that belong together"
-            )
+            what = f"vision.onnx gives {features.shape[1]} features per token, the projector takes {self.d_vision}"
+            raise CheckpointError(f"{what}; {TOGETHER}")
         return self._linear("linear_2", self._activation(self._linear("linear_1", features)))
 
     def _linear(self, name: str, x: F32) -> F32:
@@ -237,3 +258,44 @@ def projector_weights(tensors: Tensors, hidden_size: int) -> dict[str, F32]:
     for name in shapes.keys() & expected.keys():
         tensors.require(prefix + name, expected[name])
     return {name: to_float32(tensors[prefix + name].read()) for name in shapes}
+
+
+# Images in prompts
+
+
+def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
+    """ImageError unless the prompt has a placeholder for each image, or none at all."""
+    n_places = sum(piece == image_token for piece in prompt if not isinstance(piece, Embeddings))
+    if n_places and n_places != n_images:
+        raise ImageError(
+            f"the prompt has {n_places} image placeholder(s), token {image_token}, for {n_images} image(s): give "
+            "one for each, or write none, and the images come first"
+        )
+
+
+def require_places(prompt: Prompt, image_token: int, n_images: int) -> None:
+    """ImageError unless the prompt that a chat template wrote has a placeholder for each image."""
+    if image_token not in prompt:
+        raise ImageError(
+            f"the chat template writes no image token {image_token} for the {n_images} image(s) of these "
+            "messages: give one that keeps `<image>` with `chat_template`"
+        )
+    check_places(prompt, image_token, n_images)
+
+
+def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int | None) -> None:
+    """ImageError where the prompt's text says `<image>` and the tokenizer does not."""
+    if isinstance(prompt, str) and PLACEHOLDER in prompt and image_token not in pieces:
+        raise ImageError(
+            f"the tokenizer does not read {PLACEHOLDER} as the model's image token {image_token}: add it to "
+            f"tokenizer.json, or leave {PLACEHOLDER} out of the prompt, and the images come first"
+        )
+
+
+def place_images(prompt: Prompt, image_token: int, images: Sequence[Embeddings], n_first: int) -> Prompt:
+    """The prompt with an image at each placeholder; without any, they follow its first ``n_first`` pieces."""
+    places = [i for i, piece in enumerate(prompt) if not isinstance(piece, Embeddings) and piece == image_token]
+    if not places:
+        return [*prompt[:n_first], *images, *prompt[n_first:]]
+    placed = dict(zip(places, images, strict=True))
+    return [placed.get(i, piece) for i, piece in enumerate(prompt)]

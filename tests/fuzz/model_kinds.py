@@ -35,8 +35,7 @@ from edgekv.engine.model import Model, Verdicts
 from edgekv.kvcache import CacheSpec
 from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template
-from edgekv.vision import picture
-from edgekv.vision.images import Preprocess
+from edgekv.vision.images import Preprocess, picture
 from edgekv.weights import cpu as threads
 
 from .material import CTX, DEMO, MORE, N_PROMPT, Material, Saved

@@ -1,15 +1,9 @@
 """The examples run as they stand."""
 
-import json
 import pathlib
 import re
-import shlex
-import shutil
-import signal
-import string
 import subprocess
 import sys
-import urllib.request
 
 import golden_cases
 import numpy as np
@@ -49,35 +43,6 @@ def test_a_cancelled_task_leaves_a_usable_session() -> None:
     assert cancelled
     assert 5 < int(cancelled[1]) < 2000
     assert cancelled[2]
-
-
-def test_the_unit_starts_the_server(tmp_path: pathlib.Path) -> None:
-    """Its own command line, with this environment's program and a free port."""
-    path = ROOT / "packaging" / "edgekv.service"
-    text = path.read_text()
-    variables = dict(re.findall(r"(\w+)=(\S+)", " ".join(re.findall("^Environment=(.*)$", text, re.MULTILINE))))
-    (line,) = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
-    program, *command = shlex.split(string.Template(line).substitute(variables | {"PORT": "0"}))
-    assert program.endswith("/edgekv")
-    with subprocess.Popen(
-        [sys.executable, "-m", "edgekv", *command], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        found = None
-        while not found:
-            line = process.stderr.readline()
-            assert line
-            found = re.search(r"http://\S+", line)
-        with urllib.request.urlopen(f"{found[0]}/health", timeout=30) as answer:
-            assert json.loads(answer.read())["status"] == "ok"
-        process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
-    if shutil.which("systemd-analyze"):
-        checked = subprocess.run(
-            ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60
-        )
-        problems = [line for line in checked.stderr.splitlines() if "not executable" not in line]
-        assert not any("Unknown" in line for line in problems), problems
 
 
 @pytest.mark.parametrize("name", ["llama31", "gpt2"])

@@ -65,14 +65,6 @@ def test_two_threads_make_a_store_at_once(tmp_path: pathlib.Path) -> None:
     assert WeightStore(store).form == WEIGHTS["int8"]
 
 
-def test_a_store_after_a_killed_process_of_the_same_number(tmp_path: pathlib.Path) -> None:
-    left = tmp_path / f"store.partial-{os.getpid()}"
-    left.mkdir()
-    (left / "weights.safetensors").write_bytes(b"half")
-    build(RandomWeights(load_shape("tiny", 1)), WEIGHTS["int8"], tmp_path / "store", None)
-    assert names(tmp_path) == ["store"]
-
-
 def test_leftovers_of_killed_writers_go(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "folder"
     killed = subprocess.run([sys.executable, "-c", KILLED, folder], check=False)

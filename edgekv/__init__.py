@@ -46,7 +46,7 @@ _NAMES = {
     "kvcache.windowed": "SinkWindowCache",
     "machine": "__version__",
     "models": "register_family",
-    "vision.prompt": "Embeddings",
+    "vision.model": "Embeddings",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import pathlib
 from collections.abc import Iterator
 
@@ -28,11 +29,19 @@ LAYERS = (
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
 PACKAGE = pathlib.Path(edgekv.__file__).parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARALLEL = {  # what compiles with parallel=True, and where it is
     "kernels/cpu/compile.py": "parallel_jit",
     "kernels/cpu/loops.py": "team_loop",
     "weights/formats.py": "rows_jit",
 }
+CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
+ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools
+    "(root)": 1_200, "checkpoint": 2_500, "cli": 2_700, "engine": 5_100, "eval": 900, "kernels": 12_000,
+    "kvcache": 3_000, "models": 2_300, "papers": 4_300, "power": 2_500, "server": 3_900, "text": 1_100,
+    "vision": 650, "weights": 2_300, "tests": 27_500, "tools": 4_500,
+}  # fmt: skip
+PACKAGE_FILES = 240
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 
 
@@ -61,7 +70,7 @@ def level(room: str) -> int:
 def test_every_module_has_a_room() -> None:
     assert [module for module in graph().modules if home(module) is None] == [FACE]
     empty = {room for layer in LAYERS for room in layer} - {home(module) for module in graph().modules}
-    assert not empty
+    assert empty <= {"edgekv.papers"}  # a copy may be without them
 
 
 def test_imports_go_down() -> None:
@@ -91,30 +100,22 @@ def test_no_backend_imports_another() -> None:
 
 
 def test_no_module_imports_itself_on_a_way_round() -> None:
-    """Tarjan's components have one module each."""
-    number: dict[str, int] = {}
-    least: dict[str, int] = {}
-    path: list[str] = []
-    circles: list[list[str]] = []
+    modules = {module: graph().find_modules_directly_imported_by(module) for module in graph().modules}
+    graphlib.TopologicalSorter(modules).prepare()  # CycleError names the way
 
-    def visit(module: str) -> None:
-        number[module] = least[module] = len(number)
-        path.append(module)
-        for imported in graph().find_modules_directly_imported_by(module):
-            if imported not in number:
-                visit(imported)
-            if imported in path:
-                least[module] = min(least[module], least[imported])
-        if least[module] == number[module]:
-            circle = path[path.index(module) :]
-            del path[path.index(module) :]
-            if len(circle) > 1:
-                circles.append(sorted(circle))
 
-    for module in sorted(graph().modules):
-        if module not in number:
-            visit(module)
-    assert circles == []
+def test_rooms_grow_by_decision() -> None:
+    """Where a bound is passed, look first for what else may go; lower it where a room has shrunk."""
+    sizes = dict.fromkeys(ROOM_LINES, 0)
+    files = [
+        file for name in ("edgekv", "tests", "tools") for file in (ROOT / name).rglob("*") if file.suffix in CODE
+    ]
+    for file in files:
+        top, *rest = file.relative_to(ROOT).parts
+        room = top if top != "edgekv" else rest[0] if len(rest) > 1 else "(root)"
+        sizes[room] += len(file.read_text(errors="replace").splitlines())
+    assert {room: n for room, n in sizes.items() if n > ROOM_LINES[room]} == {}
+    assert sum(ROOT / "edgekv" in file.parents for file in files) <= PACKAGE_FILES
 
 
 def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:

@@ -1,7 +1,9 @@
 """Seeds each fault of faults.py into a copy of the tree, runs the tests that it names, and prints what survived.
 
-    python tools/faults/run.py [NUMBER ...]    all, or those counted from 1; exits 1 where one survives
-    python tools/faults/run.py --check         only looks whether each text and each test file is there once
+    python tools/faults/run.py [NUMBER ...] [--python PYTHON]    all, or those counted from 1, as 3 or 5-8
+    python tools/faults/run.py --check                           only looks for each text and each test file
+
+It exits with 1 where one survives. PYTHON has what the tests need; the package is the copy's.
 
 A fault that survives is one that the tests would let through. "Caught" is told for a failing test: the named tests
 have to pass without a fault. Kernels of a fault in compiled code are compiled anew, which is most of the time.
@@ -59,20 +61,29 @@ def misplaced(fault: Fault) -> str:
     return ""
 
 
-def seed_and_test(fault: Fault, tree: pathlib.Path, kernels: pathlib.Path) -> str:
+def numbers(text: str) -> range:
+    """3 or 5-8."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def seed_and_test(fault: Fault, tree: pathlib.Path, kernels: pathlib.Path, python: str) -> str:
     """ "caught", "survived", or what kept the tests from running."""
     path, tests = place(fault, tree), tests_of(fault, tree)
     sound = path.read_text()
     faulty = sound.replace(fault.text, fault.replacement)
     if path.suffix == ".py":
         compile(faulty, path, "exec")
-    is_compiled = "kernels" in path.parts or "codecs" in path.parts or "jit" in sound
+    is_compiled = "kernels" in path.parts or "jit" in sound
     environment = os.environ | {
         "PYTHONPATH": str(tree),
         "NUMBA_CACHE_DIR": tempfile.mkdtemp(dir=kernels) if is_compiled else str(kernels),
         "EDGEKV_SHARED": os.environ.get("EDGEKV_SHARED", str(ROOT.parent / "shared")),
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    where = [python, "-c", "import edgekv; print(edgekv.__file__)"]
+    used = subprocess.run(where, cwd="/", env=environment, capture_output=True, text=True, check=True).stdout
+    assert pathlib.Path(used.strip()).is_relative_to(tree), f"{used} is tested in place of the copy"
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         path.write_text(faulty)
         done = subprocess.run(
@@ -91,10 +102,12 @@ def seed_and_test(fault: Fault, tree: pathlib.Path, kernels: pathlib.Path) -> st
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER")
+    parser.add_argument("numbers", nargs="*", type=numbers, metavar="NUMBER")
+    parser.add_argument("--python", default=sys.executable, help="runs the tests (default: this one)")
     parser.add_argument("--check", action="store_true", help="look for the texts and the test files, run nothing")
     options = parser.parse_args()
-    chosen = [(n, fault) for n, fault in enumerate(FAULTS, 1) if not options.numbers or n in options.numbers]
+    asked = [n for each in options.numbers or [range(1, len(FAULTS) + 1)] for n in each]
+    chosen = [(n, fault) for n, fault in enumerate(FAULTS, 1) if n in asked]
     if options.check:
         lost = [found for _, fault in chosen if (found := misplaced(fault))]
         print("\n".join([*lost, f"{len(chosen) - len(lost)} of {len(chosen)} faults have their place"]))
@@ -107,7 +120,7 @@ def main() -> int:
         for n, fault in chosen:
             began = time.monotonic()
             lost = misplaced(fault)
-            found = f"not tested: {lost}" if lost else seed_and_test(fault, tree, kernels)
+            found = f"not tested: {lost}" if lost else seed_and_test(fault, tree, kernels, options.python)
             print(f"{n:2}  {time.monotonic() - began:4.0f} s  {fault.what}: {found}", flush=True)
             if found != "caught":
                 bad.append(n)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from edgekv.kvcache.codecs import Codec as Codec
     from edgekv.kvcache.full import FullCache as FullCache
     from edgekv.kvcache.registry import CACHES as CACHES
+    from edgekv.kvcache.registry import CacheSpec as CacheSpec
     from edgekv.kvcache.registry import register as register
-    from edgekv.kvcache.spec import CacheSpec as CacheSpec
     from edgekv.kvcache.windowed import SinkWindowCache as SinkWindowCache
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
@@ -41,8 +41,7 @@ _NAMES = {
     "kvcache.cache": "Geometry KVCache Layout",
     "kvcache.codecs": "Codec",
     "kvcache.full": "FullCache",
-    "kvcache.registry": "CACHES register",
-    "kvcache.spec": "CacheSpec",
+    "kvcache.registry": "CACHES CacheSpec register",
     "kvcache.windowed": "SinkWindowCache",
     "machine": "__version__",
     "models": "register_family",

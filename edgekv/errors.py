@@ -35,7 +35,7 @@ class TokenizerError(EdgeKVError):
 
 
 class CacheError(EdgeKVError):
-    """A KV scheme is unknown, its knobs are wrong, or an operation is impossible for it."""
+    """A KV scheme is unknown, its options are wrong, or an operation is impossible for it."""
 
 
 class ContextError(EdgeKVError):

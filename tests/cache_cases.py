@@ -19,7 +19,7 @@ BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 def make(kv: str, heads: Heads, capacity: int, backend: str = "numba", **geometry: object) -> KVCache:
     """An empty layer."""
     spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(*heads, capacity, **geometry), spec.knobs)
+    cache = spec.scheme(Geometry(*heads, capacity, **geometry), spec.config)
     cache.allocate(BACKENDS[backend](None), Workspace())
     return cache
 

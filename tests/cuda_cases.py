@@ -27,7 +27,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import DeviceWeights
 
 DEVICES = ["host", "gpu"]
-ON_CUDA = [name for name, scheme in SCHEMES.items() if runs(CacheSpec(scheme, scheme.Knobs()))]
+ON_CUDA = [name for name, scheme in SCHEMES.items() if runs(CacheSpec(scheme, scheme.Config()))]
 
 
 @dataclasses.dataclass

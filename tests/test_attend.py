@@ -66,10 +66,10 @@ def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
     def make(p: Problem) -> tuple[Codec, Codec]:
         spec = CacheSpec.parse(text)
         geometry = Geometry(n_heads=p.g * p.r, n_kv_heads=p.g, head_dim=p.d, capacity=p.length)
-        cache = spec.scheme(geometry, spec.knobs)
+        cache = spec.scheme(geometry, spec.config)
         if isinstance(cache, SinkWindowCache):
             room = p.length + cache.sizes.sink + cache.sizes.residual_length
-            cache = spec.scheme(dataclasses.replace(geometry, capacity=room), spec.knobs)
+            cache = spec.scheme(dataclasses.replace(geometry, capacity=room), spec.config)
         return cache.key_codec, cache.value_codec
 
     return make

@@ -28,10 +28,10 @@ def chosen(shape: ModelConfig, budget: int, noise: HeadNoise | None = None) -> C
     """What a budget takes for CTX tokens, where heads lose what ``noise`` says."""
 
     def fit(spec: CacheSpec) -> CacheSpec:
-        if noise is None or not getattr(spec.knobs, "wants_fit", False):
+        if noise is None or not getattr(spec.config, "wants_fit", False):
             return spec
         windows = [shape.layer_windows[i] for i in shape.attending]
-        return dataclasses.replace(spec, knobs=spec.knobs.with_bits(noise, windows, shape.head_dim))
+        return dataclasses.replace(spec, config=spec.config.with_bits(noise, windows, shape.head_dim))
 
     return resolve(None, shape, CTX, budget, 0, list, fit)[0]
 

@@ -18,7 +18,7 @@ from edgekv.files import Memo
 from edgekv.kernels.interface import GAUSS_STEP
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import LEFT, HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
-from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
+from edgekv.kvcache.planes import KEY_SCALES, PlanesConfig
 
 KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
 PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30
@@ -101,8 +101,8 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
     exact = attention(q[:, -1:], k, v)
     digits = "".join(map(str, head_noise(q, k, v, None).spread.ravel()))
     errors = []
-    for knobs in ("k_bits=1", f"k_bits=1,k_spread={digits}", f"k_bits=4,k_spread={digits}"):
-        cache = make(f"planes:{knobs},v_bits=4", heads, n)
+    for options in ("k_bits=1", f"k_bits=1,k_spread={digits}", f"k_bits=4,k_spread={digits}"):
+        cache = make(f"planes:{options},v_bits=4", heads, n)
         cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
         errors.append(relative(cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]), exact))
     print(errors)
@@ -146,8 +146,8 @@ def test_equal_means_are_one_of_keys_and_values() -> None:
         (2, 1.5, 64, ("22", "21")),
         (2, 2, 128, ("11", "33")),
     ):
-        knobs = PlanesKnobs(k_bits=k_bits, v_bits=v_bits, by_need=True).with_bits(noise, [None], head_dim)
-        assert (knobs.k_heads, knobs.v_heads) == found
+        config = PlanesConfig(k_bits=k_bits, v_bits=v_bits, by_need=True).with_bits(noise, [None], head_dim)
+        assert (config.k_heads, config.v_heads) == found
 
 
 def test_sliding_layers_share_a_mean_of_their_own() -> None:
@@ -171,13 +171,13 @@ def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
 def test_every_layer_has_its_own_digits() -> None:
     keys, values = np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]])
     noise = HeadNoise(keys, values, np.arange(32).reshape(2, 2, 8) % 9)
-    knobs = PlanesKnobs(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None], 64)
-    assert (knobs.k_heads, knobs.v_heads) == ("3111", "1112")
-    assert knobs.k_spread == "01234567801234567801234567801234"
+    config = PlanesConfig(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None], 64)
+    assert (config.k_heads, config.v_heads) == ("3111", "1112")
+    assert config.k_spread == "01234567801234567801234567801234"
     spec = CacheSpec.parse(
-        f"planes:k_bits=1.5,v_bits=1.25,k_heads={knobs.k_heads},v_heads={knobs.v_heads},k_spread={knobs.k_spread}"
+        f"planes:k_bits=1.5,v_bits=1.25,k_heads={config.k_heads},v_heads={config.v_heads},k_spread={config.k_spread}"
     )
-    assert spec.knobs == knobs
+    assert spec.config == config
     assert spec.short == "planes:k_bits=1.5,v_bits=1.25"
     layers = [make(str(spec), (4, 2, 64), 300, layer=i, n_layers=2) for i in range(2)]
     assert [layer.key_codec.bits.tolist() for layer in layers] == [[3, 1], [1, 1]]
@@ -186,7 +186,7 @@ def test_every_layer_has_its_own_digits() -> None:
     np.testing.assert_allclose(layers[1].key_codec.spread[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
     assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2; keys of 4 stretched" in layers[0].notes()[0]
     even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
-    assert PlanesKnobs(k_bits=1.5).with_bits(even, [None, None], 64).k_spread == ""
+    assert PlanesConfig(k_bits=1.5).with_bits(even, [None, None], 64).k_spread == ""
     with raises(CacheError, field="kv"):
         make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
 
@@ -224,10 +224,10 @@ def text(session: Session, prompt: object, n: int = 12) -> list[int]:
 
 
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:
-    config, knobs = loaded.config, loaded.plan.kv.knobs
-    n = config.n_layers * config.n_kv_heads
-    assert sum(map(int, knobs.k_heads + knobs.v_heads)) == 2 * 1.5 * n
-    for digits in (knobs.k_heads, knobs.v_heads):
+    config = loaded.plan.kv.config
+    n = loaded.config.n_layers * loaded.config.n_kv_heads
+    assert sum(map(int, config.k_heads + config.v_heads)) == 2 * 1.5 * n
+    for digits in (config.k_heads, config.v_heads):
         assert len(digits) == n
         assert len(set(digits)) > 1
     assert loaded.plan.kv.short == KV
@@ -237,7 +237,7 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
     with loaded.fork() as session:
         text(session, PROMPT)
         assert any("bits by need" in note for note in session.report().notes)
-        assert f"k_heads={knobs.k_heads}" in session.report().settings["kv"]
+        assert f"k_heads={config.k_heads}" in session.report().settings["kv"]
         session.save(tmp_path / "session")
         straight = text(session, [], 20)
     with Session.restore(tmp_path / "session", loaded, kv=KV) as restored:
@@ -282,7 +282,7 @@ def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypa
     keys[-1, -1] = 1
     Memo(file, FORMAT).write(content | {"keys": keys.tolist()})
     with loaded.fork(kv="planes:k_bits=1.125,v_bits=1") as session:
-        assert session.plan.kv.knobs.k_heads[-1] == "3"
+        assert session.plan.kv.config.k_heads[-1] == "3"
 
 
 def test_a_model_without_a_tokenizer_says_so(
@@ -293,7 +293,7 @@ def test_a_model_without_a_tokenizer_says_so(
         (tmp_path / name).symlink_to(loaded.model.path / name)
     with Session.load(tmp_path, kv=KV, ctx=300) as session:
         assert session.tokenizer is None
-        assert session.plan.kv.knobs.k_heads == ""
+        assert session.plan.kv.config.k_heads == ""
         assert session.plan.cache_bytes == sum(cache.nbytes for cache in session.caches)
         text(session, [1, 2, 3], 2)
         assert any("by their order" in note for note in session.report().notes)

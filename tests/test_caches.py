@@ -149,7 +149,7 @@ def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     n_heads, n_kv_heads, head_dim = 1, 1, 8
     layer = Geometry(n_heads, n_kv_heads, head_dim, 1_000_000, layer=2, n_layers=4)
     spec = CacheSpec.parse(name)
-    cache = spec.scheme(layer, spec.knobs)
+    cache = spec.scheme(layer, spec.config)
     cache.allocate(numba_kernels(None), Workspace())
     rng = np.random.default_rng(0)
     chunk = rng.standard_normal((1, 50_000, head_dim)).astype(np.float32)

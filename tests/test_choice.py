@@ -7,7 +7,7 @@ from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import LEAST_SAVING, MOST_LOSS, choose, published_results, resolve
-from edgekv.kvcache.spec import PRESETS
+from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 
@@ -83,7 +83,7 @@ def test_lists() -> None:
     assert [spec.scheme.name for spec in CacheSpec.parse_list("all")] == [*SCHEMES]
 
 
-def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
+def test_an_option_of_another_scheme_says_whose_it_is() -> None:
     with raises(CacheError, field="kv", match="by_need applies to: planes, onebit"):
         CacheSpec.parse("dense:by_need=true")
 
@@ -95,7 +95,7 @@ def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
         ("loki1:b=64", "sign_keys:sketch_bits=64"),
         ("minicache4", "int4"),
         ("onebit:v=3,lam=1.0,window=64", "onebit:v_bits=3,key_scale=1.0,residual_length=64"),
-        ("onebit:p=0,window=16", "onebit:residual_length=16"),
+        ("onebit:p=0,planes=6,threshold=0.0,window=16", "onebit:residual_length=16"),
         ("h1b:b=128", "h1b:sketch_bits=128"),
         ("kivi2:window=0", "kivi2:residual_length=0"),
         ("kvcomp:window=0", "kvcomp:residual_length=0"),

@@ -120,7 +120,7 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
 
 
 def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from edgekv.kvcache.spec import PRESETS
+    from edgekv.kvcache.registry import PRESETS
 
     main(["schemes"])
     listed = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     assert dense[3] == "1.0x"
     main(["caches", "--json"])
     facts = json.loads(capsys.readouterr().out)
-    assert {"name", "paper", "knobs", "tradeoff", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
+    assert {"name", "paper", "options", "tradeoff", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
         facts[0]
     )
 

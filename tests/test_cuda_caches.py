@@ -36,7 +36,7 @@ VARIANTS = [
 
 def make(text: str, shape: str, kernels: Any, workspace: Workspace) -> KVCache:
     spec = CacheSpec.parse(text)
-    cache = spec.scheme(Geometry(*SHAPES[shape], CAPACITY, layer=2, n_layers=4), spec.knobs)
+    cache = spec.scheme(Geometry(*SHAPES[shape], CAPACITY, layer=2, n_layers=4), spec.config)
     cache.allocate(kernels, workspace)
     return cache
 

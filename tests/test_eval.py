@@ -404,7 +404,7 @@ def test_a_copied_cache_is_what_filling_it_gives(
         states.append([cache.state() for cache in SchemeTimer(decoder, CacheSpec.parse(name), 300, 8).caches])
     for copied, filled in zip(*states, strict=True):
         assert copied.counters == filled.counters
-        assert str(copied.fitted) == str(filled.fitted)
+        assert str(copied.extra) == str(filled.extra)
         for array, expected in copied.arrays.items():
             np.testing.assert_array_equal(expected, filled.arrays[array])
 

@@ -73,7 +73,7 @@ def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) 
     assert [*schemes()][-1] == "bf16"
     assert main(["caches", "--json"]) == 0
     facts = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["bf16"]
-    assert facts["knobs"] == {"rounding": "nearest"}
+    assert facts["options"] == {"rounding": "nearest"}
     assert facts["bytes_per_token_per_kv_head"] == 4 * 128
     with raises(CacheError, field="kv"):
         CacheSpec.parse("bf16:rounding=up")
@@ -83,7 +83,7 @@ def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("rounding", "error"), [("nearest", 2**-8), ("down", 2**-7)])
 def test_it_rounds_as_it_says(rounding: str, error: float) -> None:
     spec = CacheSpec.parse(f"bf16:rounding={rounding}")
-    cache = spec.scheme(Geometry(2, 2, 16, 100), spec.knobs)
+    cache = spec.scheme(Geometry(2, 2, 16, 100), spec.config)
     cache.allocate(numpy_kernels(None), Workspace())
     x = np.random.default_rng(0).standard_normal((2, 100, 16)).astype(np.float32)
     cache.append_prompt(x, -x)
@@ -158,7 +158,7 @@ BROKEN = {
     "leaves": ("raise SystemExit(3)", "SystemExit: 3"),
     "lines": ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two"),
     "no scheme": ("class BFloat16: pass", "is no KV scheme"),
-    "bad knobs": ("from edgekv_bf16 import *\nBFloat16.Knobs.__init__ = None", "TypeError"),
+    "bad options": ("from edgekv_bf16 import *\nBFloat16.Config.__init__ = None", "TypeError"),
     "a name of ours": ("from edgekv_bf16 import *\nBFloat16.name = 'dense'", "the name 'dense' is taken"),
     "no layout": ("from edgekv_bf16 import *\nBFloat16.layout = lambda self: 1 / 0", "ZeroDivisionError"),
 }

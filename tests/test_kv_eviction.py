@@ -244,7 +244,7 @@ def test_a_budget_is_tokens_or_a_fraction() -> None:
 def test_an_eighth_of_the_tokens_is_an_eighth_of_denses_bytes() -> None:
     """The H1B-KV tables' SparseLLM, at head_dim 128."""
     spec = CacheSpec.parse("h2o:budget=0.125")
-    bytes_ = spec.scheme(Geometry(32, 32, 128, 8192), spec.knobs).planned_bytes()
+    bytes_ = spec.scheme(Geometry(32, 32, 128, 8192), spec.config).planned_bytes()
     assert bytes_ / (8192 * 32 * 512) == pytest.approx(1 / 8, rel=0.02)
 
 
@@ -363,8 +363,8 @@ def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
         ("h2o:budget=nan", "budget=nan"),
         ("snapkv:interval=0", "interval=0"),
         ("snapkv:kernel=4", "kernel=4': accepted: an odd number"),
-        ("streaming:budget=4", "budget=4' is 4 of 400 tokens, all taken by sink=4: raise the budget"),
-        ("snapkv:budget=0.1", "budget=0.1' is 40 of 400 tokens: accepted: at least observe [+] interval = 96"),
+        ("streaming:budget=4", "budget=4.0': accepted: more than sink=4"),
+        ("snapkv:budget=0.1", "budget=0.1': accepted: observe [+] interval = 96"),
     ],
 )
 def test_impossible_settings_are_refused(kv: str, message: str) -> None:

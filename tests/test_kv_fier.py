@@ -111,7 +111,7 @@ def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
         np.testing.assert_array_equal(whole.arrays[name], pieces.arrays[name])
 
 
-@pytest.mark.parametrize("knobs", ["k=0", "group=16", "group=48", "levels=range", "skip=-1"])
-def test_knobs_out_of_range(knobs: str) -> None:
-    with pytest.raises(CacheError, match=f"fier:{knobs}': accepted"):
-        CacheSpec.parse(f"fier:{knobs}")
+@pytest.mark.parametrize("options", ["k=0", "group=16", "group=48", "levels=range", "skip=-1"])
+def test_options_out_of_range(options: str) -> None:
+    with pytest.raises(CacheError, match=f"fier:{options}': accepted"):
+        CacheSpec.parse(f"fier:{options}")

@@ -47,10 +47,10 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
     q, k, v = normal(shape, n, n)
     tau = np.linspace(0.03, 0.3, shape[0], dtype=np.float32)
     cache = make(kv, shape, n)
-    cache.adapt({"tau": tau}, "a test")
+    cache.load_adapter({"tau": tau}, "a test")
     cache.append_prompt(k[:, :-9], v[:, :-9])
     got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])
-    values = v.astype(np.float16).astype(float) if cache.knobs.f16_values else four_bits(v)
+    values = v.astype(np.float16).astype(float) if cache.config.f16_values else four_bits(v)
     expected = binary_attention(q[:, -9:], k, values, cache.sketch.projection, tau.astype(float))
     np.testing.assert_allclose(got, expected, atol=1e-4)  # weights of 4-bit values in 16 bits: 6.9e-5 measured
 
@@ -66,7 +66,7 @@ def test_a_learned_projection_and_centre_are_used(backend: str) -> None:
         "centre": rng.standard_normal((2, 64)).astype(np.float32) + 2,
     }
     cache = make("h1b", shape, n, backend)
-    cache.adapt({"tau": np.full((), 0.1, np.float32), **learned}, "a test")
+    cache.load_adapter({"tau": np.full((), 0.1, np.float32), **learned}, "a test")
     cache.append_prompt(k[:, :130], v[:, :130])
     for t in range(130, n):
         got = cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
@@ -160,14 +160,14 @@ def test_notes_say_whose_tau_it_is() -> None:
         (np.linspace(0.1, 0.4, 4, dtype=np.float32), "tau 0.1 to 0.4 in layer 0 (adapter x)"),
     ):
         cache = make("sign_keys", (4, 2, 64), 50)
-        cache.adapt({"tau": tau}, "adapter x")
+        cache.load_adapter({"tau": tau}, "adapter x")
         assert cache.notes() == [f"sign_keys: {text}, b = 256"]
         assert not cache.exact_prefill
 
 
 def test_a_given_tau_comes_before_an_adapters() -> None:
     cache = make("h1b:tau=0.125", (4, 2, 64), 50)
-    cache.adapt({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
+    cache.load_adapter({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
     assert (cache.tau == 0.125).all()
     assert cache.notes() == ["h1b: tau 0.125 (set by tau=), b = 256"]
 
@@ -175,12 +175,14 @@ def test_a_given_tau_comes_before_an_adapters() -> None:
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
     with pytest.raises(CacheError, match=r"^kv='dense' takes no adapter x: nothing in it is trained"):
-        make("dense", (4, 2, 64), 50).adapt(tau, "adapter x")
+        make("dense", (4, 2, 64), 50).load_adapter(tau, "adapter x")
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
         with pytest.raises(CacheError, match=r"^adapter x: kv='h1b' takes tau and nothing else"):
-            make("h1b", (4, 2, 64), 50).adapt(parameters, "adapter x")
+            make("h1b", (4, 2, 64), 50).load_adapter(parameters, "adapter x")
     with pytest.raises(CacheError, match=r"^adapter x: projection has shape \(128, 64\) in a layer"):
-        make("h1b", (4, 2, 64), 50).adapt({**tau, "projection": np.ones((128, 64), np.float32)}, "adapter x")
+        make("h1b", (4, 2, 64), 50).load_adapter(
+            {**tau, "projection": np.ones((128, 64), np.float32)}, "adapter x"
+        )
 
 
 def test_only_four_bit_values_need_an_even_head_size() -> None:

@@ -86,11 +86,11 @@ def test_sliding_window_crosses_packed_groups() -> None:
 def test_bytes_are_the_formula(kv: str, token: float) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 4096
     cache = make(kv, (8, n_kv_heads, head_dim), capacity)
-    exact = cache.knobs.residual_length + cache.knobs.group
-    packed = capacity - cache.knobs.residual_length
+    exact = cache.config.residual_length + cache.config.group
+    packed = capacity - cache.config.residual_length
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (packed * token + exact * 4 * head_dim)
     cache.append_prompt(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
-    assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.residual_length * 4 * head_dim)
+    assert cache.bytes_read() == n_kv_heads * (packed * token + cache.config.residual_length * 4 * head_dim)
 
 
 def test_more_bits_and_smaller_value_groups_are_closer() -> None:
@@ -113,7 +113,7 @@ def test_more_bits_and_smaller_value_groups_are_closer() -> None:
         ("kivi2", 10, "head_dim 10 must be a multiple of 4"),
     ],
 )
-def test_knobs_are_checked(kv: str, head_dim: int, message: str) -> None:
+def test_options_are_checked(kv: str, head_dim: int, message: str) -> None:
     with pytest.raises(CacheError, match=message) as error:
         make(kv, (2, 2, head_dim), 300)
     assert "\n" not in str(error.value)

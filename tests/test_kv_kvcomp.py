@@ -227,7 +227,7 @@ def test_notes_name_the_bits() -> None:
     assert "bits per key element" in note
 
 
-@pytest.mark.parametrize("knob", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "residual_length=-1"])
-def test_bad_knobs(knob: str) -> None:
-    with pytest.raises(CacheError, match=f"kvcomp:{knob.split('=')[0]}=.*accepted"):
-        CacheSpec.parse(f"kvcomp:{knob}")
+@pytest.mark.parametrize("option", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "residual_length=-1"])
+def test_bad_options(option: str) -> None:
+    with pytest.raises(CacheError, match=f"kvcomp:{option.split('=')[0]}=.*accepted"):
+        CacheSpec.parse(f"kvcomp:{option}")

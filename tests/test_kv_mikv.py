@@ -238,4 +238,4 @@ def test_impossible_settings_are_refused(kv: str, message: str) -> None:
 def test_a_head_dim_that_does_not_fill_bytes_is_refused() -> None:
     spec = CacheSpec.parse("mikv:bits=2")
     with pytest.raises(CacheError, match="packs 4 elements to a byte: head_dim 18 must be a multiple"):
-        spec.scheme(Geometry(2, 2, 18, 100), spec.knobs)
+        spec.scheme(Geometry(2, 2, 18, 100), spec.config)

@@ -85,7 +85,7 @@ def test_first_layers_are_dense() -> None:
     assert "index.bounds" in make("quest:k=64,skip=0", layer=0).layout()
 
 
-@pytest.mark.parametrize("knobs", ["k=0", "k=40", "page=12", "skip=-1"])
-def test_knobs_out_of_range(knobs: str) -> None:
-    with pytest.raises(CacheError, match=f"quest:{knobs}': accepted"):
-        CacheSpec.parse(f"quest:{knobs}")
+@pytest.mark.parametrize("options", ["k=0", "k=40", "page=12", "skip=-1"])
+def test_options_out_of_range(options: str) -> None:
+    with pytest.raises(CacheError, match=f"quest:{options}': accepted"):
+        CacheSpec.parse(f"quest:{options}")

@@ -31,5 +31,5 @@ def test_a_reset_cache_equals_a_fresh_one(name: str, n_prompt: int) -> None:
     np.testing.assert_array_equal(said(used, n_prompt, seed=1), expected)
     before, after = fresh.state(), used.state()
     assert after.counters == before.counters
-    assert after.fitted == before.fitted
+    assert after.extra == before.extra
     assert used.notes() == fresh.notes()

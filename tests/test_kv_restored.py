@@ -61,7 +61,7 @@ class Guarded:
 def opened(name: str, memory: Guarded, window: int | None = None) -> KVCache:
     """A layer for TOKENS."""
     spec = CacheSpec.parse(SMALL.get(name, name))
-    cache = spec.scheme(Geometry(*HEADS, TOKENS, 2, 4, sliding_window=window), spec.knobs)
+    cache = spec.scheme(Geometry(*HEADS, TOKENS, 2, 4, sliding_window=window), spec.config)
     cache.allocate(numba_kernels(1), Workspace(memory))
     return cache
 
@@ -96,10 +96,10 @@ def test_arrays_of_any_numbers_are_refused_or_harmless(name: str, window: int | 
         for changed in (None, *state.arrays):
             memory = Guarded()
             cache = opened(name, memory, window)
-            for key, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+            for key, array in cache.restore(state.counters, copy.deepcopy(state.extra)).items():
                 with np.errstate(all="ignore"):
                     array[...] = FILLS[fill](array) if changed in (None, key) else state.arrays[key]
-            if cache.readable():
+            if cache.arrays_valid():
                 goes_on(cache)
                 memory.check()
             else:
@@ -109,7 +109,7 @@ def test_arrays_of_any_numbers_are_refused_or_harmless(name: str, window: int | 
 
 
 def changed(state: CacheState, counters: dict[str, int], **fitted: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    return state.counters | counters, copy.deepcopy(state.fitted) | fitted
+    return state.counters | counters, copy.deepcopy(state.extra) | fitted
 
 
 SPAN = (10, 150, 128, 0)
@@ -135,6 +135,6 @@ LIES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "counters", "fitted"), LIES, ids=str)
 def test_what_no_conversation_has_is_refused(name: str, counters: dict[str, int], fitted: dict[str, Any]) -> None:
     state = filled(name).state()
-    opened(name, Guarded()).prepare(state.counters, copy.deepcopy(state.fitted))
+    opened(name, Guarded()).restore(state.counters, copy.deepcopy(state.extra))
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        opened(name, Guarded()).prepare(*changed(state, counters, **fitted))
+        opened(name, Guarded()).restore(*changed(state, counters, **fitted))

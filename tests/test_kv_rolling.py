@@ -52,14 +52,14 @@ def test_equals_attention_over_the_window(window: int, backend: object) -> None:
     cache.prefill(Q[:, :700], K[:, :700], V[:, :700])
     for first, stop in ((700, 701), (701, 1000), (1000, 1001), (1001, 1002), (1002, CAPACITY)):
         np.testing.assert_allclose(read(cache, first, stop), expected(first, stop, window), atol=2e-5)
-        assert cache.consistent()
+        assert cache.counters_valid()
 
 
 def test_bytes_are_those_of_the_window() -> None:
     for kv in ("dense", "kivi2", "onebit"):
         spec, cache = CacheSpec.parse(kv), layer(kv, 100, numpy_kernels())
         assert cache.nbytes == cache.planned_bytes() == ring_tokens(100) * G * D * 4
-        assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.knobs).planned_bytes()
+        assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.config).planned_bytes()
     assert not isinstance(layer("dense", 1200, numpy_kernels()), SlidingCache)  # the ring would be the larger
     assert not isinstance(layer("kivi2", 700, numpy_kernels()), SlidingCache)
     assert not isinstance(layer("h2o", 100, numpy_kernels()), SlidingCache)
@@ -81,7 +81,7 @@ def test_counters_of_a_file_may_lie() -> None:
     def taken(n_seen: int, n_lost: int) -> bool:
         cache = layer("dense", 100, numpy_kernels())
         cache.n_seen, cache.n_lost = n_seen, n_lost
-        return cache.consistent()
+        return cache.counters_valid()
 
     lost = 1000 - ring_tokens(100)
     assert taken(1000, lost)
@@ -113,7 +113,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
     results, sizes = [], []
     for rolls in (True, False):
         if not rolls:
-            monkeypatch.setattr("edgekv.kvcache.full.Dense.window_codecs", classmethod(lambda cls, knobs: None))
+            monkeypatch.setattr("edgekv.kvcache.full.Dense.window_codecs", classmethod(lambda cls, options: None))
         session = Session.load(gemma, kv="dense:dtype=f32", weights="f32", ctx=512)
         parts = [session.logits(tokens[:300]), session.logits(tokens[300:350])]
         session.rewind(340)

@@ -78,13 +78,13 @@ def quantised(
 
 
 def attention(
-    q: F32, k: F32, v: F32, spans: Sequence[tuple[int, int]], window: int | None = None, **knobs: object
+    q: F32, k: F32, v: F32, spans: Sequence[tuple[int, int]], window: int | None = None, **options: object
 ) -> F64:
     """Attention of the last tokens q over all of k, v, whose spans are quantised, in float64."""
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
     for span in spans:
         part = slice(*span)
-        k[:, part], v[:, part] = quantised(k[:, part], v[:, part], **knobs)
+        k[:, part], v[:, part] = quantised(k[:, part], v[:, part], **options)
     return cache_cases.attention(q, k, v, window)
 
 
@@ -110,10 +110,10 @@ def test_calibrated_ranges_are_shares_of_the_way_from_the_middle(backend: str) -
     cache.mark_images(SPANS)
     cache.prefill(q[:, :300], k[:, :300], v[:, :300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    knobs = {"group": "channel", "quantile": 0.0, "bits": 1}
-    expected = attention(q[:, 300:], k, v, SPANS, **knobs, ranges=(0.5, 0.3))
+    options = {"group": "channel", "quantile": 0.0, "bits": 1}
+    expected = attention(q[:, 300:], k, v, SPANS, **options, ranges=(0.5, 0.3))
     np.testing.assert_allclose(got, expected, atol=3e-3)
-    assert np.abs(got - attention(q[:, 300:], k, v, SPANS, **knobs)).max() > 0.05
+    assert np.abs(got - attention(q[:, 300:], k, v, SPANS, **options)).max() > 0.05
 
 
 @pytest.mark.parametrize("window", [60, 160])
@@ -262,7 +262,7 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "knob",
+    "option",
     [
         *("bits=0", "bits=9", "group=row", "quantile=0.5", "quantile=-0.1", "text=q8"),
         *(
@@ -271,9 +271,9 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
         ),
     ],
 )
-def test_bad_knobs(knob: str) -> None:
-    with pytest.raises(CacheError, match=f"visual1:{knob}': accepted"):
-        CacheSpec.parse(f"visual1:{knob}")
+def test_bad_options(option: str) -> None:
+    with pytest.raises(CacheError, match=f"visual1:{option}': accepted"):
+        CacheSpec.parse(f"visual1:{option}")
 
 
 @pytest.mark.parametrize("name", ["dense", "h1b"])

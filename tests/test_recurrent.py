@@ -102,12 +102,12 @@ def test_a_delta_rule_by_hand() -> None:
 def test_a_rewind_goes_to_the_latest_snapshot(recurrence: Recurrence) -> None:
     x = tokens_of(recurrence, 700)
     state = state_of(recurrence, kernels=numba_kernels(1))
-    state.mark(600)
+    state.checkpoint_at(600)
     whole = run(state, x, [300, 400])
     assert sorted(state.snapshots) == [0, EVERY, 2 * EVERY, 600]
     for target, at in ((650, 600), (600, 600), (599, 2 * EVERY), (300, EVERY), (255, 0)):
         again = state_of(recurrence, kernels=numba_kernels(1))
-        again.mark(600)
+        again.checkpoint_at(600)
         run(again, x, [300, 400])
         assert rewind([again], target) == again.n_seen == at
         assert max(again.snapshots) <= at
@@ -224,7 +224,7 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
     i = next(i for i, layer in enumerate(session.caches) if isinstance(layer, RecurrentState))
     state = session.caches[i].state()
     arrays = {f"{k}/{name}": a for k, c in enumerate(session.caches) for name, a in c.state().arrays.items()}
-    slots = len(state.fitted["snapshots"])
+    slots = len(state.extra["snapshots"])
 
     def refused(change: dict[str, Any], arrays: dict[str, np.ndarray] = arrays) -> None:
         content = json.loads(json.dumps(file.content))

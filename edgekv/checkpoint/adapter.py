@@ -119,9 +119,9 @@ class Adapter:
                 "original checkpoint, or a store made from it with `edgekv quantize --adapter`"
             )
 
-    def require_scheme(self, scheme: str, *aliases: str) -> None:
-        """Raises ConfigError when the adapter was trained for another scheme; aliases: its other names."""
-        if self.scheme not in (scheme, *aliases):
+    def require_scheme(self, scheme: str) -> None:
+        """Raises ConfigError when the adapter was trained for another scheme."""
+        if self.scheme != scheme:
             raise ConfigError(
                 f"{self.path}: was trained for kv={self.scheme!r}, not {scheme}; use that, or leave `adapter` out",
                 field="kv",
@@ -143,10 +143,10 @@ class Adapter:
                 raise self._error(f"{name} is of {len(array)} layers; accepted: {n_layers}")
 
     def adapt(self, caches: Sequence[Any]) -> None:
-        """Calls `adapt` of each layer's cache with its own parameters: settings () or (1,) or (heads,), arrays."""
+        """Gives each layer's cache its own parameters: settings () or (1,) or (heads,), arrays."""
         for layer, cache in enumerate(caches):
             own = {name: np.atleast_1d(a[layer]) if a.ndim else a for name, a in self.parameters.items()}
-            cache.adapt(own, f"adapter {self.path.name}")
+            cache.load_adapter(own, f"adapter {self.path.name}")
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:

@@ -13,7 +13,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.eval.bench import Timing, bench, bench_prefill, shape_model
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.spec import suited
+from edgekv.kvcache.registry import suited
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
 DEFAULT_SCHEMES = "dense,onebit,planes"

@@ -39,9 +39,8 @@ from edgekv.eval.gate import (
 )
 from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
-from edgekv.kvcache.choice import EXACT, bytes_per_token, published_results
-from edgekv.kvcache.registry import broken_schemes
-from edgekv.kvcache.spec import PRESETS
+from edgekv.kvcache.choice import EXACT, published_results
+from edgekv.kvcache.registry import PRESETS, broken_schemes
 from edgekv.machine import format_bytes
 
 LEAST_KL = 1e-7  # what is less, or nothing, is drawn there: the axis is logarithmic
@@ -50,7 +49,7 @@ LEAST_KL = 1e-7  # what is less, or nothing, is drawn there: the axis is logarit
 
 
 def schemes_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", **yes("print as JSON, with knobs"))
+    parser.add_argument("--json", **yes("print as JSON, with options"))
 
 
 def schemes_command(arguments: argparse.Namespace) -> int:
@@ -93,9 +92,14 @@ def schemes_text() -> str:
     rows = [["kv", "bytes", "KL", "speed", "what is kept"]]
     for name in (*PRESETS, *schemes()):
         spec = CacheSpec.parse(name)
-        scheme, size, found = spec.scheme, bytes_per_token(spec), _published(name)
-        row = [name, shown(size, ".1f"), shown(found["kl"], ".2g"), shown(found["attention"], ".1f", "x")]
-        rows.append([*row, scheme.summary])
+        found = _published(name)
+        row = [
+            name,
+            f"{spec.bytes_per_token():.1f}",
+            shown(found["kl"], ".2g"),
+            shown(found["attention"], ".1f", "x"),
+        ]
+        rows.append([*row, spec.scheme.summary])
     known = published_results()
     notes = [
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",

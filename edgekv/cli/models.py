@@ -31,7 +31,7 @@ from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
-from edgekv.kvcache.spec import PRESETS, suited
+from edgekv.kvcache.registry import PRESETS, suited
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS

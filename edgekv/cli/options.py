@@ -116,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         default="auto",
     ),
     "kv": option(
-        "NAME[:knob=value,...]",
+        "NAME[:option=value,...]",
         "bits of the KV cache: f16, q8, q4, q3, q2, q1.5, a scheme (`--kv list`), or auto (default): the smallest "
         "that passed the gate on this model, else q4; f16 where that saves little",
     ),

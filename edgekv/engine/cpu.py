@@ -147,7 +147,7 @@ TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 @contextlib.contextmanager
 def precompiling(spec: CacheSpec) -> Iterator[None]:
     """Runs the process within the block, unless it has run before, or could not help."""
-    kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.knobs) or ()}
+    kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
     what = f"ahead {sorted(kinds or ())}"
     if not (kinds and kernel_cache.folder(__file__) and all_cores() > 1) or kernel_cache.is_warm(what):
         yield
@@ -173,10 +173,12 @@ def main(kv: str) -> None:
     from edgekv.kernels.cpu.loops import loops_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
-    cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.knobs)
+    cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.config)
     cache.allocate(numba_kernels(1), Workspace())
     q, k, v = (rng.standard_normal((n, TOKENS - 1, 64), np.float32) for n in (2, 1, 1))
     cache.prefill(q, k, v)
-    codecs = sorted(spec.scheme.codecs_used(spec.knobs) or (), key=lambda codec: (codec.kind == "f16", codec.kind))
+    codecs = sorted(
+        spec.scheme.codecs_used(spec.config) or (), key=lambda codec: (codec.kind == "f16", codec.kind)
+    )
     for loop in [loop for codec in codecs for loop in reversed(loops_of(codec).all())]:
         assert loop.address

@@ -52,7 +52,7 @@ def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
 
 def runs(spec: CacheSpec) -> bool:
     """Whether the GPU reads all kinds of codecs that the scheme has."""
-    codecs = spec.scheme.codecs_used(spec.knobs)
+    codecs = spec.scheme.codecs_used(spec.config)
     return codecs is not None and all("cuda" in codec.backends for codec in codecs)
 
 
@@ -96,7 +96,7 @@ class CudaBackend(Backend):
         if loras:
             raise ConfigError(NO_CHANGES, field="loras")
         if not runs(spec):
-            able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Knobs()))]
+            able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(
                 f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(able)}; or use "
                 "device='cpu'",
@@ -207,7 +207,7 @@ class Recording(NamedTuple):
 
 
 class CacheGroup:
-    """Caches that have the same counters at every step: those of one scheme with the same knobs and sizes."""
+    """Caches that have the same counters at every step: those of one scheme with the same options and sizes."""
 
     def __init__(self, caches: list[KVCache]) -> None:
         self.caches, self.first = caches, caches[0]
@@ -218,7 +218,7 @@ class CacheGroup:
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
             size = cache.geometry.capacity, cache.geometry.sliding_window
-            key = type(cache), repr(cache.knobs), size, tuple(cache.state().counters.items())
+            key = type(cache), repr(cache.config), size, tuple(cache.state().counters.items())
             groups.setdefault(key, []).append(cache)
         return [CacheGroup(members) for members in groups.values()]
 

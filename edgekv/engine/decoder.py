@@ -437,7 +437,7 @@ class Decoder:
         """
         cache, c, backend = caches[-1], self.config, self.backend
         linear = f"{type(self.ops).__name__} {getattr(self.weights, 'form', '')}"
-        what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {linear}"
+        what = f"{type(cache).__name__} {cache.config} {cache.geometry} {c.model_type} {self.threads} {linear}"
         if backend.keeps_kernels and kernel_cache.is_warm(what):
             return []
         n, last, rng = cache.geometry.capacity, c.attending[-1], np.random.default_rng(0)

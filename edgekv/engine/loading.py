@@ -28,7 +28,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import resolve
-from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
 from edgekv.machine import blas_threads, format_bytes, memory_errors, require_memory
 from edgekv.models.config import ModelConfig
@@ -44,9 +44,9 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 class LoadOptions(TypedDict, total=False):
     """The keyword options of `Session.load` and `Session.restore`, for type checkers; `Options` checks them.
 
-    kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its knobs, ``name:knob=value,...``, or
-        a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model, else
-        q4; f16 where that saves little. With a ``kv_budget`` the most bits that hold it.
+    kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its options, ``name:option=value,...``,
+        or a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model,
+        else q4; f16 where that saves little. With a ``kv_budget`` the most bits that hold it.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
@@ -248,7 +248,7 @@ def open_caches(
     model's shape.
     """
     caches = open_layers(spec, decoder.config, capacity)
-    if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
+    if adapter and adapter.scheme == spec.scheme.name:
         adapter.adapt(attending(caches))
     with memory_errors("taking the caches' memory", decoder.backend.free_bytes):
         for cache in caches:
@@ -268,7 +268,7 @@ def heads_bits(
     tokenizer: Tokenizer | None,
     progress: TaskProgress | None = None,
 ) -> Callable[[CacheSpec], CacheSpec]:
-    """What makes of a scheme that with the bits of every head in its knobs, where these are given out by need.
+    """What makes of a scheme that with the bits of every head in its options, where these are given out by need.
 
     Measured on the first `FIT_TOKENS` of `TEXT`, once for each model, adapter and format of ``weights``. Without
     a tokenizer, with too few positions or without the text schemes stay as they are: heads then have bits by
@@ -291,11 +291,11 @@ def heads_bits(
         return measured
 
     def fit(spec: CacheSpec) -> CacheSpec:
-        knobs = spec.knobs
-        if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit and (found := noise())):
+        given = spec.config
+        if not (isinstance(given, PlanesConfig) and given.wants_fit and (found := noise())):
             return spec
         windows = [config.layer_windows[i] for i in config.attending]
-        return dataclasses.replace(spec, knobs=knobs.with_bits(found, windows, config.head_dim))
+        return dataclasses.replace(spec, config=given.with_bits(found, windows, config.head_dim))
 
     return fit
 
@@ -400,7 +400,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     given = {name: getattr(options, name) for name in ("kv", "ctx", "weights", "kv_budget")}
     plan = SessionPlan.make(model, **given)
     if model.adapter:
-        model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
+        model.adapter.require_scheme(plan.kv.scheme.name)
     device = resolve_device(options.device, plan.kv, model.config)
     place = find_device(device)
     place.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))

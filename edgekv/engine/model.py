@@ -19,7 +19,7 @@ from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import ConfigError
 from edgekv.files import Memo, cache_root, user_path
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.spec import PRESETS
+from edgekv.kvcache.registry import PRESETS
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
@@ -261,7 +261,7 @@ VERDICT_FORMAT = 2  # of remembered verdicts
 
 def needs_gate(spec: CacheSpec) -> bool:
     """Whether the scheme loses more of a text than f16 rounds off."""
-    return not spec.scheme.is_lossless_on_text(spec.knobs)
+    return not spec.scheme.is_lossless_on_text(spec.config)
 
 
 class Verdicts:
@@ -288,7 +288,7 @@ class Verdicts:
         self._file(spec, "warned").unlink(missing_ok=True)
 
     def verdict(self, spec: CacheSpec) -> dict[str, Any] | None:
-        """Return the facts of the last verdict on this very scheme with its knobs."""
+        """Return the facts of the last verdict on this very scheme with its options."""
         facts = Memo(self._file(spec, "json"), VERDICT_FORMAT).read()
         return facts if facts and facts["scheme_version"] == spec.scheme.version else None
 

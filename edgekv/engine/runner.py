@@ -171,9 +171,9 @@ class State:
         often written otherwise when the conversation is sent again.
         """
         for cache in self.caches:
-            cache.mark(self.n_cached)
+            cache.checkpoint_at(self.n_cached)
             if n_more > ANSWER_TOKENS:
-                cache.mark(self.n_cached + n_more - ANSWER_TOKENS)
+                cache.checkpoint_at(self.n_cached + n_more - ANSWER_TOKENS)
 
     def require_keys(self, n_more: int) -> None:
         """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
@@ -215,7 +215,7 @@ class State:
         other.drop_drafts()
         for cache, source in zip(caches, other.caches, strict=True):
             state = source.state()
-            for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+            for name, array in cache.restore(state.counters, copy.deepcopy(state.extra)).items():
                 copy_used(state.arrays[name], array)
         self.caches = caches
         self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)

@@ -153,7 +153,7 @@ def save_state(
         "memo": state.memo,
         "n_dropped": state.n_dropped,
         "n_first": state.n_first,
-        "layers": [{"counters": layer.counters, "fitted": layer.fitted} for layer in layers],
+        "layers": [{"counters": layer.counters, "fitted": layer.extra} for layer in layers],
     }
     arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
     arrays |= {f"span/{i}": span.rows for i, span in enumerate(state.spans)}
@@ -237,7 +237,7 @@ class SavedState(SessionFile):
         lengths = {cache.n_seen for cache in caches}
         if len(lengths) != 1 or max(lengths) > len(self.tokens):
             raise self._foreign(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
-        unreadable = [i for i, cache in enumerate(caches) if not cache.readable()]
+        unreadable = [i for i, cache in enumerate(caches) if not cache.arrays_valid()]
         if unreadable:
             raise self._foreign(f"what layer {unreadable[0]} holds")
         state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, saved.memo, sampler
@@ -245,12 +245,12 @@ class SavedState(SessionFile):
 
     def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         try:
-            counters, empty = cache.renamed(layer["counters"]), cache.state().counters
+            counters, empty = cache.rename_counters(layer["counters"]), cache.state().counters
             if counters.keys() != empty.keys() or not all(
                 type(n) is int and 0 <= n <= cache.capacity for n in counters.values()
             ):
                 raise self._foreign(f"counters {short_repr(counters)}")
-            return cache.prepare(counters, layer["fitted"])
+            return cache.restore(counters, layer["fitted"])
         except DAMAGES as error:
             raise self._foreign(error) from error
 

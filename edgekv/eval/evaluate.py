@@ -31,7 +31,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.kvcache.spec import suited
+from edgekv.kvcache.registry import suited
 from edgekv.machine import all_cores, blas_threads, machine_info, memory_errors
 from edgekv.types import F32, F64, LayerProgress, Path, TaskProgress
 
@@ -168,7 +168,7 @@ def _log_softmax(logits: F32) -> F32:
 def copy_cache(source: LayerState, target: LayerState) -> None:
     """Make an empty cache equal to another of the same scheme and size."""
     state = source.state()
-    for name, array in target.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+    for name, array in target.restore(state.counters, copy.deepcopy(state.extra)).items():
         copy_used(state.arrays[name], array)
 
 

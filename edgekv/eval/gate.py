@@ -15,7 +15,7 @@ from edgekv.errors import ContextError
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.needles import NEEDLES, NeedleTest, Prose, Reader
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.spec import PRESETS
+from edgekv.kvcache.registry import PRESETS
 from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def kv(self) -> str:
-        """The scheme with its knobs."""
+        """The scheme with its options."""
         return self.quality.kv
 
 

@@ -73,7 +73,7 @@ class NoiseProbe(FullCache):
     needs_prompt_queries = True
     noise: LayerNoise
 
-    def codecs(self, geometry: Geometry, knobs: None) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: None) -> tuple[Codec, Codec]:
         return f16_codecs(geometry.n_kv_heads, 0, geometry.head_dim)
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:

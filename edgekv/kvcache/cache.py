@@ -77,10 +77,10 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True)
 class CacheState:
-    """All that one layer's next token depends on; ``counters`` and ``extra_state`` are ready for JSON."""
+    """All that one layer's next token depends on; ``counters`` and ``extra`` are ready for JSON."""
 
     counters: dict[str, int]
-    fitted: dict[str, Any]
+    extra: dict[str, Any]
     arrays: dict[str, Array]
 
 
@@ -160,21 +160,21 @@ class LayerState(abc.ABC):
 
     # Going back, and replaying steps: callers use `rewind` below, `advance` for drafts and recorded steps.
 
-    def restart(self, n: int) -> int:
+    def recompute_from(self, n: int) -> int:
         """Returns after how many tokens to compute again when all but the first ``n`` (< `n_seen`) are forgotten.
 
         At most n; less where the last of them are better computed once more.
         """
         return n
 
-    def mark(self, n: int) -> None:
+    def checkpoint_at(self, n: int) -> None:
         """Notes that a rewind is likely to leave the first ``n`` tokens, `n_seen` or more."""
         return
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
 
-        The session computes the rest again. The ``again`` tokens that follow will equal those that followed
+        The session computes the rest again. The ``n_same`` tokens that follow will equal those that followed
         before: what is stored of them may be used.
         """
         self.n_seen = n
@@ -202,34 +202,34 @@ class LayerState(abc.ABC):
     # Saving and restoring. The contents of a file are untrusted.
 
     def state(self) -> CacheState:
-        """Returns what a cache of the same scheme, knobs and geometry needs to go on; arrays are not copied."""
+        """Returns what a cache of the same scheme, options and geometry needs to go on; arrays are not copied."""
         counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
         return CacheState(counters, self.extra_state(), self.arrays)
 
-    def renamed(self, counters: Mapping[str, Any]) -> dict[str, Any]:
+    def rename_counters(self, counters: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a file's counters by their present names."""
         if counters.keys() == self.state().counters.keys():
             return dict(counters)
         return {self.counter_aliases.get(name, name): n for name, n in counters.items()}
 
-    def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
-        """Takes a state's counters and fitted values into the allocated cache; returns the arrays to fill.
+    def restore(self, counters: Mapping[str, int], extra: Mapping[str, Any]) -> dict[str, Array]:
+        """Takes a state's counters and extra state into the allocated cache; returns the arrays to fill.
 
         The arrays are zero where nothing is written yet. Raises ValueError for counters that contradict each
-        other and for fitted values that no conversation has.
+        other and for an extra state that no conversation has.
         Arrays are (n_kv_heads, ...) or as `layout` says.
         """
         vars(self).update(counters)
-        if not self.consistent():
+        if not self.counters_valid():
             raise ValueError(f"counters {dict(counters)}")
-        self.load_extra_state(fitted)
+        self.load_extra_state(extra)
         return self.arrays
 
-    def consistent(self) -> bool:
+    def counters_valid(self) -> bool:
         """Returns whether the counters agree with each other and with the geometry."""
         return 0 <= self.n_seen <= self.capacity
 
-    def readable(self) -> bool:
+    def arrays_valid(self) -> bool:
         """Returns whether arrays filled from a file hold nothing that leads a kernel out of bounds."""
         return True
 
@@ -237,7 +237,7 @@ class LayerState(abc.ABC):
         """Returns what the conversation decided beside counters and arrays, ready for JSON."""
         return {}
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
         """Takes what `extra_state` gave; afterwards `arrays` have the shapes that they had then."""
         return
 
@@ -250,18 +250,15 @@ class KVCache(LayerState):
 
     A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `append_prompt`,
     `append` and `segments`. `FullCache` and `SinkWindowCache` define most of this for schemes that are two codecs.
-    Knobs: a frozen dataclass with defaults, whose ``aliases`` name fields as they were called before. summary,
-    tradeoff: a phrase each for the table of schemes.
+    Config: a frozen dataclass with defaults. summary, tradeoff: a phrase each for the table of schemes.
     """
 
     name: ClassVar[str]  # as in ``--kv name``
     paper: ClassVar[str]
     summary: ClassVar[str]
     tradeoff: ClassVar[str]
-    Knobs: ClassVar[type]
+    Config: ClassVar[type]
 
-    aliases: ClassVar[tuple[str, ...]] = ()
-    """Names that it had before, still understood."""
     version: ClassVar[int] = 1
     """Of what the arrays mean: a saved cache of another one is refused."""
     is_lossless_when_short: ClassVar[bool] = False
@@ -273,16 +270,13 @@ class KVCache(LayerState):
     exact_prefill = True
     """False: a prompt attends through the cache, as the adapted model was trained to."""
 
-    def __init_subclass__(cls) -> None:
-        cls.aliases = cls.__dict__.get("aliases", ())  # those of another scheme are not inherited
-
     @classmethod
-    def is_lossless_on_text(cls, knobs: Any) -> bool:
+    def is_lossless_on_text(cls, config: Any) -> bool:
         """Returns whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
 
     @classmethod
-    def window_codecs(cls, knobs: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
+    def window_codecs(cls, config: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
         """Returns how a sliding layer may keep its window alone: (KV heads, tokens, head_dim) -> two codecs.
 
         None: it is kept as other layers are. Such a layer must lose no more than the others do, and is kept so
@@ -291,23 +285,23 @@ class KVCache(LayerState):
         return None
 
     @classmethod
-    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+    def codecs_used(cls, config: Any) -> set[type[Any]] | None:
         """Returns the classes of codecs that its segments can have: a device that reads them all can run it.
 
         None: the policy works on arrays of the host.
         """
         return None
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+    def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__()
-        self.geometry, self.knobs = geometry, knobs
+        self.geometry, self.config = geometry, config
 
     @property
     def capacity(self) -> int:
         return self.geometry.capacity
 
     def cut(self, n_tokens: int) -> KVCache:
-        return type(self)(self.geometry.cut(n_tokens), self.knobs)
+        return type(self)(self.geometry.cut(n_tokens), self.config)
 
     @abc.abstractmethod
     def append_prompt(self, keys: F32, values: F32) -> None:
@@ -342,7 +336,7 @@ class KVCache(LayerState):
         """Is called with every layer's cache after a prompt: for what is fitted over all layers."""
         return
 
-    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+    def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
         """Takes what was trained for this layer of this scheme, by name, into the empty cache.
 
         ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
@@ -390,7 +384,7 @@ def rewind(caches: Sequence[LayerState], n: int) -> int:
 
     Those from there to the n-th, if any, come again.
     """
-    start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.restart(n) for cache in caches)])
+    start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.recompute_from(n) for cache in caches)])
     while True:
         kept = min(cache.truncate(start, n - start) for cache in caches)
         if kept == start:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.spec import PRESETS, CacheSpec
+from edgekv.kvcache.registry import PRESETS, CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.models.config import ModelConfig
 
@@ -38,7 +37,7 @@ LEAST_SAVING = 0.1
 def published_results() -> dict[str, Any]:
     """Read what was measured of the KV schemes for the documents.
 
-    quality_on, speed_on: on what, in words. kl: mean KL divergence from dense by scheme with its knobs, nats.
+    quality_on, speed_on: on what, in words. kl: mean KL divergence from dense by scheme with its config, nats.
     worst_kl: of each preset, the largest on any model. attention: how many times as fast as dense's a layer's
     attention is.
     """
@@ -57,7 +56,7 @@ def resolve(
 ) -> tuple[CacheSpec, list[str]]:
     """Return the scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
 
-    kv: a spec, a preset, ``name:knob=value,...``, or "auto", which None is too: with a ``budget`` in bytes
+    kv: a spec, a preset, ``name:option=value,...``, or "auto", which None is too: with a ``budget`` in bytes
     `finest_within` it, else `choose`. fit: gives the heads of a scheme their bits, once a model is loaded. Raises
     CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that takes more than the budget.
     """
@@ -118,13 +117,6 @@ def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> 
     why = "passed its gate" if gated else f"lost at most {losses[name]:.4f} nats where it was measured"
     taken = f"{format_bytes(sizes[name])} where f16 takes {format_bytes(exact)}"
     return CacheSpec.parse(name), f"kv auto: {name}, {taken}; it {why}"
-
-
-def bytes_per_token(spec: CacheSpec, tokens: int = 8192) -> float:
-    """Return bytes per token and KV head of 128 channels."""
-    n = 4  # heads, which may have bits of their own
-    cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=tokens), spec.knobs)
-    return cache.planned_bytes() / n / tokens
 
 
 def _size(spec: CacheSpec, shape: ModelConfig, ctx: int) -> int | None:

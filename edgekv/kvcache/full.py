@@ -10,7 +10,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import Codec, Float32, Int8, WindowCodecs, f16_codecs
-from edgekv.kvcache.knobs import Knobs, one_of
+from edgekv.kvcache.config import Config, one_of
 from edgekv.types import F32
 
 
@@ -22,8 +22,8 @@ class CodecStore(KVCache):
         """Its codecs, by the names that their arrays begin with."""
 
     @classmethod
-    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
-        return {type(codec) for codec in cls(EXAMPLE, knobs).stored().values()}
+    def codecs_used(cls, config: Any) -> set[type[Any]] | None:
+        return {type(codec) for codec in cls(EXAMPLE, config).stored().values()}
 
     def layout(self) -> Layout:
         codecs = self.stored().items()
@@ -38,12 +38,12 @@ class CodecStore(KVCache):
 class FullCache(CodecStore):
     """One segment: all tokens."""
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
-        super().__init__(geometry, knobs)
-        self.key_codec, self.value_codec = self.codecs(geometry, knobs)
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
+        self.key_codec, self.value_codec = self.codecs(geometry, config)
 
     @abc.abstractmethod
-    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
         """The scheme: how keys and how values are stored."""
 
     def stored(self) -> dict[str, Codec]:
@@ -83,7 +83,7 @@ DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseKnobs(Knobs):
+class DenseConfig(Config):
     """What `dense` can be set to.
 
     dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
@@ -101,20 +101,19 @@ class Dense(FullCache):
     """
 
     name = "dense"
-    aliases = ("f16",)
     paper = "baseline"
     summary = "keys and values in f16 (or dtype=f32, q8)"
     tradeoff = "nothing but memory"
     is_lossless_when_short = True
-    Knobs = DenseKnobs
+    Config = DenseConfig
 
     @classmethod
-    def is_lossless_on_text(cls, knobs: DenseKnobs) -> bool:
-        return knobs.dtype != "q8"
+    def is_lossless_on_text(cls, config: DenseConfig) -> bool:
+        return config.dtype != "q8"
 
     @classmethod
-    def window_codecs(cls, knobs: DenseKnobs) -> WindowCodecs:
-        return DTYPES[knobs.dtype]
+    def window_codecs(cls, config: DenseConfig) -> WindowCodecs:
+        return DTYPES[config.dtype]
 
-    def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[Codec, Codec]:
-        return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)
+    def codecs(self, geometry: Geometry, config: DenseConfig) -> tuple[Codec, Codec]:
+        return DTYPES[config.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

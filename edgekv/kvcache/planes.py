@@ -14,10 +14,10 @@ from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise,
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
-from edgekv.kvcache.knobs import (
-    Knobs,
+from edgekv.kvcache.config import (
+    Config,
     are_factors,
-    bad_knob,
+    bad_option,
     digit_string,
     flag,
     number,
@@ -29,16 +29,12 @@ from edgekv.kvcache.knobs import (
 from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.types import F32
 
-NO_SECOND_STAGE = (
-    "reading the likely tokens in a second stage gained nothing; use kv='planes:k_bits=4,v_bits=4,by_need=true'"
-)
-
 KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}
 """Of the estimated scores by bits of a key, where none is given: what diverged least (docs/lab/quality.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanesKnobs(Knobs):
+class PlanesConfig(Config):
     """What `planes` can be set to.
 
     k_bits: float, default 2. Bits of a key's element, 1 to 4. With a fraction, the mean over all KV heads: each
@@ -58,15 +54,7 @@ class PlanesKnobs(Knobs):
     """
 
     scheme: ClassVar[str] = "planes"
-    aliases: ClassVar[dict[str, str]] = {
-        "window": "residual_length",
-        "v": "v_bits",
-        "lam": "key_scale",
-        "p": "threshold",
-    }
-    retired: ClassVar[tuple[str, ...]] = ("planes",)
-    removed: ClassVar[dict[str, str]] = {"threshold": NO_SECOND_STAGE}
-    found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
+    derived: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
 
     k_bits: float = number(2.0, LEAST, MOST, " bits")
     v_bits: float = number(2.0, LEAST, MOST, " bits")
@@ -91,7 +79,7 @@ class PlanesKnobs(Knobs):
         by_need = self.by_need or self.k_bits % 1 != 0 or self.v_bits % 1 != 0
         return by_need and not (self.k_heads and self.v_heads)
 
-    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None], head_dim: int) -> PlanesKnobs:
+    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None], head_dim: int) -> PlanesConfig:
         """With bits given out; sliding_windows: of the layers, None for one that sees all tokens.
 
         Equal means are one, of keys and values together, where a bit of either takes the same bytes.
@@ -128,7 +116,7 @@ class PlanesKnobs(Knobs):
         found = []
         for name, mean, digits in (("k_heads", self.k_bits, self.k_heads), ("v_heads", self.v_bits, self.v_heads)):
             if digits and len(digits) != n:
-                raise bad_knob(self.scheme, name, digits, f"{n} digits, one for each KV head of this model")
+                raise bad_option(self.scheme, name, digits, f"{n} digits, one for each KV head of this model")
             every = [int(digit) for digit in digits] or evenly(mean, n)
             found.append(every[first : first + geometry.n_kv_heads])
         return found[0], found[1]
@@ -138,7 +126,7 @@ class PlanesKnobs(Knobs):
         shape = geometry.n_layers, geometry.n_kv_heads, CHUNKS
         if self.k_spread and len(self.k_spread) != math.prod(shape):
             accepted = f"{math.prod(shape)} digits, {CHUNKS} for each KV head of this model"
-            raise bad_knob(self.scheme, "k_spread", self.k_spread, accepted)
+            raise bad_option(self.scheme, "k_spread", self.k_spread, accepted)
         digits = np.array([*map(int, self.k_spread or str(MIDDLE_DIGIT) * math.prod(shape))], np.int64)
         return factors_of(digits.reshape(shape)[geometry.layer], geometry.head_dim)
 
@@ -160,29 +148,29 @@ class Planes(SinkWindowCache):
     paper = "ours; estimator of RaBitQ"
     summary = "1- to 4-bit keys around 4-bit centres, 1- to 4-bit rotated values, first and last tokens exact"
     tradeoff = "exact scores of all but the first and latest tokens; 2 bits of each cost a third of 1-bit keys"
-    Knobs = PlanesKnobs
+    Config = PlanesConfig
     adapted_by = ""  # where a trained key_scale is from
 
     @classmethod
-    def window_codecs(cls, knobs: PlanesKnobs) -> WindowCodecs:
+    def window_codecs(cls, config: PlanesConfig) -> WindowCodecs:
         return f16_codecs
 
     @classmethod
-    def codecs_used(cls, knobs: PlanesKnobs) -> set[type[Any]] | None:
-        return super().codecs_used(dataclasses.replace(knobs, k_heads="", v_heads="", k_spread=""))
+    def codecs_used(cls, config: PlanesConfig) -> set[type[Any]] | None:
+        return super().codecs_used(dataclasses.replace(config, k_heads="", v_heads="", k_spread=""))
 
-    def exact_sizes(self, knobs: PlanesKnobs) -> Sizes:
-        return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
+    def exact_sizes(self, config: PlanesConfig) -> Sizes:
+        return Sizes(sink=config.sink, residual_length=config.residual_length, block=WORD)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: PlanesKnobs) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, capacity: int, config: PlanesConfig) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
-        k_bits, v_bits = knobs.layer_bits(geometry)
-        scales = [knobs.key_scale or KEY_SCALES[bits] for bits in k_bits]
-        spread = knobs.layer_spread(geometry)
-        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=knobs.seed, spread=spread)
-        return self.keys, InterleavedValues(*shape, bits=v_bits, seed=knobs.seed)
+        k_bits, v_bits = config.layer_bits(geometry)
+        scales = [config.key_scale or KEY_SCALES[bits] for bits in k_bits]
+        spread = config.layer_spread(geometry)
+        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=config.seed, spread=spread)
+        return self.keys, InterleavedValues(*shape, bits=v_bits, seed=config.seed)
 
-    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+    def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
         """``key_scale`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
         require_only("key_scale", parameters, self.name, source)
         require_factors("key_scale", parameters["key_scale"], source)
@@ -195,14 +183,14 @@ class Planes(SinkWindowCache):
             return {}
         return {"key_scale": to_host(self.keys.key_scale).tolist(), "adapted_by": self.adapted_by}
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
-        if fitted:
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        if extra:
             self.exact_prefill = False
-            scale = np.array(fitted["key_scale"], np.float32)
+            scale = np.array(extra["key_scale"], np.float32)
             if not are_factors(scale):
-                raise ValueError(f"key_scale {fitted['key_scale']}")
+                raise ValueError(f"key_scale {extra['key_scale']}")
             self.keys.key_scale[:] = np.asarray(scale, like=self.keys.key_scale)
-            self.adapted_by = str(fitted["adapted_by"])
+            self.adapted_by = str(extra["adapted_by"])
 
     def notes(self) -> list[str]:
         found = []
@@ -211,13 +199,13 @@ class Planes(SinkWindowCache):
             shown = " to ".join(f"{end:.3g}" for end in sorted({scale.min(), scale.max()}))
             found.append(f"{self.name}: key_scale {shown} in layer {self.geometry.layer} ({self.adapted_by})")
         if self.geometry.layer == 0:
-            found += self.knobs.notes()
+            found += self.config.notes()
         return found
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBitKnobs(PlanesKnobs):
-    """`PlanesKnobs` with k_bits=1 and key_scale=0.9."""
+class OneBitConfig(PlanesConfig):
+    """`PlanesConfig` with k_bits=1 and key_scale=0.9."""
 
     scheme = "onebit"
 
@@ -237,4 +225,4 @@ class OneBit(Planes):
     version = 2  # planes in groups of 16 tokens
     summary = "1-bit keys around 4-bit centres, 2-bit rotated values, first and last tokens exact"
     tradeoff = "exact scores of all but the first and latest tokens (0.5 to 2.5% of perplexity; 5 on foreign text)"
-    Knobs = OneBitKnobs
+    Config = OneBitConfig

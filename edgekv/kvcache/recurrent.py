@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.cache import KVCache, LayerState, Layout, layout_bytes
-from edgekv.kvcache.spec import CacheSpec
+from edgekv.kvcache.registry import CacheSpec
 from edgekv.models.config import ModelConfig, Recurrence
 from edgekv.types import F32, Array
 
@@ -23,9 +23,9 @@ class RecurrentState(LayerState):
     """What a `Recurrence` carries from token to token, and snapshots of it.
 
     `run` appends tokens. A rewind goes back to the latest snapshot at or before its target, and the session, which
-    has the tokens, computes those from there on again. Snapshots are made at multiples of EVERY and where `mark`
-    says. Where there is no slot left, the one goes that has the most others near, for how far back it lies: so
-    that gaps grow with the distance from the latest token.
+    has the tokens, computes those from there on again. Snapshots are made at multiples of EVERY and where
+    `checkpoint_at` says. Where no slot is left, the one is evicted whose loss adds least recomputation for its
+    age, so that gaps grow with the distance from the latest token.
 
     slots: of snapshots; all layers of a model have as many, and so have theirs at the same tokens.
     """
@@ -81,7 +81,7 @@ class RecurrentState(LayerState):
         regular = (self.n_seen // EVERY + 1) * EVERY
         return min([regular, *(mark for mark in self._marks if mark > self.n_seen)])
 
-    def mark(self, n: int) -> None:
+    def checkpoint_at(self, n: int) -> None:
         if n == self.n_seen:
             self._take()
         else:
@@ -104,15 +104,15 @@ class RecurrentState(LayerState):
         missed = [(n - before[n]) / (self.n_seen - n) for n in self.snapshots]
         return missed.index(min(missed))
 
-    def restart(self, n: int) -> int:
+    def recompute_from(self, n: int) -> int:
         return max([0, *(at for at in self.snapshots if at <= n)])
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """To the latest snapshot within the first n tokens; the later ones are dropped."""
         self._marks.clear()
         if n == self.n_seen and not self._is_torn:
             return n
-        found = self.restart(n)
+        found = self.recompute_from(n)
         self._is_torn = True
         for name, array in self._now.items():
             array[...] = self.arrays[f"snapshots.{name}"][self.snapshots.index(found)] if found else 0
@@ -123,9 +123,9 @@ class RecurrentState(LayerState):
     def extra_state(self) -> dict[str, Any]:
         return {"version": VERSION, "snapshots": list(self.snapshots)}
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
         """ValueError for snapshots that no conversation of as many tokens has."""
-        version, at = fitted["version"], fitted["snapshots"]
+        version, at = extra["version"], extra["snapshots"]
         if version != VERSION:
             raise ValueError(f"version {version!r} of a recurrent state")
         counts = isinstance(at, list) and all(type(n) is int and 0 <= n <= self.n_seen for n in at)
@@ -133,7 +133,7 @@ class RecurrentState(LayerState):
             raise ValueError(f"snapshots {at!r:.60}")
         self.snapshots = list(at)
 
-    def readable(self) -> bool:
+    def arrays_valid(self) -> bool:
         """Whether all numbers are finite: what is not would never leave the state again."""
         return all(bool(np.isfinite(to_host(array)).all()) for array in self.arrays.values())
 

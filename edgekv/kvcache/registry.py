@@ -1,37 +1,51 @@
-"""The KV schemes by name: ours in CACHES, and those that other packages bring."""
+"""KV schemes by name, ours and those of other packages, and one with its options: as text and as caches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 from edgekv.errors import CacheError, unknown
-from edgekv.kvcache.cache import Geometry, KVCache
+from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
+from edgekv.kvcache.config import bad_option, declared, takes
 from edgekv.kvcache.full import Dense
-from edgekv.kvcache.planes import NO_SECOND_STAGE, OneBit, Planes
+from edgekv.kvcache.planes import OneBit, Planes
+from edgekv.kvcache.sliding import SlidingCache
+from edgekv.models.config import ModelConfig
 
 ENTRY_POINTS = "edgekv.schemes"
-"""The entry points by which packages name their schemes: NAME = "module:Class", an alias likewise.
+"""The entry points by which packages name their schemes: NAME = "module:Class", an earlier name likewise.
 
 Where a scheme's name has "=", that of its entry point has "_".
 """
-PAPERS = "edgekv.papers"
-
 CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit)}
-
+PRESETS = {
+    "f16": "dense",
+    "q8": "dense:dtype=q8",
+    "q4": "planes:k_bits=4,v_bits=4",
+    "q3": "planes:k_bits=3,v_bits=3,by_need=true",
+    "q2": "planes:by_need=true",
+    "q1.5": "planes:k_bits=1.5,v_bits=1.5",
+}
+"""What users type -> the scheme with its options; most bytes and least loss first."""
+RENAMED = {"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": "sketch_bits"}
+"""Options by the names that they had before."""
+RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678")}
+"""Options that there were -> values that changed nothing, or do not any more."""
 REMOVED = {
-    "bitplane": NO_SECOND_STAGE,
+    "bitplane": "reading the likely tokens in a second stage gained nothing; use kv='q4'",
     "steps": "a bound in bytes now chooses the bits; give kv_budget=BYTES (--kv-budget) alone",
 }
 """Schemes that there were -> what to do instead."""
-
-
-def removed(kv: str, why: str) -> CacheError:
-    """Returns the refusal of a scheme or knob that there was; ``why`` says what to do, too."""
-    return CacheError(f"kv={kv!r} was removed: {why}", field="kv", value=kv)
+OF_PAPERS = (
+    *("fier", "h1b", "h2o", "int4", "kivi2", "kvcomp", "mikv", "quest", "sign_keys", "snapkv"),
+    *("streaming", "tova", "visual1", "visual=planes"),
+)
+"""What `edgekv.papers` brings, which an installation may leave out."""
+FACTS_TOKENS = 8192
 
 
 def register(scheme: type[KVCache]) -> type[KVCache]:
@@ -41,90 +55,72 @@ def register(scheme: type[KVCache]) -> type[KVCache]:
     """
     if not (isinstance(scheme, type) and issubclass(scheme, KVCache)):
         raise CacheError(f"{scheme!r} is no KV scheme: register a subclass of edgekv.KVCache")
-    missing = [name for name in ("name", "paper", "summary", "tradeoff", "Knobs") if not hasattr(scheme, name)]
+    missing = [name for name in ("name", "paper", "summary", "tradeoff", "Config") if not hasattr(scheme, name)]
     if missing:
         raise CacheError(f"{scheme.__name__} has no {missing[0]}: a KV scheme needs it as a class attribute")
-    if not dataclasses.is_dataclass(scheme.Knobs):
-        raise CacheError(f"{scheme.__name__}.Knobs is no dataclass: its fields are what users can set")
-    known = next(
-        (CACHES[name] for name in map(_present, (scheme.name, *scheme.aliases)) if name in CACHES), scheme
-    )
+    if not dataclasses.is_dataclass(scheme.Config):
+        raise CacheError(f"{scheme.__name__}.Config is no dataclass: its fields are what users can set")
+    known = CACHES.setdefault(scheme.name, scheme)
     if known is not scheme:
         raise CacheError(
             f"the name {scheme.name!r} is taken by {known.__module__}.{known.__qualname__}: give "
             f"{scheme.__module__}.{scheme.__qualname__} another"
         )
-    CACHES[scheme.name] = scheme
     return scheme
 
 
-def _present(name: str) -> str:
-    """The name under which a scheme is in CACHES, of one that it may have had before."""
-    return next((scheme.name for scheme in CACHES.values() if name in scheme.aliases), name)
-
-
-def find_scheme(name: str, others: Iterable[str] = ()) -> type[KVCache]:
-    """The scheme of that name or alias, ours or another package's.
-
-    Raises CacheError (field kv), which names ``others`` as accepted too.
-    """
+def find_scheme(name: str) -> type[KVCache]:
+    """Returns the scheme of that name, ours or another package's. Raises CacheError (field kv)."""
+    if name in CACHES:
+        return CACHES[name]
+    for entry in metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_")):
+        found = _load(entry)
+        if isinstance(found, str):
+            raise CacheError(_refusal(entry, found), field="kv", value=name)
+        return found
     if name in REMOVED:
-        raise removed(name, REMOVED[name])
-    if _present(name) not in CACHES:
-        entries = metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_"))
-        for entry in entries:
-            if error := _load(entry):
-                raise CacheError(_refusal(entry, error), field="kv", value=name)
-    if _present(name) not in CACHES:
-        known = sorted({*CACHES, *(entry.name for entry in _entries())})
-        raise unknown(CacheError, "kv", name, (*others, *known))
-    return CACHES[_present(name)]
+        raise CacheError(f"kv={name!r} was removed: {REMOVED[name]}", field="kv", value=name)
+    if name in OF_PAPERS:
+        raise CacheError(
+            f"kv={name!r}: this edgekv is without its papers' schemes; install the whole: pip install edgekv",
+            field="kv",
+            value=name,
+        )
+    known = sorted({*CACHES, *(entry.name for entry in metadata.entry_points(group=ENTRY_POINTS))})
+    raise unknown(CacheError, "kv", name, (*PRESETS, *known))
 
 
 def schemes() -> dict[str, type[KVCache]]:
-    """All schemes by name, with those of other packages that can be used."""
-    for entry in _entries():
+    """Returns all schemes by name, with those of other packages that can be used."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
         _load(entry)
     return dict(CACHES)
 
 
 def broken_schemes() -> list[str]:
-    """Why each scheme of another package that can't be used can't."""
-    return [_refusal(entry, error) for entry in _entries() if (error := _load(entry))]
-
-
-def _entries() -> list[metadata.EntryPoint]:
-    """Those of all installed packages; without the papers' where edgekv was installed without them."""
-    has_papers = importlib.util.find_spec(PAPERS) is not None
-    return [
-        entry
-        for entry in metadata.entry_points(group=ENTRY_POINTS)
-        if has_papers or not entry.value.startswith(PAPERS)
-    ]
+    """Returns of each scheme of another package that can't be used why not."""
+    every = ((entry, _load(entry)) for entry in metadata.entry_points(group=ENTRY_POINTS))
+    return [_refusal(entry, error) for entry, error in every if isinstance(error, str)]
 
 
 def scheme_facts(name: str) -> dict[str, object]:
-    """A scheme's paper, knobs with defaults, and bytes per token per KV head at head_dim 128 and 8,192 tokens.
+    """Returns a scheme's paper, options with defaults, and bytes per token and KV head of 128 channels.
 
     Raises CacheError (field kv).
     """
-    scheme, tokens = find_scheme(name), 8192
-    knobs = scheme.Knobs()
-    cache = scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=tokens), knobs)
+    scheme = find_scheme(name)
+    config = scheme.Config()
     return {
         "name": scheme.name,
-        "aliases": list(scheme.aliases),
         "paper": scheme.paper,
         "summary": scheme.summary,
         "tradeoff": scheme.tradeoff,
-        "knobs": dataclasses.asdict(knobs),
-        "bytes_per_token_per_kv_head": cache.planned_bytes() / tokens,
+        "options": dataclasses.asdict(config),
+        "bytes_per_token_per_kv_head": CacheSpec(scheme, config).bytes_per_token(n_heads=1),
     }
 
 
 def _refusal(entry: metadata.EntryPoint, error: str) -> str:
-    if entry.value.startswith(PAPERS) and importlib.util.find_spec(PAPERS) is None:
-        return f"kv={entry.name!r}: edgekv without its papers; install the full package: pip install edgekv"
     package = entry.dist.name if entry.dist else entry.value
     return (
         f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error:.200}); correct or "
@@ -133,13 +129,171 @@ def _refusal(entry: metadata.EntryPoint, error: str) -> str:
 
 
 @functools.cache
-def _load(entry: metadata.EntryPoint) -> str | None:
-    """Registers a scheme that says all that lists show; else, whatever it did, why not."""
+def _load(entry: metadata.EntryPoint) -> type[KVCache] | str:
+    """Registers a scheme that says all that lists show, and returns it; else, whatever it did, why not."""
     before = dict(CACHES)
     try:
-        scheme_facts(register(entry.load()).name)
+        scheme = register(entry.load())
+        scheme_facts(scheme.name)
     except (Exception, SystemExit) as error:
         CACHES.clear()
         CACHES.update(before)
         return " ".join(f"{type(error).__name__}: {error}".split())
-    return None
+    return scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """A scheme, and ``config``: an instance of its `Config`. Written ``NAME[:option=value,...]``."""
+
+    scheme: type[KVCache]
+    config: Any
+
+    @classmethod
+    def parse(cls, text: str) -> CacheSpec:
+        """From ``name`` or ``name:option=value,...``: a preset, or a scheme; earlier names are understood.
+
+        Raises CacheError (field kv): it says what is accepted.
+        """
+        name, colon, rest = text.partition(":")
+        if name in PRESETS:
+            preset = PRESETS[name]
+            return cls.parse(f"{preset}{',' if ':' in preset else ':'}{rest}" if colon else preset)
+        scheme = find_scheme(name)
+        fields = {field.name: field for field in dataclasses.fields(scheme.Config)}
+        values: dict[str, Any] = {}
+        for item in filter(None, rest.split(",")):
+            option, equals, value = item.partition("=")
+            if option not in fields:
+                if value in RETIRED.get(option, ()):
+                    continue
+                option = RENAMED.get(option, option)
+            if option not in fields or not equals:
+                raise _no_option(name, item, fields)
+            values[option] = _read(name, fields[option], value)
+        config: Any = scheme.Config
+        return cls(scheme, config(**values))
+
+    @classmethod
+    def parse_list(cls, text: str) -> list[CacheSpec]:
+        """Schemes of a comma-separated list in which options are separated by commas too, or of ``all``.
+
+        Raises CacheError (field kv).
+        """
+        if text == "all":
+            return [cls.parse(name) for name in schemes()]
+        items: list[str] = []
+        for item in text.split(","):
+            if items and "=" in item and ":" not in item and item not in schemes():
+                items[-1] += f",{item}"
+            else:
+                items.append(item)
+        return [cls.parse(item) for item in items]
+
+    def __str__(self) -> str:
+        return self._text({k: v for k, v in dataclasses.asdict(self.config).items() if v != ""})
+
+    def _text(self, options: dict[str, Any]) -> str:
+        return f"{self.scheme.name}:{','.join(f'{k}={v}' for k, v in options.items())}".removesuffix(":")
+
+    @property
+    def short(self) -> str:
+        """As a person writes it: a preset, or only the options that are not at their defaults or were derived."""
+        asked = self.as_asked
+        if name := next((name for name in PRESETS if CacheSpec.parse(name) == asked), None):
+            return name
+        own = {f.name: getattr(asked.config, f.name) for f in dataclasses.fields(asked.config)}
+        defaults = {f.name: f.default for f in dataclasses.fields(asked.config)}
+        return self._text({name: value for name, value in own.items() if value != defaults[name]})
+
+    @property
+    def as_asked(self) -> CacheSpec:
+        """Without the options that a fit on the model gave: those that its `Config` names as ``derived``."""
+        derived = getattr(self.config, "derived", ())
+        defaults = {f.name: f.default for f in dataclasses.fields(self.config) if f.name in derived}
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **defaults)) if derived else self
+
+    def layers(self, model: ModelConfig, capacity: int) -> list[KVCache]:
+        """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.
+
+        Raises CacheError (field kv) for options that the model can't have.
+        """
+        attending = [i for i, each in enumerate(model.layer_recurrences) if each is None]
+        return [
+            self.layer(
+                Geometry(
+                    n_heads=model.n_heads,
+                    n_kv_heads=model.n_kv_heads,
+                    head_dim=model.head_dim,
+                    capacity=capacity,
+                    layer=k,
+                    n_layers=len(attending),
+                    sliding_window=model.layer_windows[i],
+                    score_cap=model.score_cap,
+                ),
+            )
+            for k, i in enumerate(attending)
+        ]
+
+    def layer(self, geometry: Geometry) -> KVCache:
+        """One layer's cache; of one that slides its window alone, if the scheme allows that and it takes less."""
+        own = self.scheme(geometry, self.config)
+        codecs = self.scheme.window_codecs(self.config)
+        if codecs is None or geometry.sliding_window is None:
+            return own
+        sliding = SlidingCache(geometry, self.config, codecs)
+        return sliding if sliding.planned_bytes() < own.planned_bytes() else own
+
+    def planned_bytes(self, model: ModelConfig, capacity: int) -> int:
+        """Bytes of all caches' arrays for ``capacity`` tokens."""
+        return sum(cache.planned_bytes() for cache in self.layers(model, capacity))
+
+    def bytes_per_token(self, n_heads: int = 4) -> float:
+        """Bytes per token and KV head of 128 channels, of FACTS_TOKENS; heads may have bits of their own."""
+        shape = dataclasses.replace(EXAMPLE, n_heads=n_heads, n_kv_heads=n_heads, capacity=FACTS_TOKENS)
+        return self.scheme(shape, self.config).planned_bytes() / n_heads / FACTS_TOKENS
+
+
+def suited(
+    specs: Sequence[CacheSpec], model: ModelConfig, capacity: int, named: bool
+) -> tuple[list[CacheSpec], list[str]]:
+    """Returns the schemes that can have this model, and of each of the others why not.
+
+    Raises CacheError for one of these where they are ``named``, and not a list that nobody chose.
+    """
+    fitting, reasons = [], [] if named else broken_schemes()
+    for spec in specs:
+        try:
+            spec.layers(model, capacity)
+            fitting.append(spec)
+        except CacheError as error:  # noqa: PERF203
+            if named:
+                raise
+            reasons.append(str(error))
+    return fitting, [reason.partition(";")[0] for reason in reasons]
+
+
+def _no_option(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
+    accepted = [f"{field.name}={field.default}" for field in fields.values()]
+    option = item.partition("=")[0]
+    others = [scheme for scheme, each in schemes().items() if hasattr(each.Config, option)]
+    hint = f"; {option} applies to: {', '.join(others)}" if others and option not in fields else ""
+    takes = f"{name}:{','.join(accepted)}" if accepted else "no options"
+    return CacheError(
+        f"kv={f'{name}:{item}'!r}: {option!r} is not one of its options; accepted (defaults): {takes}{hint}",
+        field="kv",
+        value=item,
+        accepted=accepted,
+    )
+
+
+def _read(name: str, field: dataclasses.Field[Any], text: str) -> Any:
+    """Returns an option's value. Raises CacheError for a text that is none that it takes."""
+    kind: Any = type(field.default)
+    try:
+        value = {"0": False, "1": True, "false": False, "true": True}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        value = None
+    if not takes(field, value):
+        raise bad_option(name, field.name, text, *declared(field).phrases)
+    return value

@@ -28,8 +28,8 @@ class SlidingCache(CodecStore):
     summary = "the window of a sliding layer"
     tradeoff = "long rewinds: they compute the conversation anew"
 
-    def __init__(self, geometry: Geometry, knobs: Any, codecs: WindowCodecs) -> None:
-        super().__init__(geometry, knobs)
+    def __init__(self, geometry: Geometry, config: Any, codecs: WindowCodecs) -> None:
+        super().__init__(geometry, config)
         self.window = geometry.sliding_window or geometry.capacity
         self.size = ring_tokens(self.window)
         self._codecs = codecs
@@ -100,13 +100,13 @@ class SlidingCache(CodecStore):
         older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
         return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """All or nothing: what the window before the n-th token held must still be there."""
         if self.n_lost and n - self.window < self.n_lost:
             n = self.n_lost = 0
         self.n_seen = n
         return n
 
-    def consistent(self) -> bool:
+    def counters_valid(self) -> bool:
         whole = self.n_lost == 0 or self.n_seen - self.window >= self.n_lost
-        return super().consistent() and whole and self.n_lost >= self.n_seen - self.size
+        return super().counters_valid() and whole and self.n_lost >= self.n_seen - self.size

@@ -44,13 +44,13 @@ class SinkWindowCache(CodecStore):
     is_lossless_when_short = True
     counter_aliases: ClassVar[dict[str, str]] = {"n_bulk": "n_packed", "n_packed": "n_stored"}
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
-        super().__init__(geometry, knobs)
-        self.sizes = self.exact_sizes(knobs)
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
+        self.sizes = self.exact_sizes(config)
         g, d, sink = geometry.n_kv_heads, geometry.head_dim, min(geometry.capacity, self.sizes.sink)
         self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.residual_length)
         self.bulk_capacity -= self.bulk_capacity % self.sizes.block
-        self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, knobs)
+        self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, config)
         recent = min(geometry.capacity, self.sizes.residual_length + self.sizes.block)
         self._stores = {
             "sink_key": F16(g, sink, d),
@@ -63,11 +63,11 @@ class SinkWindowCache(CodecStore):
         self.n_stored = 0  # n_packed, and those behind them that a rewind has left in the packed stores
 
     @abc.abstractmethod
-    def exact_sizes(self, knobs: Any) -> Sizes:
+    def exact_sizes(self, config: Any) -> Sizes:
         """How much stays exact."""
 
     @abc.abstractmethod
-    def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, capacity: int, config: Any) -> tuple[Codec, Codec]:
         """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
 
     def stored(self) -> dict[str, Codec]:
@@ -183,31 +183,31 @@ class SinkWindowCache(CodecStore):
         self.n_packed += n
         self.n_stored = max(self.n_stored, self.n_packed)
 
-    def consistent(self) -> bool:
+    def counters_valid(self) -> bool:
         s, n_exact = self.sizes, self.n_seen - self.n_sink - self.n_packed
         return (
-            super().consistent()
+            super().counters_valid()
             and self.n_sink == min(self.n_seen, s.sink)
             and self.n_packed % s.block == self.n_stored % s.block == 0
             and self.n_packed <= self.n_stored <= self.bulk_capacity
             and self.n_recent == n_exact <= self._recent_capacity
         )
 
-    def restart(self, n: int) -> int:
+    def recompute_from(self, n: int) -> int:
         held = n - min(n, self.sizes.sink)  # packed and recent tokens
         if not self.n_packed or held - self.n_packed >= LEAST_LEFT * self.sizes.residual_length:
             return n
         before_windows = self._whole_blocks(held - 2 * self.sizes.residual_length)
         return self.sizes.sink + before_windows if before_windows else 0
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """Keeps whole blocks of what is packed."""
         self.n_sink = min(n, self.sizes.sink)
         held = n - self.n_sink
         self.n_recent = max(0, held - self.n_packed)
         self.n_packed = min(self.n_packed, self._whole_blocks(held))
         self.n_seen = self.n_sink + self.n_packed + self.n_recent
-        self.n_stored = min(self.n_stored, self._whole_blocks(held + again)) if self.n_seen else 0
+        self.n_stored = min(self.n_stored, self._whole_blocks(held + n_same)) if self.n_seen else 0
         return self.n_seen
 
     def _whole_blocks(self, n: int) -> int:

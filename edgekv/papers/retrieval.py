@@ -63,23 +63,23 @@ class Retrieval(FullCache):
 
     is_lossless_when_short = True
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
-        super().__init__(geometry, knobs)
-        index = self.index(geometry, knobs)
-        skipped = geometry.layer < min(knobs.skip, geometry.n_layers - 1)
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
+        index = self.index(geometry, config)
+        skipped = geometry.layer < min(config.skip, geometry.n_layers - 1)
         context = geometry.context or geometry.capacity
         reach = min(context, geometry.sliding_window or context)
-        self._index = None if skipped or reach < knobs.k + index.block else index
+        self._index = None if skipped or reach < config.k + index.block else index
 
     @classmethod
-    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
-        return (super().codecs_used(knobs) or set()) | {type(cls(EXAMPLE, knobs).index(EXAMPLE, knobs))}
+    def codecs_used(cls, config: Any) -> set[type[Any]] | None:
+        return (super().codecs_used(config) or set()) | {type(cls(EXAMPLE, config).index(EXAMPLE, config))}
 
     @abc.abstractmethod
-    def index(self, geometry: Geometry, knobs: Any) -> Index:
+    def index(self, geometry: Geometry, config: Any) -> Index:
         """The scheme: how keys are summarised."""
 
-    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return F16(*shape), F16(*shape)
 
@@ -91,18 +91,18 @@ class Retrieval(FullCache):
         super().allocate(kernels, workspace)
         if self._index:
             self._index.bind({name: self.arrays[f"index.{name}"] for name in self._index.layout()}, kernels)
-            shape = self.geometry.n_kv_heads, self.knobs.k + self._index.block, self.geometry.head_dim
+            shape = self.geometry.n_kv_heads, self.config.k + self._index.block, self.geometry.head_dim
             self._read_codecs = F16(*shape), F16(*shape)  # the tokens of one query token, side by side
             for name, codec in zip(("keys", "values"), self._read_codecs, strict=True):
                 codec.bind({"half": workspace.array(f"retrieval.{name}", shape, np.uint16)}, kernels)
 
     def bytes_read(self) -> int:
         """The index of what is visible, and keys and values of k tokens and of those not yet indexed."""
-        if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
+        if self._index is None or self._index.covered(self.n_seen) <= self.config.k:
             return super().bytes_read()
         block, window = self._index.block, self.geometry.sliding_window or self.n_seen
         n_blocks = self.n_seen // block - max(0, self.n_seen - window) // block
-        n_tokens: int = self.knobs.k + self.n_seen % block
+        n_tokens: int = self.config.k + self.n_seen % block
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return n_blocks * self._index.block_bytes + n_tokens * token_bytes
 
@@ -134,7 +134,7 @@ class Retrieval(FullCache):
             self._index.encode(self.arrays["key.half"], b0, b1)
 
     def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
-        if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
+        if self._index is None or self._index.covered(self.n_seen) <= self.config.k:
             super()._read(queries, out, sinks)
             return
         n = queries.shape[1]
@@ -171,7 +171,7 @@ class Retrieval(FullCache):
             bound_scores(s, self.geometry.score_cap)
             self.kernels.softmax(s, np.full(n_rep, start), np.full(n_rep, last - first))
         total = s[:, 0] if n_rep == 1 else s.sum(axis=1)
-        return largest(total[:, start:], self.knobs.k // unit) + (first + start)
+        return largest(total[:, start:], self.config.k // unit) + (first + start)
 
 
 def largest(s: F32, k: int) -> I64:

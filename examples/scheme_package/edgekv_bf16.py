@@ -20,7 +20,7 @@ ROUNDINGS = ("nearest", "down")
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16Knobs:
+class BFloat16Config:
     """rounding: nearest (ties to even), or down: towards zero, as a cast by truncation does."""
 
     rounding: str = "nearest"
@@ -74,9 +74,9 @@ class BFloat16(FullCache):
     summary = "keys and values in bfloat16"
     tradeoff = "3 bits of f16's precision, for float32's range"
     is_lossless_when_short = False
-    Knobs = BFloat16Knobs
+    Config = BFloat16Config
 
-    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
         """Of one layer: how its keys and how its values are stored."""
         size = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        return BFloat16Codec(*size, knobs.rounding), BFloat16Codec(*size, knobs.rounding)
+        return BFloat16Codec(*size, config.rounding), BFloat16Codec(*size, config.rounding)

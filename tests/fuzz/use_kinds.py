@@ -234,10 +234,10 @@ VALUES = (
 
 
 @kind
-def knobs(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """A scheme with odd values of its knobs: refused, or it holds a text."""
+def options(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """A scheme with odd values of its options: refused, or it holds a text."""
     name = rng.choice(list(schemes()))
-    fields = dataclasses.fields(schemes()[name].Knobs)
+    fields = dataclasses.fields(schemes()[name].Config)
     words = [f"v{value}" for value in ("min", "max", "mad", "minmax", "layer", "head", "token")]
     chosen = rng.sample(fields, min(len(fields), rng.choice((1, 1, 2, 3))))
     given = [f"{field.name}={rng.choice((*VALUES, *words, str(field.default)))}" for field in chosen]

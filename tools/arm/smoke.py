@@ -34,7 +34,7 @@ def attention(kv: str, kernels: Kernels) -> np.ndarray:
     rng, spec = np.random.default_rng(0), CacheSpec.parse(kv)
     q, k, v = (rng.standard_normal((heads, N_TOKENS, 64)).astype(np.float32) for heads in (2, 1, 1))
     q /= np.float32(np.sqrt(64))
-    cache = spec.scheme(Geometry(2, 1, 64, N_TOKENS), spec.knobs)
+    cache = spec.scheme(Geometry(2, 1, 64, N_TOKENS), spec.config)
     cache.allocate(kernels, Workspace())
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
     type(cache).finish_prefill([cache])

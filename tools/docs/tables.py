@@ -26,8 +26,8 @@ from edgekv.engine.model import Model
 from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
 from edgekv.kvcache import scheme_facts, schemes
-from edgekv.kvcache.choice import PUBLISHED, bytes_per_token
-from edgekv.kvcache.spec import PRESETS
+from edgekv.kvcache.choice import PUBLISHED
+from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
 from edgekv.power.board import Bandwidth, Board, Decode, Prompt, energy_text, others, page, throttling
@@ -88,13 +88,13 @@ def measured(model: str) -> dict[str, dict[str, Any]]:
 
 
 def _present(kv: str) -> str:
-    """With all knobs that are asked for; as it stands where its knobs are no more."""
+    """With all options that are asked for; as it stands where its options are no more."""
     try:
         spec = CacheSpec.parse(kv)
     except CacheError:
         return kv
-    found: dict[str, Any] = dict.fromkeys(getattr(spec.knobs, "found", ()), "")  # what was given out to heads
-    return str(CacheSpec(spec.scheme, dataclasses.replace(spec.knobs, **found)))
+    found: dict[str, Any] = dict.fromkeys(getattr(spec.config, "derived", ()), "")  # what was given out to heads
+    return str(CacheSpec(spec.scheme, dataclasses.replace(spec.config, **found)))
 
 
 def published() -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _rows(kvs: dict[str, str], last: str) -> str:
     ]
     for kv in kvs:
         spec, attention = CacheSpec.parse(kv), speed.get(_short(kv))
-        cells = [f"`{kv}`", f"{bytes_per_token(spec):.1f}"]
+        cells = [f"`{kv}`", f"{spec.bytes_per_token():.1f}"]
         cells += [f"{found[str(spec)]['kl']:.4f}" if str(spec) in found else "-" for found in quality]
         cells += [f"{attention:.1f}x" if attention else "-", kvs[kv]]
         rows.append(f"| {' | '.join(cells)} |")

@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "rewind: what was packed later still counts",
-        "self.n_stored = min(self.n_stored, self._whole_blocks(held + again)) if self.n_seen else 0",
+        "self.n_stored = min(self.n_stored, self._whole_blocks(held + n_same)) if self.n_seen else 0",
         "pass",
         "test_rewind.py -k 'planes or kivi2'",
     ),

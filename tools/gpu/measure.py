@@ -106,7 +106,7 @@ class Layers:
 
 
 def new_cache(gpu: Gpu, spec: CacheSpec, depth: int, kernels: Any) -> KVCache:
-    cache = spec.scheme(Geometry(HEADS, HEADS, HEAD_DIM, depth + 256, layer=2, n_layers=32), spec.knobs)
+    cache = spec.scheme(Geometry(HEADS, HEADS, HEAD_DIM, depth + 256, layer=2, n_layers=32), spec.config)
     cache.allocate(kernels, gpu.workspace)
     return cache
 
@@ -114,7 +114,7 @@ def new_cache(gpu: Gpu, spec: CacheSpec, depth: int, kernels: Any) -> KVCache:
 def clone(gpu: Gpu, spec: CacheSpec, depth: int, other: KVCache, kernels: Any) -> KVCache:
     """A cache with the contents of another."""
     cache, state = new_cache(gpu, spec, depth, kernels), other.state()
-    for name, array in cache.prepare(state.counters, state.fitted).items():
+    for name, array in cache.restore(state.counters, state.extra).items():
         array[...] = state.arrays[name]
     return cache
 

@@ -316,7 +316,7 @@ class BinarySketch(nn.Module):
     def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
         super().__init__()
         self.spec, self.config, self.scope, self.device = spec, config, scope, device
-        sketch = SignSketch(1, 0, config.head_dim, spec.knobs.sketch_bits, spec.knobs.seed)
+        sketch = SignSketch(1, 0, config.head_dim, spec.config.sketch_bits, spec.config.seed)
         self.projection = torch.from_numpy(sketch.projection).to(device)
 
     def start(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -337,7 +337,7 @@ class BinarySketch(nn.Module):
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
         """As `edgekv.papers.h1b.H1B` fits it on a prompt."""
-        spec = dataclasses.replace(self.spec, knobs=dataclasses.replace(self.spec.knobs, fit=self.scope))
+        spec = dataclasses.replace(self.spec, config=dataclasses.replace(self.spec.config, fit=self.scope))
         caches = spec.layers(self.config, prompt[0][0].shape[2])
         for cache, layer in zip(caches, prompt, strict=True):
             cache.allocate(numpy_kernels(), Workspace())
@@ -347,7 +347,7 @@ class BinarySketch(nn.Module):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         head_dim = q.shape[-1]
-        values = straight_through(v, v.half().float() if self.spec.knobs.f16_values else rounded_int4(v))
+        values = straight_through(v, v.half().float() if self.spec.config.f16_values else rounded_int4(v))
         operands = *self.codes(layer, q, k), shared(values, q.shape[1] // k.shape[1])
         width = max(x.shape[-1] for x in operands)  # a GPU's fused kernels want equal sizes
         padded = (F.pad(x, (0, width - x.shape[-1])) for x in operands)
@@ -607,7 +607,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=pathlib.Path, required=True, help="checkpoint folder with a tokenizer")
     parser.add_argument("--text", type=pathlib.Path, required=True, help="what to train on (.txt or .xz)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the adapter to write")
-    parser.add_argument("--kv", default="h1b", help=f"scheme and knobs: {', '.join(SCHEMES)} (default: h1b)")
+    parser.add_argument("--kv", default="h1b", help=f"scheme and options: {', '.join(SCHEMES)} (default: h1b)")
     parser.add_argument("--ctx", type=int, default=8192, help="tokens per window (default: 8192)")
     parser.add_argument("--tokens", type=int, default=0, help="use so many of the text (default: all)")
     parser.add_argument("--scope", choices=SCOPES, default="global", help="what has a tau of its own")

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment, bound_scores
 from edgekv.kvcache.cache import Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16
-from edgekv.kvcache.knobs import Knobs, flag, number, share_of_context, tokens
+from edgekv.kvcache.config import Config, bad_option, flag, number, share_of_context, tokens
 from edgekv.types import F32, I32, I64, Array
 
 BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
@@ -37,9 +36,9 @@ class Evicting(KVCache):
 
     is_lossless_when_short = True
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
-        super().__init__(geometry, knobs)
-        self.slots = min(geometry.capacity, budget_tokens(knobs.budget, geometry.context or geometry.capacity))
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
+        self.slots = min(geometry.capacity, budget_tokens(config.budget, geometry.context or geometry.capacity))
         self.n_used = 0
 
     def layout(self) -> Layout:
@@ -159,14 +158,14 @@ class Evicting(KVCache):
             "position": np.broadcast_to(positions, keys.shape[:2]),
         }
 
-    def consistent(self) -> bool:
-        return super().consistent() and self.n_used == min(self.slots, self.n_seen)
+    def counters_valid(self) -> bool:
+        return super().counters_valid() and self.n_used == min(self.slots, self.n_seen)
 
-    def readable(self) -> bool:
+    def arrays_valid(self) -> bool:
         """Whether the slots hold tokens that have come."""
         return are_places(self.arrays["position"][:, : self.n_used], self.n_seen)
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """Back to the start if the budget is below the context: later tokens had a say in what is held."""
         if n < self.n_seen:
             self.n_used = self.n_seen = 0 if self.evicts else n
@@ -233,12 +232,12 @@ class LowestFirst(Evicting):
         self._rebuild(kept, keys, values)
         a["mass"][:, : self.n_used] = np.take_along_axis(mass, kept, axis=1)
 
-    def readable(self) -> bool:
+    def arrays_valid(self) -> bool:
         mass = self.arrays["mass"]
-        return super().readable() and bool((np.isfinite(mass) & (mass >= 0)).all())
+        return super().arrays_valid() and bool((np.isfinite(mass) & (mass >= 0)).all())
 
-    def truncate(self, n: int, again: int = 0) -> int:
-        kept = super().truncate(n, again)
+    def truncate(self, n: int, n_same: int = 0) -> int:
+        kept = super().truncate(n, n_same)
         self.arrays["mass"][:, self.n_used :] = 0
         return kept
 
@@ -326,7 +325,7 @@ def half_bits(x: F32) -> npt.NDArray[np.uint16]:
 
 
 @dataclasses.dataclass(frozen=True)
-class H2OKnobs(Knobs):
+class H2OConfig(Config):
     """What `h2o` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
@@ -352,16 +351,16 @@ class H2O(LowestFirst):
     paper = "H2O, FIER's baseline; H1B-KV's SparseLLM"
     summary = "the 512 tokens of most accumulated attention and the latest 512 in f16"
     tradeoff = "tokens that no query has needed yet; favours early tokens"
-    Knobs = H2OKnobs
+    Config = H2OConfig
     decay = 1.0
 
-    def __init__(self, geometry: Geometry, knobs: H2OKnobs) -> None:
-        super().__init__(geometry, knobs)
-        self.recent = max(1, round(knobs.recent * self.slots))
+    def __init__(self, geometry: Geometry, config: H2OConfig) -> None:
+        super().__init__(geometry, config)
+        self.recent = max(1, round(config.recent * self.slots))
 
 
 @dataclasses.dataclass(frozen=True)
-class TovaKnobs(Knobs):
+class TovaConfig(Config):
     """What `tova` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
@@ -386,7 +385,7 @@ class Tova(LowestFirst):
     paper = "TOVA, FIER's baseline"
     summary = "the 1,024 tokens that outlived each query's choice of the least attended one, in f16"
     tradeoff = "tokens that a single query has no use for"
-    Knobs = TovaKnobs
+    Config = TovaConfig
     decay = 0.0
 
     def _observe(self, q: F32, p: F32) -> None:
@@ -399,12 +398,12 @@ class Tova(LowestFirst):
         super()._admit(keys, values, mass)
 
     def _share(self, mass: F32) -> None:
-        if not self.knobs.per_head:
+        if not self.config.per_head:
             mass[:] = mass.sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingKnobs(Knobs):
+class StreamingConfig(Config):
     """What `streaming` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
@@ -428,20 +427,17 @@ class Streaming(Evicting):
     paper = "StreamingLLM, FIER's baseline"
     summary = "the first 4 and the latest 1,020 tokens in f16"
     tradeoff = "everything said between the first tokens and the latest"
-    Knobs = StreamingKnobs
+    Config = StreamingConfig
 
-    def __init__(self, geometry: Geometry, knobs: StreamingKnobs) -> None:
-        super().__init__(geometry, knobs)
-        if self.evicts and self.slots <= knobs.sink:
-            raise CacheError(
-                f"kv='streaming:budget={knobs.budget:g}' is {self.slots} of {geometry.capacity} tokens, all taken "
-                f"by sink={knobs.sink}: raise the budget above it",
-                field="kv",
-                value=f"streaming:budget={knobs.budget:g}",
+    def __init__(self, geometry: Geometry, config: StreamingConfig) -> None:
+        super().__init__(geometry, config)
+        if self.evicts and self.slots <= config.sink:
+            raise bad_option(
+                "streaming", "budget", config.budget, f"more than sink={config.sink} of {geometry.capacity} tokens"
             )
 
     def _make_room(self) -> None:
-        sink, slot = self.knobs.sink, self.n_seen
+        sink, slot = self.config.sink, self.n_seen
         if slot >= self.slots:
             slot = sink + (slot - sink) % (self.slots - sink)
         self._target.fill(slot)
@@ -451,7 +447,7 @@ class Streaming(Evicting):
         """Until the ring is full."""
         return max(0, self.slots - self.n_seen)
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """In place as long as nothing has been dropped; else back to the start."""
         if n < self.n_seen:
             self.n_used = self.n_seen = n if self.n_seen <= self.slots else 0

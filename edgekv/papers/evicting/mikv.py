@@ -12,7 +12,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import Codec, in_package
-from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
+from edgekv.kvcache.config import Config, flag, number, one_of, share_of_context
 from edgekv.papers.evicting import LowestFirst, are_places, pick
 from edgekv.papers.kivi import KiviValues
 from edgekv.types import F32, I64, Array
@@ -22,7 +22,7 @@ DEMOTE_TOKENS = 512  # of a prompt, at a time: bounds the float32 copies
 
 
 @dataclasses.dataclass(frozen=True)
-class MiKVKnobs(Knobs):
+class MiKVConfig(Config):
     """What `mikv` can be set to.
 
     budget: float, default 0.25. Tokens kept in f16: above 1 a number, up to 1 a fraction of the context.
@@ -64,22 +64,22 @@ class MiKV(LowestFirst):
     paper = "MiKV; FIER, appendix C"
     summary = "a quarter of the tokens, by accumulated attention and recency, in f16; the rest in 2 bits"
     tradeoff = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
-    Knobs = MiKVKnobs
+    Config = MiKVConfig
     decay = 1.0
 
-    def __init__(self, geometry: Geometry, knobs: MiKVKnobs) -> None:
-        super().__init__(geometry, knobs)
-        self.recent = max(1, round(knobs.recent * self.slots))
-        if geometry.head_dim * knobs.bits % 8:
+    def __init__(self, geometry: Geometry, config: MiKVConfig) -> None:
+        super().__init__(geometry, config)
+        self.recent = max(1, round(config.recent * self.slots))
+        if geometry.head_dim * config.bits % 8:
             raise CacheError(
-                f"kv='mikv:bits={knobs.bits}' packs {8 // knobs.bits} elements to a byte: head_dim "
+                f"kv='mikv:bits={config.bits}' packs {8 // config.bits} elements to a byte: head_dim "
                 f"{geometry.head_dim} must be a multiple of that",
                 field="kv",
-                value=f"mikv:bits={knobs.bits}",
+                value=f"mikv:bits={config.bits}",
             )
         shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
-        self._low_keys = TokenKeys(*shape, knobs.bits, span=geometry.head_dim)
-        self._low_values = KiviValues(*shape, knobs.bits, span=geometry.head_dim)
+        self._low_keys = TokenKeys(*shape, config.bits, span=geometry.head_dim)
+        self._low_values = KiviValues(*shape, config.bits, span=geometry.head_dim)
         self.n_low = 0
 
     def layout(self) -> Layout:
@@ -110,7 +110,7 @@ class MiKV(LowestFirst):
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
-        if self.knobs.balance:
+        if self.config.balance:
             per_head = len(keys), -1, keys.shape[2]
             q_max = np.abs(queries).reshape(per_head).max(axis=1)  # (n_kv_heads, head_dim)
             k_max = np.abs(keys).max(axis=1)
@@ -154,16 +154,16 @@ class MiKV(LowestFirst):
         packed = Segment(self._low_keys, self._low_values, 0, self.n_low, 0, self._positions("low.position"))
         return [*super().segments(), *([packed] if self.n_low else [])]
 
-    def consistent(self) -> bool:
-        return super().consistent() and self.n_low == self.n_seen - self.n_used
+    def counters_valid(self) -> bool:
+        return super().counters_valid() and self.n_low == self.n_seen - self.n_used
 
-    def readable(self) -> bool:
+    def arrays_valid(self) -> bool:
         balance, places = self.arrays["balance"], self._positions("low.position")
         known = places is None or are_places(places[:, : self.n_low], self.n_seen)
-        return super().readable() and known and bool((np.isfinite(balance) & (balance > 0)).all())
+        return super().arrays_valid() and known and bool((np.isfinite(balance) & (balance > 0)).all())
 
-    def truncate(self, n: int, again: int = 0) -> int:
-        kept = super().truncate(n, again)
+    def truncate(self, n: int, n_same: int = 0) -> int:
+        kept = super().truncate(n, n_same)
         if not kept:
             self.arrays["balance"].fill(1)
         self.n_low = min(self.n_low, kept)

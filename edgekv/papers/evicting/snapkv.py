@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Layout
-from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, share_of_context, tokens
+from edgekv.kvcache.config import Config, bad_option, number, one_of, share_of_context, tokens
 from edgekv.papers.evicting import Evicting, attention_received, half_bits, highest
 from edgekv.types import F32, I32, I64
 
@@ -21,7 +20,7 @@ POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKVKnobs(Knobs):
+class SnapKVConfig(Config):
     """What `snapkv` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
@@ -42,7 +41,7 @@ class SnapKVKnobs(Knobs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel % 2 == 0:
-            raise bad_knob("snapkv", "kernel", self.kernel, "an odd number of tokens")
+            raise bad_option("snapkv", "kernel", self.kernel, "an odd number of tokens")
 
 
 class SnapKV(Evicting):
@@ -62,18 +61,14 @@ class SnapKV(Evicting):
     summary = "the latest 32 tokens and those that they attend to most, in f16"
     needs_prompt_queries = True
     tradeoff = "tokens that the latest queries had no use for"
-    Knobs = SnapKVKnobs
+    Config = SnapKVConfig
 
-    def __init__(self, geometry: Geometry, knobs: SnapKVKnobs) -> None:
-        super().__init__(geometry, knobs)
-        if self.evicts and self.slots < knobs.observe + knobs.interval:
-            raise CacheError(
-                f"kv='snapkv:budget={knobs.budget:g}' is {self.slots} of {geometry.capacity} tokens: accepted: at "
-                f"least observe + interval = {knobs.observe + knobs.interval}; raise it or lower those",
-                field="kv",
-                value=f"snapkv:budget={knobs.budget:g}",
-            )
-        self.observe = min(knobs.observe, geometry.context or geometry.capacity)
+    def __init__(self, geometry: Geometry, config: SnapKVConfig) -> None:
+        super().__init__(geometry, config)
+        if self.evicts and self.slots < config.observe + config.interval:
+            least = config.observe + config.interval
+            raise bad_option("snapkv", "budget", config.budget, f"observe + interval = {least} tokens or more")
+        self.observe = min(config.observe, geometry.context or geometry.capacity)
         self.n_observed = 0  # of the latest tokens, whose queries are held
 
     def layout(self) -> Layout:
@@ -119,7 +114,7 @@ class SnapKV(Evicting):
     def _compress(self) -> None:
         none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
         positions = self.arrays["position"][:, : self.n_used]
-        kept = self._winners(self._votes(), positions, self.slots - self.knobs.interval, self.n_seen)
+        kept = self._winners(self._votes(), positions, self.slots - self.config.interval, self.n_seen)
         self._rebuild(kept, none, none)
 
     def _votes(self) -> F32:
@@ -139,19 +134,19 @@ class SnapKV(Evicting):
 
     def _winners(self, votes: F32, positions: I32, n: int, end: int) -> I64:
         """Columns of the ``n`` tokens that stay of those with votes (n_kv_heads, columns), ``end`` seen so far."""
-        observe, kernel = self.observe, self.knobs.kernel
+        observe, kernel = self.observe, self.config.kernel
         padded = np.pad(votes[:, :-observe], ((0, 0), (kernel // 2, kernel // 2)))
-        pooled = POOLS[self.knobs.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
+        pooled = POOLS[self.config.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
         mass = np.concatenate([pooled, votes[:, -observe:]], axis=1)
         positions = np.broadcast_to(positions, votes.shape)
         return highest(mass, positions, n, self._first_visible(end), end - observe)
 
-    def consistent(self) -> bool:
-        least, most = (min(n, self.n_seen) for n in (self.slots - self.knobs.interval, self.slots))
+    def counters_valid(self) -> bool:
+        least, most = (min(n, self.n_seen) for n in (self.slots - self.config.interval, self.slots))
         used = (least if self.evicts else most) <= self.n_used <= most
         return 0 <= self.n_seen <= self.capacity and used and self.n_observed <= min(self.observe, self.n_seen)
 
-    def truncate(self, n: int, again: int = 0) -> int:
-        kept = super().truncate(n, again)
+    def truncate(self, n: int, n_same: int = 0) -> int:
+        kept = super().truncate(n, n_same)
         self.n_observed = min(self.n_observed, kept)
         return kept

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codecs import in_package
-from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
+from edgekv.kvcache.config import Config, number, one_of, tokens
 from edgekv.papers.retrieval import Index, Retrieval
 from edgekv.types import F32, Array
 
@@ -17,7 +17,7 @@ WORD = 32  # tokens per word of the index
 
 
 @dataclasses.dataclass(frozen=True)
-class FierKnobs(Knobs):
+class FierConfig(Config):
     """What `fier` can be set to.
 
     k: int, default 256. Tokens that a query attends to, by their estimated scores; 1 or more.
@@ -121,8 +121,8 @@ class Fier(Retrieval):
     paper = "FIER, eq. 5 and algorithm 1"
     summary = "f16 keys and values, 1-bit index: exact attention on the k best tokens"
     tradeoff = "memory (more than dense), and all but k tokens of each step's attention"
-    Knobs = FierKnobs
+    Config = FierConfig
 
-    def index(self, geometry: Geometry, knobs: FierKnobs) -> Index:
+    def index(self, geometry: Geometry, config: FierConfig) -> Index:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        return SignIndex(*shape, knobs.group, knobs.levels)
+        return SignIndex(*shape, config.group, config.levels)

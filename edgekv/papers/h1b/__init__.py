@@ -14,11 +14,10 @@ from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.full import FullCache
-from edgekv.kvcache.knobs import (
+from edgekv.kvcache.config import (
     LEAST_FACTOR,
     MOST_FACTOR,
-    Knobs,
+    Config,
     are_factors,
     flag,
     number,
@@ -27,6 +26,7 @@ from edgekv.kvcache.knobs import (
     require_only,
     seed,
 )
+from edgekv.kvcache.full import FullCache
 from edgekv.papers.h1b.codec import Int4, SignSketch
 from edgekv.types import F32
 
@@ -38,7 +38,7 @@ FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # summed axes of 
 
 
 @dataclasses.dataclass(frozen=True)
-class SketchKnobs(Knobs):
+class SketchConfig(Config):
     """What `h1b` and `sign_keys` can be set to.
 
     sketch_bits: int, default 256. Sign bits of a key, and of a query; a multiple of 64 from 64 to 512.
@@ -48,7 +48,6 @@ class SketchKnobs(Knobs):
     """
 
     scheme: ClassVar[str]
-    aliases: ClassVar[dict[str, str]] = {"b": "sketch_bits"}
 
     sketch_bits: int = one_of(256, range(64, 513, 64))
     tau: float = number(0.0, LEAST_FACTOR, MOST_FACTOR, or_zero=True)
@@ -62,8 +61,8 @@ class SketchKnobs(Knobs):
 
 
 @dataclasses.dataclass(frozen=True)
-class H1BKnobs(SketchKnobs):
-    """Those of `SketchKnobs`, and one more.
+class H1BConfig(SketchConfig):
+    """Those of `SketchConfig`, and one more.
 
     keys_only: bool, default False. Whether values stay in f16 (the paper's Table V) instead of 4 bits.
     """
@@ -96,12 +95,12 @@ class H1B(FullCache):
     summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
     needs_prompt_queries = True
     tradeoff = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
-    Knobs: ClassVar[type[SketchKnobs]] = H1BKnobs
+    Config: ClassVar[type[SketchConfig]] = H1BConfig
 
-    def __init__(self, geometry: Geometry, knobs: SketchKnobs) -> None:
-        super().__init__(geometry, knobs)
-        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.n_rep), knobs.tau or DEFAULT_TAU, np.float32)
-        self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
+    def __init__(self, geometry: Geometry, config: SketchConfig) -> None:
+        super().__init__(geometry, config)
+        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.n_rep), config.tau or DEFAULT_TAU, np.float32)
+        self.tau_source = "set by tau=" if config.tau else "default, no prompt was long enough to fit it"
         self.tau_scope = ""  # " in layer 0" where the layers differ
         self.n_fitted = 0  # tokens of the prompt that tau was fitted on
         self._fit_losses: npt.NDArray[np.float64] | None = None
@@ -110,10 +109,10 @@ class H1B(FullCache):
     def _tau_state(self) -> tuple[F32, str, str]:
         return self.tau.copy(), self.tau_source, self.tau_scope
 
-    def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: SketchConfig) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        self.sketch = SignSketch(*shape, knobs.sketch_bits, knobs.seed)
-        if knobs.f16_values:
+        self.sketch = SignSketch(*shape, config.sketch_bits, config.seed)
+        if config.f16_values:
             return self.sketch, F16(*shape)
         if geometry.head_dim % 2:
             raise CacheError(
@@ -128,8 +127,8 @@ class H1B(FullCache):
         """(n_kv_heads, query heads that share one)"""
         return self.sketch.tau
 
-    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
-        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first.
+    def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
+        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the options comes first.
 
         ``projection`` (sketch_bits, head_dim) and ``centre`` (n_kv_heads, head_dim) may come with it.
         """
@@ -147,7 +146,7 @@ class H1B(FullCache):
                 )
         self.sketch.set_learned(learned.get("projection"), learned.get("centre"))
         self.exact_prefill = False
-        if self.knobs.tau:
+        if self.config.tau:
             return
         tau = parameters["tau"]
         self.tau[:] = tau if tau.size == 1 else tau.reshape(self.tau.shape)
@@ -155,13 +154,13 @@ class H1B(FullCache):
         self.tau_scope = f" in layer {self.geometry.layer}" if tau.ndim else ""
         self._unfitted = self._tau_state()
 
-    def restart(self, n: int) -> int:
+    def recompute_from(self, n: int) -> int:
         """From the start where tau was fitted on tokens that go: no prompt's tau serves another one."""
         return n if n >= self.n_fitted else 0
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """What was fitted on a conversation goes with it."""
-        kept = super().truncate(n, again)
+        kept = super().truncate(n, n_same)
         if not kept:
             self.n_fitted = 0
             self.tau[:], self.tau_source, self.tau_scope = self._unfitted
@@ -171,7 +170,7 @@ class H1B(FullCache):
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         self.append_prompt(keys, values)
-        if not self.knobs.tau and keys.shape[1] >= FIT_MIN_TOKENS:
+        if not self.config.tau and keys.shape[1] >= FIT_MIN_TOKENS:
             self._fit_losses = self._losses(queries, keys)
 
     def _losses(self, queries: F32, keys: F32) -> npt.NDArray[np.float64]:
@@ -205,7 +204,7 @@ class H1B(FullCache):
         losses = [cache._fit_losses for cache in caches if cache._fit_losses is not None]
         if not losses:
             return
-        fit = caches[0].knobs.fit
+        fit = caches[0].config.fit
         summed = np.sum(losses, axis=FIT_OVER[fit], keepdims=True)  # (layers or 1, taus, g or 1, group or 1)
         best = FIT_TAUS[summed.argmin(axis=1)]
         for i, cache in enumerate(caches):
@@ -215,8 +214,8 @@ class H1B(FullCache):
             cache.tau_scope = "" if fit == "global" else f" in layer {cache.geometry.layer}"
             cache._fit_losses = None
 
-    def consistent(self) -> bool:
-        return super().consistent() and self.n_fitted <= self.n_seen
+    def counters_valid(self) -> bool:
+        return super().counters_valid() and self.n_fitted <= self.n_seen
 
     def extra_state(self) -> dict[str, Any]:
         return {
@@ -226,18 +225,18 @@ class H1B(FullCache):
             "exact_prefill": self.exact_prefill,
         }
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
-        tau = np.asarray(fitted["tau"], np.float32)
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        tau = np.asarray(extra["tau"], np.float32)
         if tau.shape != self.tau.shape or not are_factors(tau):
-            raise ValueError(f"tau {fitted['tau']}")
+            raise ValueError(f"tau {extra['tau']}")
         self.tau[:] = tau
-        self.tau_source, self.tau_scope = str(fitted["tau_source"]), str(fitted["tau_scope"])
-        self.exact_prefill = bool(fitted["exact_prefill"])
+        self.tau_source, self.tau_scope = str(extra["tau_source"]), str(extra["tau_scope"])
+        self.exact_prefill = bool(extra["exact_prefill"])
 
     def notes(self) -> list[str]:
         low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"
         tau = low if low == high else f"{low} to {high}"
-        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.knobs.sketch_bits}"]
+        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.config.sketch_bits}"]
         if self.exact_prefill:
             lines.append(
                 f"{self.name}: this model was not adapted to binary attention; expect poor text "
@@ -247,8 +246,8 @@ class H1B(FullCache):
 
 
 @dataclasses.dataclass(frozen=True)
-class SignKeysKnobs(SketchKnobs):
-    """Those of `SketchKnobs`."""
+class SignKeysConfig(SketchConfig):
+    """Those of `SketchConfig`."""
 
     scheme: ClassVar[str] = "sign_keys"
 
@@ -262,8 +261,7 @@ class SignKeys(H1B):
     """
 
     name = "sign_keys"
-    aliases = ("loki1",)
     paper = "H1B-KV's 1-bit-key baseline"
     summary = "1-bit Gaussian sketches of keys and queries, f16 values (the published Loki is PCA top-k)"
     tradeoff = "as h1b, untuned, perplexity about 4 times dense's; the values' bytes"
-    Knobs = SignKeysKnobs
+    Config = SignKeysConfig

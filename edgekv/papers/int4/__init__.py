@@ -11,7 +11,7 @@ from edgekv.kvcache.full import FullCache
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4CacheKnobs:
+class Int4CacheConfig:
     """None."""
 
 
@@ -25,13 +25,12 @@ class Int4Cache(FullCache):
 
     name = "int4"
     version = 2  # keys token by token
-    aliases = ("minicache4",)
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
     tradeoff = "precision in every key: one outlier channel sets the scale of a whole token"
-    Knobs = Int4CacheKnobs
+    Config = Int4CacheConfig
 
-    def codecs(self, geometry: Geometry, knobs: Int4CacheKnobs) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: Int4CacheConfig) -> tuple[Codec, Codec]:
         if geometry.head_dim % 2:
             raise CacheError(
                 f"kv='int4' packs two elements to a byte: head_dim {geometry.head_dim} must be even",

@@ -8,7 +8,7 @@ from typing import ClassVar
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs, in_package
-from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
+from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 
 
@@ -62,7 +62,7 @@ class KiviValues(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class KiviKnobs(Knobs):
+class KiviConfig(Config):
     """What `kivi2` can be set to.
 
     bits: int, default 2. Bits of an element of keys and values: 2 or 4.
@@ -72,7 +72,6 @@ class KiviKnobs(Knobs):
     """
 
     scheme: ClassVar[str] = "kivi2"
-    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
     bits: int = one_of(2, (2, 4))
     residual_length: int = tokens(128)
@@ -95,25 +94,27 @@ class Kivi(SinkWindowCache):
     paper = "KIVI; baseline of H1B-KV and KVComp"
     summary = "2-bit keys per channel and 32 tokens, 2-bit values per token, the last 128 tokens exact"
     tradeoff = "a bit per key element for the ranges; the values' outlier channels"
-    Knobs = KiviKnobs
+    Config = KiviConfig
 
     @classmethod
-    def window_codecs(cls, knobs: KiviKnobs) -> WindowCodecs:
+    def window_codecs(cls, config: KiviConfig) -> WindowCodecs:
         return f16_codecs
 
-    def exact_sizes(self, knobs: KiviKnobs) -> Sizes:
-        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.group)
+    def exact_sizes(self, config: KiviConfig) -> Sizes:
+        return Sizes(sink=0, residual_length=config.residual_length, block=config.group)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: KiviKnobs) -> tuple[Codec, Codec]:
-        head_dim, per_byte = geometry.head_dim, 8 // knobs.bits
+    def codecs(self, geometry: Geometry, capacity: int, config: KiviConfig) -> tuple[Codec, Codec]:
+        head_dim, per_byte = geometry.head_dim, 8 // config.bits
         if head_dim % per_byte:
             raise CacheError(
-                f"kv='kivi2:bits={knobs.bits}' packs {per_byte} elements to a byte: head_dim {head_dim} must be "
+                f"kv='kivi2:bits={config.bits}' packs {per_byte} elements to a byte: head_dim {head_dim} must be "
                 f"a multiple of {per_byte}",
                 field="kv",
-                value=f"kivi2:bits={knobs.bits}",
+                value=f"kivi2:bits={config.bits}",
             )
-        if knobs.vgroup and head_dim % knobs.vgroup:
-            raise bad_knob("kivi2", "vgroup", knobs.vgroup, f"a divisor of head_dim {head_dim}")
+        if config.vgroup and head_dim % config.vgroup:
+            raise bad_option("kivi2", "vgroup", config.vgroup, f"a divisor of head_dim {head_dim}")
         shape = geometry.n_kv_heads, capacity, head_dim
-        return KiviKeys(*shape, knobs.bits, knobs.group), KiviValues(*shape, knobs.bits, knobs.vgroup or head_dim)
+        return KiviKeys(*shape, config.bits, config.group), KiviValues(
+            *shape, config.bits, config.vgroup or head_dim
+        )

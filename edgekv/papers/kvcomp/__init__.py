@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
+from edgekv.kvcache.config import Config, number, one_of, tokens
 from edgekv.kvcache.windowed import SinkWindowCache, Sizes
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.types import F32
@@ -17,7 +17,7 @@ LEAST_STEP = 1 / 255  # codes are bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class KVCompKnobs(Knobs):
+class KVCompConfig(Config):
     """What `kvcomp` can be set to.
 
     krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block; up to
@@ -28,7 +28,6 @@ class KVCompKnobs(Knobs):
     """
 
     scheme: ClassVar[str] = "kvcomp"
-    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
     krel: float = number(0.25, LEAST_STEP, 1)
     vrel: float = number(0.25, LEAST_STEP, 1)
@@ -61,21 +60,21 @@ class KVComp(SinkWindowCache):
     paper = "KVComp, 3.1-3.3"
     summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
     tradeoff = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
-    Knobs = KVCompKnobs
+    Config = KVCompConfig
     flush_is_static = False  # the pools grow
 
-    def exact_sizes(self, knobs: KVCompKnobs) -> Sizes:
-        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.block)
+    def exact_sizes(self, config: KVCompConfig) -> Sizes:
+        return Sizes(sink=0, residual_length=config.residual_length, block=config.block)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: KVCompKnobs) -> tuple[HuffmanKeys, HuffmanValues]:
+    def codecs(self, geometry: Geometry, capacity: int, config: KVCompConfig) -> tuple[HuffmanKeys, HuffmanValues]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
-        self.keys = HuffmanKeys(*shape, knobs.block, knobs.krel)
-        self.values = HuffmanValues(*shape, knobs.block, knobs.vrel)
+        self.keys = HuffmanKeys(*shape, config.block, config.krel)
+        self.values = HuffmanValues(*shape, config.block, config.vrel)
         return self.keys, self.values
 
     def planned_bytes(self, n_tokens: int | None = None) -> int:
         """The most that they can take: every block in fixed-length codes."""
-        whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.knobs)
+        whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.config)
         return super().planned_bytes(n_tokens) + whole.keys.pool_bound + whole.values.pool_bound
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
@@ -89,23 +88,23 @@ class KVComp(SinkWindowCache):
         self.values.fit(values)
         self.append_prompt(keys, values)
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """The codebooks of a conversation go with it."""
-        kept = super().truncate(n, again)
+        kept = super().truncate(n, n_same)
         if not kept:
             self.keys.forget()
             self.values.forget()
         return kept
 
-    def readable(self) -> bool:
-        return self.keys.readable(self.n_stored) and self.values.readable(self.n_stored)
+    def arrays_valid(self) -> bool:
+        return self.keys.arrays_valid(self.n_stored) and self.values.arrays_valid(self.n_stored)
 
     def extra_state(self) -> dict[str, Any]:
         return {"keys": self.keys.extra_state(), "values": self.values.extra_state()}
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
-        self.keys.load_extra_state(fitted["keys"])
-        self.values.load_extra_state(fitted["values"])
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        self.keys.load_extra_state(extra["keys"])
+        self.values.load_extra_state(extra["values"])
 
     def notes(self) -> list[str]:
         d = self.geometry.n_kv_heads * self.geometry.head_dim

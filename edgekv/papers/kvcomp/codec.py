@@ -177,14 +177,14 @@ class HuffmanCodec(Codec):
         """As `KVCache.extra_state`: what the data decided beside the arrays."""
         return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
 
-    def load_extra_state(self, fitted: Mapping[str, int]) -> None:
-        n_encoded, n_words = int(fitted["n_encoded"]), int(fitted["pool_words"])
+    def load_extra_state(self, extra: Mapping[str, int]) -> None:
+        n_encoded, n_words = int(extra["n_encoded"]), int(extra["pool_words"])
         if not 0 <= n_encoded <= self.capacity or not 1 <= n_words <= self.pool_bound // WORD_BYTES:
             raise ValueError(f"{n_encoded} tokens in {n_words} words")
         self.n_encoded = n_encoded
         self._open_pool(n_words)
 
-    def readable(self, n_tokens: int) -> bool:
+    def arrays_valid(self, n_tokens: int) -> bool:
         """Whether the first tokens' codes lie as `encode` puts them, and the tables are those of a code.
 
         Block after block, none longer than in fixed-length codes: then there is room for what is to come.

@@ -9,13 +9,13 @@ import numpy as np
 
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codecs import in_package
-from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
+from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.papers.retrieval import Index, Retrieval
 from edgekv.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestKnobs(Knobs):
+class QuestConfig(Config):
     """What `quest` can be set to.
 
     k: int, default 512. Tokens that a query attends to, in whole pages; a multiple of ``page``.
@@ -32,7 +32,7 @@ class QuestKnobs(Knobs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k % self.page:
-            raise bad_knob("quest", "k", self.k, f"multiples of page={self.page}, in tokens")
+            raise bad_option("quest", "k", self.k, f"multiples of page={self.page}, in tokens")
 
 
 class PageIndex(Index):
@@ -75,8 +75,8 @@ class Quest(Retrieval):
     paper = "Quest (arXiv 2406.10774), FIER's baseline"
     summary = "f16 keys and values, bounds per page: exact attention on the best pages, k tokens"
     tradeoff = "memory (more than dense), and all but k tokens of each step's attention"
-    Knobs = QuestKnobs
+    Config = QuestConfig
 
-    def index(self, geometry: Geometry, knobs: QuestKnobs) -> Index:
+    def index(self, geometry: Geometry, config: QuestConfig) -> Index:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        return PageIndex(*shape, knobs.page)
+        return PageIndex(*shape, config.page)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec
-from edgekv.kvcache.knobs import Knobs, number, one_of, seed
+from edgekv.kvcache.config import Config, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span
 from edgekv.papers.visual.image_spans import TEXTS, ImageSpans
@@ -15,7 +15,7 @@ from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)
-class VisualKnobs(Knobs):
+class VisualConfig(Config):
     """What `visual1` can be set to.
 
     bits: int, default 1. Bits of an element of an image token, 1 to 8.
@@ -31,7 +31,6 @@ class VisualKnobs(Knobs):
     """
 
     scheme: ClassVar[str] = "visual1"
-    removed: ClassVar[dict[str, str]] = {"pull": "it made answers worse; leave it out"}
 
     bits: int = number(1, 1, 8)
     group: str = one_of("head", GROUPS)
@@ -64,21 +63,21 @@ class Visual1(ImageSpans):
     paper = "Visual 1-bit KV, eq. 7-9; CalibQuant"
     summary = "image tokens in 1 bit per element (or bits=2..8) between quantiles per head, text tokens in f16"
     tradeoff = "saves nothing on text: only spans that are marked visual are packed"
-    Knobs = VisualKnobs
+    Config = VisualConfig
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
-        shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
-        if knobs.group == "channel":
-            return ChannelLevels(*shape, knobs.bits), ChannelLevels(*shape, knobs.bits)
-        return LevelSpan(*shape, knobs.bits, knobs.group), LevelSpan(*shape, knobs.bits, knobs.group)
+        shape, config = (n_kv_heads, n_tokens, head_dim), self.config
+        if config.group == "channel":
+            return ChannelLevels(*shape, config.bits), ChannelLevels(*shape, config.bits)
+        return LevelSpan(*shape, config.bits, config.group), LevelSpan(*shape, config.bits, config.group)
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
         """Packs a span's keys and values (n_kv_heads, n_tokens, head_dim)."""
-        encode_span(packed, keys, values, self.knobs)
+        encode_span(packed, keys, values, self.config)
 
 
 @dataclasses.dataclass(frozen=True)
-class VisualPlanesKnobs(Knobs):
+class VisualPlanesConfig(Config):
     """What `visual=planes` can be set to.
 
     k_bits: int, default 1. Bits of a key's element of an image token: 1, 2, 3 or 4.
@@ -105,16 +104,15 @@ class VisualPlanes(ImageSpans):
     Without a marked span this is `dense`.
     """
 
-    name = VisualPlanesKnobs.scheme
-    aliases = ("visual_planes",)
+    name = VisualPlanesConfig.scheme
     paper = "ours; estimator of RaBitQ"
     summary = "image tokens in 1- to 4-bit keys and values as planes has them, text tokens in f16"
     tradeoff = "saves nothing on text: only spans that are marked visual are packed"
     block = WORD
-    Knobs = VisualPlanesKnobs
+    Config = VisualPlanesConfig
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
-        shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
-        key_scale = knobs.key_scale or KEY_SCALES[knobs.k_bits]
-        keys = CentredPlanes(*shape, bits=knobs.k_bits, key_scale=key_scale, seed=knobs.seed)
-        return keys, InterleavedValues(*shape, bits=knobs.v_bits, seed=knobs.seed)
+        shape, config = (n_kv_heads, n_tokens, head_dim), self.config
+        key_scale = config.key_scale or KEY_SCALES[config.k_bits]
+        keys = CentredPlanes(*shape, bits=config.k_bits, key_scale=key_scale, seed=config.seed)
+        return keys, InterleavedValues(*shape, bits=config.v_bits, seed=config.seed)

@@ -117,7 +117,7 @@ def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
 
 
 class Levels(Protocol):
-    """Where levels lie: fields of `VisualKnobs`."""
+    """Where levels lie: fields of `VisualConfig`."""
 
     @property
     def quantile(self) -> float: ...

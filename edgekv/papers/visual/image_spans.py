@@ -61,23 +61,23 @@ class ImageSpans(CodecStore):
     """Packs the spans that `mark_images` names, each by itself; without a marked span this is `dense`.
 
     A scheme says with `span_codecs` what a span is packed in and with `pack` how. ``block``: a span is packed as
-    far as whole blocks of so many tokens reach, and the rest of it is text. Knobs need ``text``, one of TEXTS.
+    far as whole blocks of so many tokens reach, and the rest of it is text. Config need ``text``, one of TEXTS.
     """
 
     is_lossless_when_short = True
     block: ClassVar[int] = 1
 
     @classmethod
-    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+    def codecs_used(cls, config: Any) -> set[type[Any]] | None:
         """None: spans' memory is the host's."""
         return None
 
     @classmethod
-    def is_lossless_on_text(cls, knobs: Any) -> bool:
+    def is_lossless_on_text(cls, config: Any) -> bool:
         return True
 
-    def __init__(self, geometry: Geometry, knobs: Any) -> None:
-        super().__init__(geometry, knobs)
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
         self.spans: list[Span] = []
         self._text = self._text_stores(geometry.capacity)
 
@@ -91,7 +91,7 @@ class ImageSpans(CodecStore):
             codec.encode(x, 0)
 
     def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
-        shape, store = self._shape(capacity), TEXTS[self.knobs.text]
+        shape, store = self._shape(capacity), TEXTS[self.config.text]
         return store(*shape), store(*shape)
 
     def _shape(self, capacity: int) -> tuple[int, int, int]:
@@ -121,7 +121,7 @@ class ImageSpans(CodecStore):
 
     def cut(self, n_tokens: int) -> ImageSpans:
         """With the spans that are marked here, in codecs as large as they are."""
-        small = type(self)(self.geometry.cut(n_tokens), self.knobs)
+        small = type(self)(self.geometry.cut(n_tokens), self.config)
         spans = [span for span in self.spans if span.start < n_tokens]
         small.spans = [dataclasses.replace(span, stop=min(span.stop, n_tokens)) for span in spans]
         small._text = small._text_stores(small._n_text)
@@ -251,7 +251,7 @@ class ImageSpans(CodecStore):
         every = self._runs(self.n_seen - reach, self.n_seen)
         return sum(store.bytes_of(run.stop - run.start) for run in every for store in self._stores(run))
 
-    def truncate(self, n: int, again: int = 0) -> int:
+    def truncate(self, n: int, n_same: int = 0) -> int:
         """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
         for span in self.spans:
             if span.exact and span.start < n < self.n_seen:
@@ -271,9 +271,9 @@ class ImageSpans(CodecStore):
         ]
         return {"spans": spans}
 
-    def load_extra_state(self, fitted: Mapping[str, Any]) -> None:
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
         earliest = 0
-        for start, stop, packed, exact in fitted["spans"]:
+        for start, stop, packed, exact in extra["spans"]:
             inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
             if not inside or packed % self.block or not (exact == 0 or stop - start <= exact <= packed):
                 raise ValueError(f"span {(start, stop, packed, exact)}")
@@ -287,7 +287,7 @@ class ImageSpans(CodecStore):
     def notes(self) -> list[str]:
         n_image = sum(span.stop - span.start for span in self.spans)
         if not n_image:
-            return [f"{self.name}: no span is marked visual, all tokens are in {self.knobs.text}"]
+            return [f"{self.name}: no span is marked visual, all tokens are in {self.config.text}"]
         exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
         return [
             f"{self.name}: a layer's {n_image} image tokens take {format_bytes(self.image_bytes)} "

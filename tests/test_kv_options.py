@@ -1,4 +1,4 @@
-"""Every knob of every scheme: what it accepts works, and everything else is refused in a line that says so."""
+"""Every option of every scheme: what it accepts works, and everything else is refused in a line that says so."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.knobs import declared
+from edgekv.kvcache.config import declared
 
 HEADS, TOKENS = (4, 2, 64), 230
 NUMBERS = ("-1", "nan", "inf", "-inf", "1e400", "9" * 40, "9" * 5000, "x", "", "0x10", "None")
-KNOBS = [(name, field) for name, scheme in SCHEMES.items() for field in dataclasses.fields(scheme.Knobs)]
+KNOBS = [(name, field) for name, scheme in SCHEMES.items() for field in dataclasses.fields(scheme.Config)]
 EACH = pytest.mark.parametrize(("name", "field"), KNOBS, ids=[f"{name}:{field.name}" for name, field in KNOBS])
 
 
@@ -37,18 +37,18 @@ def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[An
     wrong: dict[type, tuple[object, ...]] = {int: (True, "1", 1.0, None), float: (True, "1", None, [1.0])}
     for value in wrong.get(kind, (1, None, ["f16"])):
         with pytest.raises(CacheError, match=f"{field.name}="):
-            scheme.Knobs(**{field.name: value})
+            scheme.Config(**{field.name: value})
 
 
 @EACH
 def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[Any]) -> None:
-    """Or are refused for what stands beside them: another knob, the layer, the budget."""
+    """Or are refused for what stands beside them: another option, the layer, the budget."""
     scheme, accepts = SCHEMES[name], declared(field)
     q, k, v = draw(HEADS, TOKENS)
     for value in accepts.ends:
         assert accepts.takes(value)
         try:
-            cache = scheme(Geometry(*HEADS, TOKENS, 2, 4), scheme.Knobs(**{field.name: value}))
+            cache = scheme(Geometry(*HEADS, TOKENS, 2, 4), scheme.Config(**{field.name: value}))
         except CacheError:
             continue
         assert cache.planned_bytes() < 40 * TOKENS * HEADS[1] * HEADS[2] + (1 << 20)

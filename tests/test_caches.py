@@ -15,7 +15,7 @@ from edgekv.kvcache.recurrent import RecurrentState
 from edgekv.kvcache.sliding import ring_tokens
 from edgekv.kvcache.windowed import SinkWindowCache
 from edgekv.models.config import ShortConv
-from edgekv.server.engine import f16_bytes, held_bytes
+from edgekv.server.engine import cache_bytes
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
@@ -211,10 +211,10 @@ def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]
         assert exact.nbytes == planned or (name == "kvcomp" and exact.nbytes < planned)
         assert planned <= whole.planned_bytes()
         assert whole.nbytes <= whole.planned_bytes()
-        assert held_bytes([whole]) <= min(whole.nbytes, planned)
+        assert cache_bytes([whole])["kv_cache_bytes"] <= min(whole.nbytes, planned)
         if name.startswith("visual"):
             assert planned < (n - 32) * heads[1] * heads[2] * 4
-    assert f16_bytes([whole]) == dense_bytes(geometry)
+    assert cache_bytes([whole])["kv_cache_f16_bytes"] == dense_bytes(geometry)
 
 
 def dense_bytes(geometry: Geometry) -> int:
@@ -227,4 +227,4 @@ def dense_bytes(geometry: Geometry) -> int:
 def test_a_state_takes_the_same_whatever_its_length() -> None:
     state = RecurrentState(ShortConv(8, 3, bias=False), 100, 2)
     assert state.planned_bytes(1) == state.planned_bytes(90) == state.planned_bytes()
-    assert held_bytes([state]) == f16_bytes([state]) == 0  # of KV caches alone
+    assert set(cache_bytes([state]).values()) == {0}  # of KV caches alone

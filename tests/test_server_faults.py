@@ -18,7 +18,7 @@ from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
 from edgekv.server import limits
 from edgekv.server.answers import AnswerFormat, ChatFormat, CompletionFormat
-from edgekv.server.engine import AnswerEnd, Channel, Engine, jobs_of
+from edgekv.server.engine import AnswerEnd, Channel, Engine
 from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import FAILED, CompletionRequest, RequestError
@@ -107,16 +107,16 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
         for name, n in {"a": 100, "b": 1, "c": 2, "d": 1}.items():
             channel = Channel()
             names[channel] = name
-            engine.submit(jobs_of(channel, CompletionRequest(model="m", prompt="x", n=n), [EncodedPrompt([1])]))
+            engine.submit(channel, CompletionRequest(model="m", prompt="x", n=n), [EncodedPrompt([1])])
         with pytest.raises(RequestError, match="4 requests wait already"):
-            engine.submit(jobs_of(Channel(), CompletionRequest(model="m", prompt="x"), [EncodedPrompt([1])]))
+            engine.submit(Channel(), CompletionRequest(model="m", prompt="x"), [EncodedPrompt([1])])
         engine.start()
         while len(began) < 104:
             await asyncio.sleep(0.01)
         engine.stop()
         engine.join(30)
         with pytest.raises(RequestError, match="shutting down"):
-            engine.submit([])
+            engine.submit(Channel(), CompletionRequest(model="m", prompt="x"), [])
 
     names: dict[Channel, str] = {}
     monkeypatch.setattr(Engine, "answer", answer)

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from edgekv.errors import EdgeKVError
 from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece
 from edgekv.server.prompts import END_THINK, THINK, EncodedPrompt, RequestEncoder, ToolFormat
-from edgekv.server.requests import FAILED, ChatRequest, EmbeddingRequest, Request, RequestError
+from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, json_value, request_error
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
@@ -163,7 +163,7 @@ class AnswerParser:
         head = HEAD.match(text)
         if self._name is not None:
             self._call(self._name, text)
-        elif head and (name := _json(head[1])):
+        elif head and (name := json_value(head[1])):
             arguments = text[head.end() :]
             self._call(name, arguments[: object_end(arguments) or len(arguments)])
         elif end:
@@ -177,7 +177,7 @@ class AnswerParser:
 
     def _any_order(self, text: str) -> None:
         """A call in another order of its fields; what is no call is content."""
-        value = _json(text)
+        value = json_value(text)
         given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(given, dict) and isinstance(value.get("name"), str):
             self._call(value["name"], json.dumps(given, ensure_ascii=False))
@@ -224,14 +224,6 @@ def possible_start(text: str, mark: str) -> int:
     return 0
 
 
-def _json(text: str) -> Any:
-    """Return the value; None where the text is no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 class Answer(AnswerParser):
     """One answer as it grows, with its log probabilities, and why it ended."""
 
@@ -267,10 +259,10 @@ class Answer(AnswerParser):
 
 
 class AnswerFormat:
-    """One request's answers. In a stream: `opening`, `take` for every event, `closing`; else `take` and `whole`.
+    """One request's answers, of which n_open have not ended.
 
-    A format has its names, the text of a choice in a chunk (`delta`) and in a whole answer (`text`), and how log
-    probabilities stand there.
+    In a stream: `opening`, `take` for every event, `closing`; else `take` and `whole`. A format has its names, the
+    text of a choice in a chunk (`delta`) and in a whole answer (`text`), and how log probabilities stand there.
     """
 
     prefix: ClassVar[str]
@@ -284,13 +276,8 @@ class AnswerFormat:
         self._request, self._tokenizer = request, encoder.tokenizer
         self._base: Json = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
         self._answers = [Answer(request, prompt, encoder) for prompt in prompts for _ in range(request.n)]
-        self._usage, self._n_open = Counter[str](), len(self._answers)
+        self._usage, self.n_open = Counter[str](), len(self._answers)
         self._timings: Json = {}  # of the latest event
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last event has come."""
-        return self._n_open == 0
 
     def take(self, event: Event) -> list[Json]:
         """Take an event; return the chunks that it makes."""
@@ -304,7 +291,7 @@ class AnswerFormat:
         deltas = [self.delta(delta) for delta in answer.take(event)]
         chunks = [self._chunk(self._choice(i, d, answer.new_logprobs()), **self._timings) for d in deltas]
         if isinstance(event, AnswerEnd):
-            self._n_open -= 1
+            self.n_open -= 1
             again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted with the first answer
             self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
             last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
@@ -423,13 +410,8 @@ class EmbeddingFormat:
         self, model: str, request: EmbeddingRequest, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
     ) -> None:
         self._model, self._is_base64 = model, request.encoding_format == "base64"
-        self._n_tokens, self._n_open = sum(len(prompt.ids) for prompt in prompts), len(prompts)
+        self._n_tokens, self.n_open = sum(len(prompt.ids) for prompt in prompts), len(prompts)
         self._data: list[Json] = []
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last vector has come."""
-        return self._n_open == 0
 
     def take(self, event: Event) -> None:
         """Take a vector, as numbers or as base64 of float32."""
@@ -438,7 +420,7 @@ class EmbeddingFormat:
         if self._is_base64:
             values = base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
         self._data.append({"object": "embedding", "index": event.index, "embedding": values})
-        self._n_open -= 1
+        self.n_open -= 1
 
     def whole(self) -> Json:
         """Return all vectors."""
@@ -453,7 +435,7 @@ async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat
     """
 
     async def build() -> Json:
-        while not answers.is_done:
+        while answers.n_open:
             event = await channel.events.get()
             if isinstance(event, EdgeKVError):
                 raise event
@@ -502,8 +484,7 @@ class EventStream(Response):
             self._on_end()
 
     async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await send(start)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for line in self._lines():
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -513,11 +494,10 @@ class EventStream(Response):
         try:
             async for chunk in self._chunks():
                 yield as_event(chunk) if chunk else b": waiting\n\n"
-        except RequestError as error:
-            yield as_event(error.as_json())
-        except Exception:
-            LOG.exception("a stream failed")
-            yield as_event(RequestError(500, FAILED, "internal_error").as_json())
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                LOG.exception("a stream failed")
+            yield as_event(request_error(error).as_json())
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Json]:
@@ -525,7 +505,7 @@ class EventStream(Response):
         answers, sent_s = self._answers, time.monotonic()
         for chunk in answers.opening():
             yield chunk
-        while not answers.is_done:
+        while answers.n_open:
             chunks: list[Json] = []
             with contextlib.suppress(asyncio.TimeoutError):
                 event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)

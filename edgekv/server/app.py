@@ -22,23 +22,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
-from edgekv.server.answers import (
-    AnswerFormat,
-    ChatFormat,
-    CompletionFormat,
-    EmbeddingFormat,
-    EventStream,
-    whole_answer,
-)
-from edgekv.server.engine import Channel, Engine, jobs_of
+from edgekv.server.answers import ChatFormat, CompletionFormat, EmbeddingFormat, EventStream, whole_answer
+from edgekv.server.engine import Channel, Engine
 from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits, read_body
 from edgekv.server.requests import (
-    FAILED,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestError,
     bad_field,
+    logprob_bytes,
     parse_json,
     read,
     request_error,
@@ -55,7 +48,7 @@ PAGE_HEADERS = {  # its own scripts and style run, and nothing else does
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-ENDPOINTS: dict[str, tuple[type[Any], type[AnswerFormat] | type[EmbeddingFormat]]] = {
+ENDPOINTS: dict[str, tuple[type[Any], type[Any]]] = {
     "/v1/chat/completions": (ChatRequest, ChatFormat),
     "/v1/completions": (CompletionRequest, CompletionFormat),
     "/v1/embeddings": (EmbeddingRequest, EmbeddingFormat),
@@ -196,11 +189,9 @@ class _Server:
                 "model": session.model.summary(),
                 "chat_template": prompts.template.source,
                 "modalities": {"vision": session.model.image_token is not None, "audio": False},
-                "build_info": f"edgekv {__version__}",
                 "kv": str(self._plan.kv),
                 "weights": self._plan.weights,
                 "ctx": self._plan.ctx,
-                "max_request": self._limits.max_request,
             }
         )
 
@@ -218,9 +209,7 @@ class _Server:
         of = {} if name == self._name else {"parent": self._name}
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
-    async def answer(
-        self, kind: type[Any], form: type[AnswerFormat] | type[EmbeddingFormat], request: Request
-    ) -> Response:
+    async def answer(self, kind: type[Any], form: type[Any], request: Request) -> Response:
         """Return an answer, whole or as a stream."""
         engine = self._engine
 
@@ -238,13 +227,11 @@ class _Server:
                 given, prompts = await run_in_threadpool(encode, data)
             lora = given.model if given.model in self._loras else None  # any other name is this model's
             lengths = [len(each.ids) for each in prompts]
-            nbytes = 0
-            if not isinstance(given, EmbeddingRequest):
-                nbytes = given.logprob_bytes(lengths, self._plan.ctx, engine.max_new_tokens)
+            nbytes = logprob_bytes(given, lengths, self._plan.ctx, engine.max_new_tokens)
             body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
             channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
-            engine.submit(jobs_of(channel, given, prompts, lora))
-            if isinstance(answers, AnswerFormat) and given.stream:
+            engine.submit(channel, given, prompts, lora)
+            if given.stream:
                 return EventStream(channel, answers, held.pop_all().close)
             whole = await whole_answer(request.receive, channel, answers)
             return Response(status_code=499) if whole is None else JSONResponse(whole)
@@ -260,6 +247,5 @@ async def _as_json(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path[:60]}: {error.detail}; POST to {', '.join(ENDPOINTS)}"
         error = RequestError(error.status_code, message, "not_found")
-    fault = RequestError(500, FAILED, "internal_error")
-    refusal = request_error(error) if isinstance(error, EdgeKVError) else fault
+    refusal = request_error(error)
     return JSONResponse(refusal.as_json(), refusal.status, headers=refusal.headers)

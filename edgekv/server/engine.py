@@ -28,14 +28,7 @@ from edgekv.kvcache.recurrent import attending
 from edgekv.power.energy import PowerSource
 from edgekv.power.sampler import PowerSampler
 from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder, tools_grammar
-from edgekv.server.requests import (
-    FAILED,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RequestError,
-    request_error,
-)
+from edgekv.server.requests import AnyRequest, ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 from edgekv.text.template import ChatTemplate
 from edgekv.vision.model import Prompt
 
@@ -114,22 +107,11 @@ class Job:
     """
 
     channel: Channel
-    request: ChatRequest | CompletionRequest | EmbeddingRequest
+    request: AnyRequest
     prompt: EncodedPrompt
-    index: int = 0
-    choice: int = 0
-    lora: str | None = None
-
-
-def jobs_of(
-    channel: Channel,
-    request: ChatRequest | CompletionRequest | EmbeddingRequest,
-    prompts: Sequence[EncodedPrompt],
-    lora: str | None = None,
-) -> list[Job]:
-    """Return n answers to each prompt, in OpenAI's order."""
-    pairs = [(prompt, choice) for prompt in prompts for choice in range(request.n)]
-    return [Job(channel, request, prompt, i, choice, lora) for i, (prompt, choice) in enumerate(pairs)]
+    choice: int
+    index: int
+    lora: str | None
 
 
 COUNTERS = {
@@ -327,7 +309,6 @@ class Engine:
             threading.Thread(target=self._run, name=f"edgekv-slot-{i}", daemon=True) for i in range(slots)
         ]
         self._count_jobs()
-        self._count_sessions()
 
     def start(self) -> None:
         """Starts the threads."""
@@ -349,8 +330,14 @@ class Engine:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue one request's answers. Raises RequestError: 429 where the queue is full, 503 after `stop`."""
+    def submit(
+        self, channel: Channel, request: AnyRequest, prompts: Sequence[EncodedPrompt], lora: str | None = None
+    ) -> None:
+        """Queue n answers to each prompt, in OpenAI's order.
+
+        Raises RequestError: 429 where the queue is full, 503 after `stop`.
+        """
+        pairs = [(prompt, choice) for prompt in prompts for choice in range(request.n)]
         with self._changed:
             if self._stopping:
                 raise _stopped()
@@ -358,7 +345,7 @@ class Engine:
             if sum(jobs[0].index == 0 for jobs in self._queue) >= self._queue_limit:
                 message = f"{self._queue_limit} requests wait already: try again later"
                 raise RequestError(429, message, "queue_full")
-            self._queue.append(deque(jobs))
+            self._queue.append(deque(Job(channel, request, *pair, i, lora) for i, pair in enumerate(pairs)))
             self._changed.notify_all()
             self._count_jobs()
 
@@ -382,30 +369,24 @@ class Engine:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            end = self._ended(job)
+            end: Event | None = None
+            try:
+                end = self.answer(job)
+            except Cancelled:
+                pass
+            except BaseException as error:  # a panic of a Rust library is no Exception; the slot goes on
+                end = request_error(error, job.request.names)
+                if end.code == "internal_error":
+                    LOG.exception("an answer failed")
+                elif end.status >= 500:
+                    LOG.warning("an answer failed: %s", error)
             with self._changed:
                 self._active.remove(job)
                 self._count_jobs()
-            self._count_sessions()
             if end is not None:
                 job.channel.emit(end)
             if isinstance(end, EdgeKVError):
                 job.channel.cancelled.set()  # the request's other answers
-
-    def _ended(self, job: Job) -> AnswerEnd | EmbeddingVector | RequestError | None:
-        """Make the answer; return its last event, None where nobody waits for it."""
-        try:
-            return self.answer(job)
-        except Cancelled:
-            return None
-        except EdgeKVError as error:
-            refusal = request_error(error, job.request.names)
-            if refusal.status >= 500:
-                LOG.warning("an answer failed: %s", error)
-            return refusal
-        except BaseException:  # a panic of a Rust library is no Exception; the slot goes on
-            LOG.exception("an answer failed")
-            return RequestError(500, FAILED, "internal_error")
 
     def _next(self) -> Job | None:
         """Wait for a job whose client is still there; None: the end. Requests take turns, answer by answer."""
@@ -430,13 +411,9 @@ class Engine:
 
     def _count_jobs(self) -> None:
         self.metrics.record(queue_length=len(self._queue), active=len(self._active))
-
-    def _count_sessions(self) -> None:
         self.metrics.record(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
-    def _generate(
-        self, job: Job, request: ChatRequest | CompletionRequest, session: Session, new: Prompt
-    ) -> AnswerEnd:
+    def _generate(self, job: Job, request: Request, session: Session, new: Prompt) -> AnswerEnd:
         prompts, made, n_sent = self.prompts, list[Step](), 0  # of these
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
         params = request.sampling(self.sampling, job.choice)
@@ -472,7 +449,7 @@ class Engine:
                     if not made:
                         decoding.enter_context(self._metered(session))
                     made.append(step)
-                    timings.add_token()
+                    timings.made_s.append(time.perf_counter())
                     text = step.text + (prompts.marks.get(step.token, "") if is_chat else "")
                     if text:
                         emit(text, len(made))
@@ -483,7 +460,7 @@ class Engine:
             emit("", n_kept)
         return AnswerEnd(job.index, made[-1].finish_reason or "length", usage, current(True))
 
-    def _constraint(self, request: ChatRequest | CompletionRequest, session: Session) -> Constraint | None:
+    def _constraint(self, request: Request, session: Session) -> Constraint | None:
         tokenizer, vocab_size, tools = self.prompts.tokenizer, session.config.vocab_size, request.tools_allowed
         param = request.names["json_schema"]
         try:
@@ -552,17 +529,13 @@ class Timings:
     def __init__(self, session: Session, n_prompt: int) -> None:
         self._session, self._n_prompt = session, n_prompt
         self._begun_s = self._counted_s = time.perf_counter()
-        self._made_s: list[float] = []  # when each token was made
+        self.made_s: list[float] = []  # when each token was made
         self._bytes: dict[str, int] = {}
 
     @property
     def n_cached(self) -> int:
         """Tokens of the prompt that need not be computed, once it is being read."""
         return max(0, self._n_prompt - self._session.n_read)
-
-    def add_token(self) -> None:
-        """Count a token."""
-        self._made_s.append(time.perf_counter())
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
         """Return the values after a layer of the prompt; None where they were told a moment ago."""
@@ -575,8 +548,8 @@ class Timings:
     def as_json(self, count_bytes: bool) -> dict[str, Any]:
         """Return counts, milliseconds and bytes, which are counted again at once or after INTERVAL_S."""
         self._count_bytes(count_bytes)
-        first_s, n_made = self._made_s[0], len(self._made_s)
-        writing_s = self._made_s[-1] - first_s
+        first_s, n_made = self.made_s[0], len(self.made_s)
+        writing_s = self.made_s[-1] - first_s
         return {
             "cache_n": self.n_cached,
             "prompt_n": self._n_prompt - self.n_cached,
@@ -592,18 +565,14 @@ class Timings:
         now = time.perf_counter()
         if not at_once and now - self._counted_s < INTERVAL_S:
             return False
-        caches, self._counted_s = self._session.caches, now
-        self._bytes = {"kv_cache_bytes": held_bytes(caches), "kv_cache_f16_bytes": f16_bytes(caches)}
+        self._bytes, self._counted_s = cache_bytes(self._session.caches), now
         return True
 
 
-def held_bytes(caches: Sequence[LayerState]) -> int:
-    """Bytes of the tokens that caches hold, without what is set aside for more of them."""
-    held = [cache for cache in attending(caches) if cache.n_seen]
-    return sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held)
-
-
-def f16_bytes(caches: Sequence[LayerState]) -> int:
-    """Bytes that the same tokens take in the plain cache."""
-    plain, held = CacheSpec.parse(EXACT), [cache for cache in attending(caches) if cache.n_seen]
-    return sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in held)
+def cache_bytes(caches: Sequence[LayerState]) -> dict[str, int]:
+    """Return what the tokens in caches take, without what is set aside for more of them, and what f16 would."""
+    held, plain = [cache for cache in attending(caches) if cache.n_seen], CacheSpec.parse(EXACT)
+    return {
+        "kv_cache_bytes": sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held),
+        "kv_cache_f16_bytes": sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in held),
+    }

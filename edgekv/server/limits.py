@@ -26,7 +26,7 @@ LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
 DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
 LOG_INTERVAL_S = 60.0  # between two lines of the same kind
 ENDING_S = 0.3  # for the last events of answers when the server ends
-GRACE_S = 2.0  # for the answer that says a request came too slowly, and for a closed connection's last bytes
+GRACE_S = 2.0  # for the answer that says a request came too slowly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,8 @@ class BoundedProtocol(H11Protocol):
     awaited: all whose next request has not come whole, the oldest first.
     """
 
-    def __init__(
-        self, timeout_s: float, max_open: int, awaited: dict[BoundedProtocol, None], **options: Any
-    ) -> None:
-        super().__init__(**options)
+    def __init__(self, timeout_s: float, max_open: int, awaited: dict[BoundedProtocol, None], **more: Any) -> None:
+        super().__init__(**more)
         self._timeout_s, self._max_open, self._awaited = timeout_s, max_open, awaited
         self._request_due_s = self._reading_due_s = math.inf
 
@@ -166,11 +164,6 @@ class BoundedProtocol(H11Protocol):
         """asyncio: the client has read."""
         super().resume_writing()
         self._reading_due_s = math.inf
-
-    def timeout_keep_alive_handler(self) -> None:
-        """uvicorn: no further request came."""
-        super().timeout_keep_alive_handler()
-        self._reading_due_s = time.monotonic() + GRACE_S  # close() alone waits for the client to read
 
     def _await_request(self) -> None:
         self._awaited.setdefault(self)

@@ -15,15 +15,7 @@ from typing import Any
 
 from edgekv.engine.matcher import COMPACT
 from edgekv.engine.session import Session
-from edgekv.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    Function,
-    RequestError,
-    Tools,
-    listed,
-)
+from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, listed
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import picture_of
@@ -38,10 +30,9 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's token ids.
+    """A prompt's token ids. thinks: the answer begins within the model's reasoning.
 
-    thinks: the answer begins within the model's reasoning. images: the bytes of
-    files, in the order of their places among the ids.
+    images: the bytes of files, in the order of their places among the ids.
     """
 
     ids: list[int]
@@ -65,7 +56,7 @@ class RequestEncoder:
         self._answers: OrderedDict[str, array[int]] = OrderedDict()  # text -> its tokens as generated
         self._lock = threading.Lock()
 
-    def encode(self, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[EncodedPrompt]:
+    def encode(self, request: AnyRequest) -> list[EncodedPrompt]:
         """Return the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
@@ -88,7 +79,9 @@ class RequestEncoder:
                 self._answers.popitem(last=False)
 
     def _chat(self, request: ChatRequest) -> EncodedPrompt:
-        names, tools, messages = request.template_names, request.tools_allowed, request.turns()
+        tools, messages, effort = request.tools_allowed, request.turns(), request.reasoning_effort
+        names = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        names |= request.chat_template_kwargs or {}
         if self.template.knows_tools:
             names |= {"tools": declared(tools.functions) if tools else None}
         else:

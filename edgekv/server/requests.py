@@ -26,9 +26,7 @@ MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16,
 LEVELS = 128  # of lists and objects in each other
 LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
 FAILED = "the server failed on this request; its log says why"
-SAMPLING = [
-    each.name for each in dataclasses.fields(SamplingParams) if each.name not in ("seed", "repetition_window")
-]
+SAMPLING = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("seed", "repetition_window")]
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 T = TypeVar("T", bound=Struct)
 
@@ -61,13 +59,15 @@ def bad_field(name: str, value: Any, accepted: str) -> RequestError:
     return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
 
 
-def request_error(error: EdgeKVError, names: Mapping[str, str] | None = None) -> RequestError:
-    """Return the library's error as an answer: 503 where memory is short or a pass was interrupted, else 400.
+def request_error(error: BaseException, names: Mapping[str, str] | None = None) -> RequestError:
+    """Return an error as an answer: 503 where memory is short or a pass was interrupted, 500 for our own fault.
 
     names: the endpoint's fields by the library's parameters.
     """
     if isinstance(error, RequestError):
         return error
+    if not isinstance(error, EdgeKVError):
+        return RequestError(500, FAILED, "internal_error")
     if isinstance(error, (MemoryBudgetError, SessionError)):
         code = "overloaded" if isinstance(error, MemoryBudgetError) else "interrupted"
         return RequestError(503, str(error), code)
@@ -102,10 +102,7 @@ class CalledFunction(StrictStruct):
 
     def as_turn(self) -> dict[str, Any]:
         """Return what templates take: the object that the JSON holds; a text without one stays as it is."""
-        try:
-            value = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            value = None
+        value = json_value(self.arguments)
         return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
 
 
@@ -290,16 +287,6 @@ class Request(StrictStruct, kw_only=True):
         """The tools in the prompt, if any."""
         return None
 
-    def logprob_bytes(self, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
-        """Return the most that log probabilities take in memory.
-
-        lengths: of the prompts. max_new_tokens: of an answer where the request has no limit.
-        """
-        if self.n_logprobs is None:
-            return 0
-        n_tokens = sum(min(self.max_tokens or max_new_tokens, ctx - length + 1) for length in lengths)
-        return LOGPROB_BYTES * (1 + self.n_logprobs) * self.n * n_tokens
-
 
 class ChatRequest(Request, kw_only=True):
     """POST /v1/chat/completions."""
@@ -340,13 +327,6 @@ class ChatRequest(Request, kw_only=True):
     def images(self) -> list[str]:
         """Data URLs in the order of the messages."""
         return [url for message in self.messages for url in message.images]
-
-    @property
-    def template_names(self) -> dict[str, Any]:
-        """Variables for the chat template."""
-        effort = self.reasoning_effort
-        names = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return names | (self.chat_template_kwargs or {})
 
     @property
     def n_logprobs(self) -> int | None:
@@ -391,13 +371,25 @@ class EmbeddingRequest(StrictStruct):
     """POST /v1/embeddings."""
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
-    n: ClassVar[int] = 1
+    n: ClassVar = 1
+    stream: ClassVar = False
 
     model: str
     input: Texts
     encoding_format: Annotated[str, Meta(pattern=r"^(float|base64)\Z")] = "float"
     dimensions: Positive | None = None
     user: Any = None
+
+
+AnyRequest = Request | EmbeddingRequest
+
+
+def logprob_bytes(request: AnyRequest, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
+    """Return the most that log probabilities take in memory, beside prompts of these lengths."""
+    if isinstance(request, EmbeddingRequest) or request.n_logprobs is None:
+        return 0
+    n_tokens = sum(min(request.max_tokens or max_new_tokens, ctx - length + 1) for length in lengths)
+    return LOGPROB_BYTES * (1 + request.n_logprobs) * request.n * n_tokens
 
 
 def parse_json(data: bytes | bytearray) -> Any:
@@ -417,6 +409,14 @@ def parse_json(data: bytes | bytearray) -> Any:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
     return value
+
+
+def json_value(text: str) -> Any:
+    """Return what a text holds; None where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:

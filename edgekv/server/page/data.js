@@ -36,20 +36,13 @@ function readSettings() {
   try { return JSON.parse(localStorage.getItem("edgekv")) ?? {}; } catch { return {}; }
 }
 
-function writeSettings(settings) {
-  try { localStorage.setItem("edgekv", JSON.stringify(settings)); } catch { /* kept for this page */ }
-}
-
 function newConversation() {
   const now = Date.now();
   return {id: crypto.randomUUID?.() ?? `${now}-${Math.random()}`, title: "", updated: now, used: 0, messages: []};
 }
 
-class ServerError extends Error {
-  constructor(error) {
-    super(error?.message ?? "the server does not answer");
-    this.code = error?.code;
-  }
+function serverError(error) {
+  return Object.assign(new Error(error?.message ?? "the server does not answer"), {code: error?.code});
 }
 
 function headers() {
@@ -57,13 +50,13 @@ function headers() {
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 
-// The chunks of an answer. Raises ServerError, and AbortError where the signal is given.
+// The chunks of an answer. Raises the server's error, and AbortError where the signal is given.
 async function* answer(body, signal) {
   const asks = {stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true};
   const response = await fetch("/v1/chat/completions", {
     method: "POST", headers: headers(), signal, body: JSON.stringify({...body, ...asks}),
   });
-  if (!response.ok) throw new ServerError((await response.json().catch(() => null))?.error);
+  if (!response.ok) throw serverError((await response.json().catch(() => null))?.error);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -74,7 +67,7 @@ async function* answer(body, signal) {
     for (const part of parts) {
       if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
       const event = JSON.parse(part.slice(6));
-      if (event.error) throw new ServerError(event.error);
+      if (event.error) throw serverError(event.error);
       yield event;
     }
   }

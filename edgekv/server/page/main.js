@@ -189,7 +189,7 @@ const FIELDS = ["temperature", "max-tokens", "system"];
 
 function settingsChanged() {
   settings = Object.fromEntries([...FIELDS, "lora"].map(id => [id, $(id).checkValidity() ? $(id).value : ""]));
-  writeSettings(settings);
+  try { localStorage.setItem("edgekv", JSON.stringify(settings)); } catch { /* kept for this page */ }
 }
 
 function closeMenu() {

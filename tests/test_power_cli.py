@@ -35,8 +35,10 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "--json", "--seconds", "1"]) == 0
+def test_json_and_live(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--seconds", "0.3"]) == 0
+    assert "rpi-pmic  4.00 W" in capsys.readouterr().out
+    assert main(["power", "--json", "--seconds", "0.3"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["meter"]["meter"] == "rpi-pmic"
     assert facts["power"]["average_w"] == pytest.approx(4.0)
@@ -124,7 +126,7 @@ def test_record_on_a_pi_from_the_outside(tmp_path: pathlib.Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 9, stderr.decode()
-    assert b"the sum of 12 rails" in stderr
+    assert b"the sum of 5 rails" in stderr
     assert b"at the wall = 1.1451 x sum + 0.5879 W" in stderr
     _, watts, _ = read_log(path)
     assert watts == pytest.approx(trees.PMIC_W, abs=1e-3)
@@ -166,20 +168,19 @@ def test_doctor_says_how_to_get_permission(tmp_path: pathlib.Path, monkeypatch: 
     text = "\n".join(line for _, line in diagnosis(survey(tmp_path), tmp_path))
     assert "usermod -aG video" in text
     assert "99-edgekv-power.rules /etc/udev/rules.d/" in text
-    assert "nothing can be measured here" in text
 
 
 # edgekv run --power
 
 
 def run(*arguments: str) -> int:
-    return main(["run", "--prompt", "It was a dark night", "--max-new-tokens", "60", *arguments])
+    return main(["run", "--prompt", "It was a dark night", "--max-new-tokens", "40", *arguments])
 
 
 @pytest.mark.usefixtures("steady")
 def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    assert run("--power", "--power-idle", "1", "--json", str(path)) == 0
+    assert run("--power", "--power-idle", "0.3", "--json", str(path)) == 0
     err = capsys.readouterr().err
     assert "power       rpi-pmic: total; a made-up board" in err
     assert "idle        4 W" in err
@@ -187,41 +188,35 @@ def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.Cap
     facts = json.loads(path.read_text())["energy"]
     decode = facts["phases"]["decode"]
     assert facts["phases"]["prefill"]["tokens"] == 6
-    assert decode["tokens"] == 59
+    assert decode["tokens"] == 39
     assert facts["idle"]["watts"] == pytest.approx(4.0)
     if decode["joules"] is None:  # a machine too busy to take two samples in it
         assert "samples in" in decode["reason"]
     else:
-        assert decode["mj_per_token"] == pytest.approx(4000 * decode["seconds"] / 59)
+        assert decode["mj_per_token"] == pytest.approx(4000 * decode["seconds"] / 39)
         assert decode["net_j"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.usefixtures("bare")
-def test_run_without_a_sensor_says_why(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "report.json"
-    assert run("--power", "--json", str(path)) == 0
-    err = capsys.readouterr().err
+def test_run_without_a_sensor_with_an_estimate_and_with_a_meter_s_log(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, begun = tmp_path / "log.csv", time.time() - 60
+    log.write_text("time,watts\n" + "".join(f"{begun + 0.01 * i:.3f},3.5\n" for i in range(60_000)))
+
+    def decode(*options: str) -> tuple[str, dict[str, float]]:
+        assert run(*options, "--power-idle", "0.1", "--json", str(tmp_path / "report.json")) == 0
+        facts = json.loads((tmp_path / "report.json").read_text())["energy"]
+        return capsys.readouterr().err, facts["phases"]["decode"]
+
+    err, found = decode("--power")
     assert "energy      n/a: no power sensor" in err
     assert "power doctor" in err
-    phases = json.loads(path.read_text())["energy"]["phases"]
-    assert phases["decode"]["joules"] is phases["decode"]["mj_per_token"] is None
-
-
-def test_run_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--power-estimate", "6.5") == 0
-    err = capsys.readouterr().err
+    assert found["joules"] is found["mj_per_token"] is None
+    err, found = decode("--power-estimate", "6.5")
     assert "power       estimate; a stated 6.5 W, not measured" in err
     assert err.count("ESTIMATE") == 2
     assert "energy  " not in err
-
-
-def test_run_with_a_meter_s_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "log.csv"
-    begun = time.time()
-    lines = [f"{begun - 60 + 0.01 * i:.3f},3.5" for i in range(60_000)]
-    path.write_text("time,watts\n" + "\n".join(lines))
-    report = tmp_path / "report.json"
-    assert run("--power-csv", str(path), "--power-idle", "0.1", "--json", str(report)) == 0
-    decode = json.loads(report.read_text())["energy"]["phases"]["decode"]
-    assert decode["joules"] == pytest.approx(3.5 * decode["seconds"])
-    assert "what the external meter measures (log.csv)" in capsys.readouterr().err
+    err, found = decode("--power-csv", str(log))
+    assert found["joules"] == pytest.approx(3.5 * found["seconds"])
+    assert "what the external meter measures (log.csv)" in err

@@ -53,16 +53,13 @@ def test_power_and_counter_of_known_signals_within_the_stated_error(signal: str)
 
 
 def test_a_gap_is_shown_and_bounded() -> None:
-    watts, joules = SIGNALS["square"]
-    times = np.arange(0, 15, 0.02)
+    (watts, joules), times = SIGNALS["square"], np.arange(0, 15, 0.02)
+    whole = trace_of(times, watts(times)).window(START, END)
     times = times[(times < 4.99) | (times > 8.29)]
     window = trace_of(times, watts(times)).window(START, END)
-    whole = trace_of(np.arange(0, 15, 0.02), watts(np.arange(0, 15, 0.02))).window(START, END)
-    exact = joules(END) - joules(START)
-    assert window.longest_gap_s == window.gap_s == pytest.approx(3.32)
-    assert abs(window.joules - exact) <= window.error_j
+    assert (window.longest_gap_s, window.gap_s, whole.gap_s) == (pytest.approx(3.32), pytest.approx(3.32), 0)
+    assert abs(window.joules - (joules(END) - joules(START))) <= window.error_j
     assert window.error_j > whole.error_j + 3.2 * 3.0  # anything between 3 and 9 W may have happened
-    assert whole.gap_s == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -93,13 +90,12 @@ def test_too_few_samples_are_no_measurement() -> None:
 
 def test_rails_and_their_total() -> None:
     times = np.arange(0, 15, 0.02)
-    power = np.stack([np.full_like(times, 2.0), np.full_like(times, 3.0), np.full_like(times, 1.0)], axis=1)
+    power = np.broadcast_to([2.0, 3.0, 1.0], (len(times), 3)).copy()
     power[100, 2] = np.nan  # a side rail that failed once
     nothing = np.full_like(power, np.nan)
     window = Trace(times, power, nothing, ("cpu", "gpu", "inside"), ("cpu", "gpu")).window(START, END)
-    assert window.joules == pytest.approx(50)
     assert window.rails_j == {"cpu": pytest.approx(20), "gpu": pytest.approx(30)}
-    assert window.peak_w == pytest.approx(5)
+    assert (window.joules, window.peak_w) == (pytest.approx(50), pytest.approx(5))
     assert window.rate_hz == pytest.approx(50, rel=0.01)
 
 
@@ -217,24 +213,18 @@ def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pa
             clock.now = 15.0
             raise KeyboardInterrupt
     report = meter.report()
-    assert report.idle is None
+    assert report.idle is report.phases["decode"].net_j is None
     assert report.phases["decode"].joules == pytest.approx(27.0)
-    assert report.phases["decode"].net_j is None
 
 
 def test_an_estimate_says_so_everywhere(clock: Clock, tmp_path: pathlib.Path) -> None:
-    with (
-        EnergyMeter(Estimate(4.0), idle_s=5.0, root=tmp_path, clock=clock) as meter,
-        meter.phase("decode", tokens=2),
-    ):
+    meter = EnergyMeter(Estimate(4.0), idle_s=5.0, root=tmp_path, clock=clock)
+    with meter, meter.phase("decode", tokens=2):
         clock.now += 3.0
     report = meter.report()
-    assert report.about.estimate
-    assert report.idle is None
+    assert report.idle is report.phases["decode"].error_j is None
     assert report.phases["decode"].mj_per_token == pytest.approx(6000.0)
-    assert report.phases["decode"].peak_w is report.phases["decode"].error_j is None
     assert [topic for topic, _ in report.rows()] == ["power", "ESTIMATE"]
-    assert "not measured" in report.rows()[0][1]
     for watts in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(PowerError, match="--power-estimate"):
             Estimate(watts)
@@ -264,12 +254,6 @@ def write_log(path: pathlib.Path, times: F64, watts: F64, form: str = "header") 
     return path
 
 
-@pytest.fixture
-def five_seconds(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A log of 2 W."""
-    return write_log(tmp_path / "log.csv", UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_log_is_aligned_by_its_timestamps(form: str, tmp_path: pathlib.Path, clock: Clock) -> None:
     times = UNIX + np.arange(0, 20, 0.1)
@@ -287,28 +271,20 @@ def test_a_log_is_aligned_by_its_timestamps(form: str, tmp_path: pathlib.Path, c
     assert report.about.meter == "csv"
 
 
-def test_a_log_that_does_not_cover_the_run(five_seconds: pathlib.Path, clock: Clock) -> None:
-    log = CsvLog(five_seconds, wall_clock=lambda: UNIX + 100 + clock.now, clock=clock)
-    log.start()
-    log.stop()
-    with pytest.raises(PowerError, match=r"covers \d\d:\d\d:\d\d to .*, this ran"):
-        log.window(10.0, 20.0)
-
-
-def test_half_written_and_broken_lines_are_lost(five_seconds: pathlib.Path, clock: Clock) -> None:
-    whole = five_seconds.read_text()
-    five_seconds.write_text(f"# a meter\n{whole}{UNIX},nan\nwhat,ever\n{UNIX + 5:.3f}")
-    log = CsvLog(five_seconds, wall_clock=lambda: UNIX + clock.now, clock=clock)
+def test_half_written_lines_are_lost_and_a_clock_that_was_set_is_noted(
+    tmp_path: pathlib.Path, clock: Clock
+) -> None:
+    times, offset = UNIX + np.arange(0, 5, 0.1), [UNIX]
+    path = write_log(tmp_path / "log.csv", times, np.full(50, 2.0))
+    path.write_text(f"# a meter\n{path.read_text()}{UNIX},nan\nwhat,ever\n{UNIX + 5:.3f}")
+    log = CsvLog(path, wall_clock=lambda: offset[0] + clock.now, clock=clock)
     log.start()
     log.stop()
     assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
     assert log.about().losses == {"lines that are not a time and watts": 3}
-
-
-def test_a_clock_that_was_set_is_noted(five_seconds: pathlib.Path, clock: Clock) -> None:
-    offset = [UNIX]
-    log = CsvLog(five_seconds, wall_clock=lambda: offset[0] + clock.now, clock=clock)
-    log.start()
+    with pytest.raises(PowerError, match=r"covers \d\d:\d\d:\d\d to .*, this ran"):
+        log.window(100.0, 200.0)
+    assert log.about().notes == ()
     offset[0] += 3.0
     log.stop()
     assert "set by +3.00 s" in log.about().notes[0]

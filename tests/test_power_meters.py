@@ -1,7 +1,6 @@
 """Every sensor over made-up trees, commands and libraries: rails, totals, faults, limits on the clocks."""
 
 import json
-import os
 import pathlib
 import re
 import sys
@@ -24,7 +23,6 @@ from edgekv.power.meters import (
     EnergyCounter,
     Ina238,
     Ina3221,
-    Ina3221Iio,
     MeterAbsent,
     MeterRefused,
     NumberFile,
@@ -32,7 +30,6 @@ from edgekv.power.meters import (
     Rapl,
     RpiPmic,
     Throttle,
-    parse_pmic,
 )
 
 PROFILES = pathlib.Path(__file__).resolve().parent.parent / "power" / "boards"
@@ -50,24 +47,17 @@ def pi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
 def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
     trees.fake_vcgencmd(pi, trees.pmic_script())
     meter = RpiPmic.probe()
-    assert len(meter.rails) == 12
+    assert meter.rails == ("3V7_WL_SW", "3V3_SYS", "1V1_SYS", "0V8_SW", "VDD_CORE")
     assert meter.read().power_w["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
     assert trees.total_w(meter) == pytest.approx(trees.PMIC_W, abs=1e-4)
-    assert meter.correction.joules(10.0, 1.0) == pytest.approx(1.1451 * 10 + 0.5879)
     other = re.sub(r"\((\d+)\)", lambda match: f"({99 - int(match[1])})", trees.PMIC.replace("0V8_SW", "0V8_SYS"))
-    trees.fake_vcgencmd(pi, trees.pmic_script(other))  # early firmware, other indices
+    bad = ["garbage", "VDD_X_A current(1)=", "VDD_Y_V volt(2)=nanV", "VDD_Z_A volt(3)=1.0V"]
+    trees.fake_vcgencmd(pi, trees.pmic_script("\n".join([*bad, other])))  # early firmware, other indices
     assert "0V8_SYS" in RpiPmic.probe().rails
     assert trees.total_w(RpiPmic.probe()) == pytest.approx(trees.PMIC_W, abs=1e-4)
-    trees.fake_vcgencmd(pi, trees.pmic_script(re.sub(r".*HDMI_V.*\n", "", trees.PMIC)))
-    with pytest.raises(ValueError, match="left out HDMI"):
+    trees.fake_vcgencmd(pi, trees.pmic_script(re.sub(r".*3V3_SYS_V.*\n", "", trees.PMIC)))
+    with pytest.raises(ValueError, match="left out 3V3_SYS"):
         meter.read()
-
-
-def test_pi_5_malformed_lines_and_missing_rails() -> None:
-    lines = trees.PMIC.splitlines()
-    bad = ["garbage", "", "VDD_X_A current(1)=", "VDD_Y_V volt(2)=nanV", "VDD_Z_A volt(3)=1.0V"]
-    assert list(parse_pmic("\n".join([*bad, lines[7], lines[19]]))) == ["VDD_CORE"]
-    assert "VDD_CORE" not in parse_pmic("\n".join(lines[:7] + lines[8:]))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,6 @@ def test_pi_5_malformed_lines_and_missing_rails() -> None:
     [
         ("""echo 'error=1 error_msg="Command not registered"'""", MeterAbsent, "only the Pi 5"),
         ("echo 'VCHI initialization failed' >&2; exit 255", MeterRefused, "usermod -aG video"),
-        ('echo "Can\'t open device file: /dev/vcio"; exit 255', MeterRefused, "usermod -aG video"),
         ("exit 3", MeterRefused, "exit status 3"),
         ("echo nothing useful", MeterRefused, "no line of pmic_read_adc"),
     ],
@@ -110,6 +99,10 @@ BOARDS = {
         NVIDIA.format("AGX Orin"),
         *("jetson-agx-orin", trees.AGX_ORIN, "ina3221", ["VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"], 4 + 2 + 4),
     ),
+    "no input rail": (
+        "an older carrier",
+        *(None, trees.iio("1-0040", {0: ("GPU", 1000), 1: ("CPU", 2000)}), "ina3221-iio", ["GPU", "CPU"], 3),
+    ),
     "thor": (NVIDIA.format("AGX Thor"), None, trees.ina238() | trees.ORIN_NANO, "ina238", ["VIN"], 41.5),
 }
 
@@ -124,14 +117,6 @@ def test_every_jetson(name: str, tmp_path: pathlib.Path) -> None:
     board = find_profile(root)
     assert board == (profile and json.loads((PROFILES / f"{profile}.json").read_text()))
     assert board is None or meter.name in board["meters"]
-
-
-def test_rails_that_overlap_are_read_and_not_added(tmp_path: pathlib.Path) -> None:
-    meter = Ina3221.probe(trees.write_tree(tmp_path / "agx", trees.AGX_ORIN))
-    assert set(meter.rails) == {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
-    assert meter.read().power_w["VDDQ_VDD2_1V8AO"] == pytest.approx(1.5)
-    tree = trees.iio("1-0040", {0: ("GPU", 1000), 1: ("CPU", 2000), 2: ("SOC", 3000)})  # no input rail: all count
-    assert trees.total_w(Ina3221Iio.probe(trees.write_tree(tmp_path / "iio", tree))) == pytest.approx(6)
 
 
 def eio(path: pathlib.Path) -> None:
@@ -151,18 +136,17 @@ def test_rails_that_fail(tmp_path: pathlib.Path) -> None:
     meter = Ina3221.probe(root)
     eio(root / BASE / "in3_input")
     assert set(Ina3221.probe(root).read().power_w) == {"VDD_IN", "VDD_CPU_GPU_CV"}
-    for garbage in ("", "abc", "12 34", "0x10", "1e3", "999999999999"):
+    for garbage in ("", "abc", "12 34", "0x10", "999999999999"):
         (root / BASE / "curr1_input").write_text(garbage)
         with pytest.raises(ValueError, match=r"invalid literal|reads"):
             meter.read()
     (root / BASE / "curr1_input").write_text("1000\n")
     assert trees.total_w(meter) == pytest.approx(5.04)
+    (root / BASE / "curr2_input").unlink()  # a channel without its current is no rail
+    assert "VDD_CPU_GPU_CV" not in Ina3221.probe(root).rails
     eio(root / BASE / "in1_input")
     with pytest.raises(MeterRefused, match="input/output error"):
         Ina3221.probe(root)
-    other = trees.write_tree(tmp_path / "other", trees.ORIN_NANO)
-    (other / BASE / "curr2_input").unlink()  # a channel without its current is no rail
-    assert "VDD_CPU_GPU_CV" not in Ina3221.probe(other).rails
 
 
 def test_thor_ignores_usb_contracts_and_names_several_monitors(tmp_path: pathlib.Path) -> None:
@@ -198,16 +182,10 @@ def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: path
 
 def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
     root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)))
-    path = root / "sys/class/powercap/intel-rapl:0/energy_uj"
-    if os.geteuid() == 0:  # root reads everything: let the kernel refuse something it refuses to root too
-        path.unlink()
-        path.symlink_to("/proc/self/mem")
-    else:
-        path.chmod(0)
+    eio(root / "sys/class/powercap/intel-rapl:0/energy_uj")  # root, too, could not read it
     with pytest.raises(MeterRefused, match="udev rule"):
         Rapl.probe(root)
-    rule = power_file("99-edgekv-power.rules")
-    assert 'KERNEL=="intel-rapl:*"' in rule.read_text()
+    assert 'KERNEL=="intel-rapl:*"' in power_file("99-edgekv-power.rules").read_text()
 
 
 def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unknown() -> None:

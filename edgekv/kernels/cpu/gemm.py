@@ -1,11 +1,11 @@
-"""Many rows of activations times quantized weights, and what that shares with a few rows: formats and codes.
+"""Kernels of products of activations with quantized weights, their formats and codes.
 
     row         activations of one token, (columns,) float32; a product has n of them
     output      one row of the weights, (columns,), or the number that it gives for a row
     block       elements of a row, or of an output, with one scale: 32 or 128
     unit        the blocks whose codes fill a vector of VECTOR bytes, or a block of several vectors
     activation  a unit of a row, rounded to bytes
-    tile        OUTPUTS outputs, multiplied with few rows (gemv, `matmul`)
+    tile        OUTPUTS outputs, multiplied with few rows (gemv)
     panel       PANEL outputs, unpacked once, side by side, for many rows (gemm)
     correction  what an output's zero points or offsets add to it
 
@@ -28,7 +28,7 @@ they have just multiplied, while its scales are in the first cache. LANES blocks
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -205,23 +205,6 @@ def row_groups(
         done = turn.i
 
 
-def _of_layout(name: str) -> Any:
-    @intrinsic
-    def number(context: Any, product: Any) -> Any:
-        n = getattr(layout_of(product), name)
-
-        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            return emit.I64(n)
-
-        return types.intp(product), build
-
-    return number
-
-
-# Elements of a block, and blocks of a unit, inside a kernel.
-block_size, blocks_of_unit = _of_layout("block"), _of_layout("blocks")
-
-
 call_correction = caller(5)  # `CORRECTION`
 
 
@@ -345,28 +328,22 @@ PANEL_BYTES = CORRECTIONS_AT + STRETCH // 32 * PANEL * 4
 
 
 @fast_jit
-def multiply_panels(first: int, last: int, memory: int, p: Product, place: int) -> None:
-    """Panels first..last of the whole ones; memory: PANEL_BYTES of scratch; place: the address of p's numbers.
+def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
+    """Panels first..last of the whole ones, stretch by stretch; memory: PANEL_BYTES of scratch.
 
     Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
     thread has to do both.
     """
+    if first < last == p.outputs // PANEL:
+        last = (p.outputs + PANEL - 1) // PANEL
     for panel in range(first, last):
-        _multiply_outputs(panel * PANEL, memory, p, place)
-        if panel == p.outputs // PANEL - 1 and p.outputs % PANEL:
-            _multiply_outputs(p.outputs - PANEL, memory, p, place)
-
-
-@fast_jit
-def _multiply_outputs(output: int, memory: int, p: Product, place: int) -> None:
-    """Outputs output..output + PANEL, stretch by stretch."""
-    step = STRETCH // block_size(p)
-    for start in range(0, p.blocks, step):
-        n = min(step, p.blocks - start)
-        _unpack_panel(p, output, start, n, memory)
-        _multiply_panel(p, output, start, n, memory)
-        if p.correction:
-            call_correction(p.correction, output, start, n, memory, place)
+        output = min(panel * PANEL, p.outputs - PANEL)
+        for start in range(0, p.blocks, step):
+            n = min(step, p.blocks - start)
+            _unpack_panel(p, output, start, n, memory)
+            _multiply_panel(p, output, start, n, memory)
+            if p.correction:
+                call_correction(p.correction, output, start, n, memory, place)
 
 
 @intrinsic
@@ -518,6 +495,144 @@ def _emit_block_products(
             scaled = b.fmul(dot, row_scale, flags=emit.CONTRACT)
             result.append(emit.multiply_add(b, scaled, output_scales, sums[m * PANEL_VECTORS + i]))
     return result
+
+
+AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
+UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
+TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
+
+
+@fast_jit
+def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int) -> None:
+    """Tiles or panels first..last of the product whose numbers are at a place, with the part's scratch.
+
+    step: blocks of a STRETCH.
+    """
+    if p.is_panel:
+        _multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place, step)
+        return
+    if first < last == p.outputs // OUTPUTS:
+        last = (p.outputs + OUTPUTS - 1) // OUTPUTS
+    for tile in range(first, last):
+        output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
+        _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
+        if p.correction:
+            call_correction(p.correction, output, 0, 0, 0, place)
+
+
+@intrinsic
+def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
+    """y[m, o] of all rows m and OUTPUTS outputs o, from the tile's codes and scales on."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, codes, scales, y = args
+        x, n, gap, row_bytes, blocks, n_outputs = fields(
+            b, p, "activations", "n", "gap", "row_bytes", "blocks", "outputs"
+        )
+        outputs = OutputsAt(codes, row_bytes, scales, blocks)
+        results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
+        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
+            write = functools.partial(_emit_tile_products, layout_of(product), count)
+            emit.call_own(b, f"multiply_rows_{count}", write, rows, outputs, to)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 3), build
+
+
+def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
+    """y (n, OUTPUTS) = n rows times a tile."""
+    scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
+    with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
+        ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
+        emit.prefetch(b, b.add(outputs.scales, ahead), emit.LINE, locality=2)
+    if n == 1:  # waits for memory, which is fastest in order
+        sums, write = [], functools.partial(_emit_row_product, layout)
+        for o in map(emit.I64, range(OUTPUTS)):
+            codes = b.add(outputs.codes, b.mul(outputs.row_bytes, o))
+            scales = b.add(outputs.scales, b.mul(scale_bytes, o))
+            sums.append(
+                emit.call_own(b, "multiply_row", write, x.first, codes, scales, outputs.blocks, result=FLOATS)
+            )
+    else:  # share what is loaded of rows
+        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
+        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
+    for m in range(n):
+        totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
+        emit.store(b, totals, y.row(b, m))
+
+
+def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
+    """One row times one output: LANES float32, to be added up."""
+    zero = emit.I64(0)
+    x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
+    unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
+    return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
+
+
+def _emit_sums(
+    layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
+) -> list[Value]:
+    """n sums of LANES float32 over all blocks, so many units at a time while there are.
+
+    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` has it.
+    """
+    first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
+    for at_a_time in sorted({units, 1}, reverse=True):
+        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
+            turn.following = turn.values
+            for i in range(at_a_time):
+                turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
+        first, sums = turn.i, turn.values
+    if layout.blocks > 1:  # what is no whole unit
+        end = b.add(blocks, emit.I64(layout.blocks - 1))
+        with emit.loop(b, first, end, layout.blocks, sums) as last:
+            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
+        sums = last.values
+    return sums
+
+
+def _emit_unit(
+    layout: CodeLayout,
+    n: int,
+    n_outputs: int,
+    b: Any,
+    x: RowsAt,
+    outputs: OutputsAt,
+    block: Value,
+    sums: list[Value],
+    n_blocks: Value | None,
+) -> list[Value]:
+    """sums (n * n_outputs) after the unit that begins with a block; n_blocks: how many it has, None: all."""
+    activations = RowsAt(
+        b.add(x.first, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), x.gap
+    )
+    codes_at = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
+    codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
+    for o in range(n_outputs):
+        start = b.add(codes_at, b.mul(outputs.row_bytes, emit.I64(o)))
+        if n_blocks is None:
+            emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
+        vectors = (
+            load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
+        )
+        codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
+        scale_at = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, emit.I64(o))), emit.I64(4)))
+        each = load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks, 1)
+        scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
+    following = list(sums)
+    for m in range(n):
+        activation = activations.row(b, m)
+        elements = [emit.load(b, INTS, activation, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        activation_sums = emit.load(b, INTS, activation, layout.sums_at)
+        activation_scales = emit.load(b, FLOATS, activation, layout.scales_at)
+        for o in range(n_outputs):
+            dots = activation_sums
+            for codes_of, elements_of in zip(codes[o], elements, strict=True):
+                dots = add_products(b, layout.bits, codes_of, elements_of, dots)
+            scaled = b.fmul(b.sitofp(dots, FLOATS), activation_scales, flags=emit.CONTRACT)
+            i = m * n_outputs + o
+            following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
+    return following
 
 
 CORRECTION_ROW_COUNTS = 4, 1  # rows that share a tile's corrections: fours while there are, then one by one

@@ -7,7 +7,6 @@ go through tiles of OUTPUTS outputs, many rows through panels.
 """
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,36 +19,24 @@ from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
     CORRECTION,
-    FLOATS,
-    INTS,
     OUTPUTS,
     PANEL,
     PANEL_BYTES,
     PRODUCTS,
-    TILES_AHEAD,
+    STRETCH,
     VECTOR,
     CodeLayout,
-    OutputsAt,
     Product,
-    RowsAt,
-    add_products,
     before_sums,
-    block_size,
-    blocks_of_unit,
-    call_correction,
     fields,
     layout_of,
-    load_some,
-    multiply_panels,
+    multiply_tiles,
     product_at,
     put_product,
-    row_groups,
-    unpack,
 )
 from edgekv.kernels.cpu.loops import Loop, address_of, aligned_size, floats, numbers, scratch_memory
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
-from edgekv.kernels.cpu.simd import LANES
 from edgekv.machine import blas_threads
 from edgekv.types import F32, I64, U8, Threads
 
@@ -89,9 +76,8 @@ EXACT = ("nsz",)
 
 
 @fast_jit
-def prepare_rows(first: int, last: int, p: Product) -> None:
-    """Rows first..last of x into activations, padded with zeros."""
-    block, of_unit = block_size(p), blocks_of_unit(p)
+def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) -> None:
+    """Rows first..last of x into activations, padded with zeros; block: its elements, of_unit: a unit's blocks."""
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.activations + m * p.gap
@@ -165,9 +151,6 @@ def _emit_quantized_block(
     emit.store(b, emit.splat(b, scale, run // 4), activation, layout.scales_at)
 
 
-AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
-UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
-TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
 FEW_ROWS = 8  # more go through panels
 
 
@@ -232,7 +215,7 @@ def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
 @functools.cache
 def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
     """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
-    product = PRODUCTS[layout]
+    product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
 
     def prepare(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), N_PRODUCTS)):
@@ -240,7 +223,7 @@ def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
             p, start = product_at(product, place), get(numbers(place), FIRST_ROW)
             a, b = max(first - start, 0), min(last - start, p.n)
             if a < b:
-                prepare_rows(a, b, p)
+                prepare_rows(a, b, p, block, of_unit)
 
     def multiply(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), N_PRODUCTS)):
@@ -248,7 +231,7 @@ def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
             start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
-                multiply_tiles(a, b, part, product_at(product, place), place)
+                multiply_tiles(a, b, part, product_at(product, place), place, step)
 
     return launch.Stage(prepare), launch.Stage(multiply)
 
@@ -297,136 +280,6 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
 
 _tiles_of = jit(tiles_of)
 LAY_OUT = Loop(_lay_out, 5, exact=True)
-
-
-@fast_jit
-def multiply_tiles(first: int, last: int, part: int, p: Product, place: int) -> None:
-    """Tiles or panels first..last of the product whose numbers are at a place, with the part's scratch."""
-    if p.is_panel:
-        multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place)
-        return
-    if first < last == p.outputs // OUTPUTS:
-        last = (p.outputs + OUTPUTS - 1) // OUTPUTS
-    for tile in range(first, last):
-        output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
-        _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
-        if p.correction:
-            call_correction(p.correction, output, 0, 0, 0, place)
-
-
-@intrinsic
-def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
-    """y[m, o] of all rows m and OUTPUTS outputs o, from the tile's codes and scales on."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, codes, scales, y = args
-        x, n, gap, row_bytes, blocks, n_outputs = fields(
-            b, p, "activations", "n", "gap", "row_bytes", "blocks", "outputs"
-        )
-        outputs = OutputsAt(codes, row_bytes, scales, blocks)
-        results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
-        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
-            write = functools.partial(_emit_tile_products, layout_of(product), count)
-            emit.call_own(b, f"multiply_rows_{count}", write, rows, outputs, to)
-        return context.get_dummy_value()
-
-    return types.none(product, *[types.intp] * 3), build
-
-
-def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
-    """y (n, OUTPUTS) = n rows times a tile."""
-    scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
-    with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
-        ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
-        emit.prefetch(b, b.add(outputs.scales, ahead), emit.LINE, locality=2)
-    if n == 1:  # waits for memory, which is fastest in order
-        sums, write = [], functools.partial(_emit_row_product, layout)
-        for o in map(emit.I64, range(OUTPUTS)):
-            codes = b.add(outputs.codes, b.mul(outputs.row_bytes, o))
-            scales = b.add(outputs.scales, b.mul(scale_bytes, o))
-            sums.append(
-                emit.call_own(b, "multiply_row", write, x.first, codes, scales, outputs.blocks, result=FLOATS)
-            )
-    else:  # share what is loaded of rows
-        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
-        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
-    for m in range(n):
-        totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
-        emit.store(b, totals, y.row(b, m))
-
-
-def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
-    """One row times one output: LANES float32, to be added up."""
-    zero = emit.I64(0)
-    x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
-    unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
-    return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
-
-
-def _emit_sums(
-    layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
-) -> list[Value]:
-    """n sums of LANES float32 over all blocks, so many units at a time while there are.
-
-    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` has it.
-    """
-    first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
-    for at_a_time in sorted({units, 1}, reverse=True):
-        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
-            turn.following = turn.values
-            for i in range(at_a_time):
-                turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
-        first, sums = turn.i, turn.values
-    if layout.blocks > 1:  # what is no whole unit
-        end = b.add(blocks, emit.I64(layout.blocks - 1))
-        with emit.loop(b, first, end, layout.blocks, sums) as last:
-            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
-        sums = last.values
-    return sums
-
-
-def _emit_unit(
-    layout: CodeLayout,
-    n: int,
-    n_outputs: int,
-    b: Any,
-    x: RowsAt,
-    outputs: OutputsAt,
-    block: Value,
-    sums: list[Value],
-    n_blocks: Value | None,
-) -> list[Value]:
-    """sums (n * n_outputs) after the unit that begins with a block; n_blocks: how many it has, None: all."""
-    activations = RowsAt(
-        b.add(x.first, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), x.gap
-    )
-    codes_at = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
-    codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
-    for o in range(n_outputs):
-        start = b.add(codes_at, b.mul(outputs.row_bytes, emit.I64(o)))
-        if n_blocks is None:
-            emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
-        vectors = (
-            load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
-        )
-        codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
-        scale_at = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, emit.I64(o))), emit.I64(4)))
-        each = load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks, 1)
-        scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
-    following = list(sums)
-    for m in range(n):
-        activation = activations.row(b, m)
-        elements = [emit.load(b, INTS, activation, VECTOR * i) for i in range(layout.vectors * layout.parts)]
-        activation_sums = emit.load(b, INTS, activation, layout.sums_at)
-        activation_scales = emit.load(b, FLOATS, activation, layout.scales_at)
-        for o in range(n_outputs):
-            dots = activation_sums
-            for codes_of, elements_of in zip(codes[o], elements, strict=True):
-                dots = add_products(b, layout.bits, codes_of, elements_of, dots)
-            scaled = b.fmul(b.sitofp(dots, FLOATS), activation_scales, flags=emit.CONTRACT)
-            i = m * n_outputs + o
-            following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
-    return following
 
 
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass

@@ -31,7 +31,7 @@ def measured_report():
         notes=["h1b untuned: perplexity is about 4x worse"],
         finish_reason="length",
         finish_message="max_new_tokens",
-    )
+    ).derived()
 
 
 def test_derived_numbers():
@@ -42,14 +42,6 @@ def test_derived_numbers():
     assert numbers["latency_median_ms"] == pytest.approx(20)
     assert numbers["latency_p95_ms"] == pytest.approx(94)  # 80% of the way from the 4th to the 5th
     assert numbers["achieved_gb_per_s"] == pytest.approx(3)
-
-
-def test_the_file_holds_the_dict_and_nothing_lies_beside_it(tmp_path):
-    report, path = measured_report(), tmp_path / "run.json"
-    path.write_text("an older and much longer report" * 1000)
-    report.write_json(path)
-    assert json.loads(path.read_text()) == report.as_dict()
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_was_not_measured_is_none():

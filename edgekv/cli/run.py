@@ -25,7 +25,7 @@ from edgekv.cli.options import (
     sampling_params,
 )
 from edgekv.cli.power import add_power_options, energy_source
-from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
+from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable, write_json
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options
 from edgekv.engine.model import Model, sampling_defaults
@@ -174,7 +174,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     shown = dataclasses.replace(report, notes=list(map(in_flags, report.notes)), finish_message=message)
     print_rows(summary(session, shown, ready_s), sys.stderr)
     if arguments.json:
-        report.write_json(arguments.json)
+        write_json(arguments.json, report.as_dict())
     return status
 
 

@@ -45,8 +45,7 @@ class Calibration:
             raise _refused(f"{config.model_type} has layers that carry a state, or experts; leave it out")
         if model.adapter:
             raise _refused(f"{model.adapter.path} was trained for another cache; give one of them")
-        n = min(WINDOW, config.max_positions)
-        elements = sum(linear.n_elements for linear in model.arch.linears().values())
+        n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
         most = min(MOST_TOKENS, max(LEAST_TOKENS, WORK // elements))
         self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
         if not len(self._windows):
@@ -77,9 +76,8 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
     """(m, n) token ids: up to ``most`` stretches of n tokens, of a long text from all over it."""
     if len(text) <= most * LETTERS * n:
         tokens = tokenizer.encode(text)
-        whole = len(tokens) // n
-        step = max(1, whole // most)
-        found = [tokens[i * n : (i + 1) * n] for i in range(0, whole, step)][:most]
+        found = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
+        found = found[:: max(1, len(found) // most)][:most]
     else:
         starts = [i * len(text) // most for i in range(most)]
         encoded = [tokenizer.encode(text[start : start + LETTERS * n]) for start in starts]

@@ -80,11 +80,11 @@ class Chat:
         stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
-        """The answer to a message, token by token. What has come when the caller stops is the answer.
+        """The answer to a message, token by token; what has come when the caller stops. Without any it is
+        forgotten.
 
-        images: files that the message shows; where its text has no `<image>` for each, they come before it. A
-        message without any answer is forgotten. Raises ContextError when it does not fit, ImageError for a model
-        that takes no images.
+        images: files that the message shows; where its text has no `<image>` for each, they come before it. Raises
+        ContextError when it does not fit, ImageError for a model that takes no images.
         """
         message: dict[str, Any] = {"role": "user", "content": text}
         if images:

@@ -49,19 +49,13 @@ class RopeRotation(NamedTuple):
 
 
 class LayerRopes:
-    """The rotations of all layers; those of positions below ``capacity`` are computed once, unless they change.
-
-    None in layer_ropes rotates nothing. upload: brings an array to the memory where it is read.
-    """
+    """The rotations of all layers; those of positions below ``capacity`` are computed once, unless they change."""
 
     def __init__(
         self, layer_ropes: Sequence[RopeConfig | None], capacity: int, upload: Upload = lambda array: array
     ) -> None:
         self._upload = upload
-        self._ropes: list[RopeConfig | None] = []
-        for rope in layer_ropes:
-            if rope not in self._ropes:
-                self._ropes.append(rope)
+        self._ropes = [rope for i, rope in enumerate(layer_ropes) if rope not in layer_ropes[:i]]
         self._rope_of = [self._ropes.index(rope) for rope in layer_ropes]
         self._fixed = [
             self._compute(rope, 0, capacity, capacity) if rope is None or capacity <= rope.fixed_up_to else None
@@ -97,11 +91,7 @@ class LayerRopes:
 
 
 class ScoreOptions(NamedTuple):
-    """What a layer does to the scores of its queries; by default nothing.
-
-    window: tokens that a query sees, up to its own; None: all. cap: the soft bound of scores.
-    sinks (n_heads,): a score of each head that belongs to no token.
-    """
+    """What a layer does to scores: a window of tokens, a soft bound, sinks (n_heads,), no token's own scores."""
 
     window: int | None = None
     cap: float | None = None
@@ -248,10 +238,7 @@ class Decoder:
         return self.backend.embed(tokens, start)
 
     def place(self, rows: F32, x: F32, start: int, at: int) -> None:
-        """Puts embeddings (m, hidden) into x (n, hidden), which begins at position ``start``, from row ``at`` on.
-
-        Like tokens' they are given learned positions, where the model has these.
-        """
+        """Puts embeddings (m, hidden) into x (n, hidden), which begins at ``start``, from row ``at`` on."""
         if self.arch.learned_positions:
             first = start + at
             rows = rows + to_host(self.weights.rows("positions", np.arange(first, first + len(rows))))
@@ -315,13 +302,11 @@ class Decoder:
     ) -> F32:
         """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
 
-        pause() is called between chunks: tokens of other conversations may be decoded in it.
-
-        Layer by layer. Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
-        only one layer's float32 keys and values are alive. A prompt that continues a filled
-        cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False, or where
-        the scheme wants no exact one: then each token attends to what the scheme has kept of the earlier ones,
-        as in decoding.
+        Into empty caches attention is exact, and each cache then encodes the whole prompt at once; only one
+        layer's float32 keys and values are alive. A prompt that continues a filled cache, or is not to be
+        ``exact``, goes through `KVCache.attend` in blocks: each token attends to what the scheme has kept of the
+        earlier ones, as in decoding. pause() is called between chunks: tokens of other conversations may be
+        decoded in it.
         """
         n, start, attended = len(x), caches[0].n_seen, attending(caches)
         exact = exact and start == 0 and attended[0].exact_prefill
@@ -371,10 +356,7 @@ class Decoder:
         return following
 
     def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
-        """Appends n tokens, projected by `Architecture.attention_in`; what its `attention_out` reads of them.
-
-        Valid until the next call.
-        """
+        """What `attention_out` reads of n tokens' projections; valid until the next call."""
         if isinstance(cache, RecurrentState):
             return cache.run(projected, self._arrays[i])
         assert isinstance(cache, KVCache)
@@ -433,7 +415,7 @@ class Decoder:
         """Calls that compile all that a conversation of this scheme needs, on throw-away random tokens.
 
         A prompt, one token in an empty cache and in a filled one, a few at once as drafts are, and so many that a
-        block is packed and all threads work. Nothing where it has been compiled before.
+        block is packed and all threads work. None where they were made before.
         """
         cache, c, backend = caches[-1], self.config, self.backend
         linear = f"{type(self.ops).__name__} {getattr(self.weights, 'form', '')}"
@@ -450,9 +432,9 @@ class Decoder:
                 self._split(last, qkv[:m], self._ropes.at(0, m)[last], *parts)
 
         def attend(n_tokens: int) -> None:
-            a, b = cache.n_seen, min(cache.n_seen + n_tokens, n)
-            if a < b:
-                cache.attend(*(contiguous(x[:, a:b]) for x in (q, k, v)))
+            rows = slice(cache.n_seen, min(cache.n_seen + n_tokens, n))
+            if rows.start < rows.stop:
+                cache.attend(*(contiguous(x[:, rows]) for x in (q, k, v)))
 
         def prefill() -> None:
             rewind([cache], 0)
@@ -467,16 +449,8 @@ class Decoder:
 
         others = [i for i in range(c.n_layers) if i not in c.attending]
         states = zip(others, recurrent_states(c, 2 * CHUNK), strict=False)
-        return [
-            *self.ops.warm_up(),
-            split,
-            lambda: backend.attend_prompt(q, k, v, ScoreOptions()),
-            functools.partial(attend, 1),
-            prefill,
-            *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
-            *(
-                functools.partial(recur, *each)
-                for each in {type(s.recurrence): (i, s) for i, s in states}.values()
-            ),
-            *([lambda: kernel_cache.mark_warm(what)] if backend.keeps_kernels else ()),
-        ]
+        kinds = {type(state.recurrence): (i, state) for i, state in states}
+        calls = [*self.ops.warm_up(), split, lambda: backend.attend_prompt(q, k, v, ScoreOptions())]
+        calls += [functools.partial(attend, 1), prefill, *(functools.partial(attend, n) for n in WARM_UP_ROWS)]
+        calls += [functools.partial(recur, *each) for each in kinds.values()]
+        return [*calls, lambda: kernel_cache.mark_warm(what)] if backend.keeps_kernels else calls

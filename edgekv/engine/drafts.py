@@ -67,9 +67,8 @@ class DraftLength:
 class NGramDrafts:
     """Guesses what followed where the latest tokens stood before, in the prompt or in the text: prompt lookup.
 
-    The text stays what it is without. Of the latest places behind the same token, the one with the longest match
-    is taken. A match of one token counts where that is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have an
-    estimate each.
+    Of the latest places behind the same token, the one with the longest match is taken. A match of one token
+    counts where that is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have an estimate each.
     """
 
     name = NGRAM

@@ -120,9 +120,8 @@ def read_schema(path: str) -> dict[str, Any]:
     try:
         return read_object(user_path(path))
     except ValueError as error:
-        raise ConfigError(
-            f"json_schema={path!r}: {error}; give a JSON file", field="json_schema", value=path
-        ) from None
+        what = f"json_schema={path!r}: {error}; give a JSON file"
+        raise ConfigError(what, field="json_schema", value=path) from None
 
 
 def _refused(reason: object) -> ConfigError:

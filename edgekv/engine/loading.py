@@ -319,9 +319,8 @@ WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by 
 class LoadedModel:
     """A model's weights ready to compute with: what a session and its forks share.
 
-    model: the opened checkpoint. plan: of the session that it was loaded for. decoders: by the name of the LoRA
-    beside the weights, None without one. scheduler: the way to them. device: its name in DEVICES. tokenizer: None
-    where the model has none. compile_s: seconds that compiling kernels took; 0 where they were compiled before.
+    plan: of the session that it was loaded for. decoders: by the name of the LoRA beside the weights, None without
+    one. compile_s: seconds that compiling kernels took; 0 where they were compiled before.
     """
 
     model: Model

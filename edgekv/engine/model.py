@@ -35,9 +35,8 @@ from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
 class Model:
     """An opened checkpoint or weight store; nothing large has been read yet.
 
-    path: what was opened. raw_config: its config.json. tokenizer_path: a file or folder, None where there is none.
-    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights. loras: by name,
-    beside the weights, for conversations that choose one.
+    raw_config: its config.json. adapter: its weights are in place of the checkpoint's. lora: its changes are in
+    the weights. loras: by name, beside the weights, for conversations that choose one.
     """
 
     path: pathlib.Path
@@ -59,12 +58,9 @@ class Model:
         lora: Path | None = None,
         loras: Mapping[str, Path] = {},
     ) -> Model:
-        """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
+        """Opens what `Session.load` names, with options of `LoadOptions`, and checks every tensor's shape.
 
-        path may also name a model that ships with edgekv (demo, scenes) or one of the Hub (org/name), which is
-        downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose weights take the place of
-        the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. loras: such ones by name,
-        which leave the weights as they are. Raises CheckpointError or ConfigError.
+        Raises CheckpointError or ConfigError.
         """
         place, change = find_model(path), Adapter.open(adapter) if adapter is not None else None
         merged, given = Lora.open(lora) if lora is not None else None, user_path(tokenizer) if tokenizer else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -14,7 +12,6 @@ import numpy as np
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import DraftCounts
 from edgekv.engine.runner import State
-from edgekv.files import atomic_write
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.energy import EnergyReport
@@ -22,12 +19,6 @@ from edgekv.vision.model import ImagesReport
 
 FinishReason = Literal["stop", "length"]
 """OpenAI's: "stop" where the text came to its end, "length" where it was cut off."""
-
-
-DERIVED = (  # of a report's JSON, beside its fields
-    *("decode_tokens", "prefill_tokens_per_s", "decode_tokens_per_s"),
-    *("latency_median_ms", "latency_p95_ms", "achieved_gb_per_s"),
-)
 
 
 @dataclass
@@ -50,6 +41,8 @@ class RunReport:
     notes: warnings a reader of the numbers must see, a line each.
     finish_reason: None while the text goes on, or where it was interrupted.
     finish_message: the same for people, with the limit that was met.
+    decode_tokens: all but the first, which is the prompt's.
+    achieved_gb_per_s: memory bandwidth that the median step reached, in 1e9 bytes.
     """
 
     settings: dict[str, Any]
@@ -71,6 +64,12 @@ class RunReport:
     drafts: DraftCounts | None = None
     compile_s: float = 0.0
     machine: dict[str, Any] = field(default_factory=machine_info)
+    decode_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    latency_median_ms: float | None = None
+    latency_p95_ms: float | None = None
+    achieved_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         self._pass_start = 0  # where the latest pass begins in decode_latencies_s
@@ -82,40 +81,20 @@ class RunReport:
         of_pass = [*latencies[self._pass_start :], seconds]
         latencies[self._pass_start :] = [math.fsum(of_pass) / len(of_pass)] * len(of_pass)
 
-    @property
-    def decode_tokens(self) -> int:
-        """All but the first."""
-        return len(self.decode_latencies_s)
-
-    @property
-    def prefill_tokens_per_s(self) -> float | None:
-        """Of the prompt; None where it was not measured."""
-        return _ratio(self.prefill_tokens, self.prefill_s)
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Of all tokens but the first; None where there was none."""
-        return _ratio(self.decode_tokens, math.fsum(self.decode_latencies_s))
-
-    @property
-    def latency_median_ms(self) -> float | None:
-        """Milliseconds of a decode step, the median."""
-        return float(np.median(self.decode_latencies_s)) * 1e3 if self.decode_latencies_s else None
-
-    @property
-    def latency_p95_ms(self) -> float | None:
-        """Milliseconds of a decode step, the 95th percentile."""
-        return float(np.percentile(self.decode_latencies_s, 95)) * 1e3 if self.decode_latencies_s else None
-
-    @property
-    def achieved_gb_per_s(self) -> float | None:
-        """Memory bandwidth that the median decode step reached, in 1e9 bytes per second."""
-        median_ms = self.latency_median_ms
-        return None if median_ms is None else _ratio(self.bytes_read_per_token, median_ms * 1e6)
+    def derived(self) -> RunReport:
+        """Itself, with the speeds that follow from what was counted."""
+        latencies, self.decode_tokens = self.decode_latencies_s, len(self.decode_latencies_s)
+        self.prefill_tokens_per_s = _ratio(self.prefill_tokens, self.prefill_s)
+        self.decode_tokens_per_s = _ratio(self.decode_tokens, math.fsum(latencies))
+        if latencies:
+            median_ms, self.latency_p95_ms = (1e3 * float(s) for s in np.percentile(latencies, (50, 95)))
+            self.latency_median_ms = median_ms
+            self.achieved_gb_per_s = _ratio(self.bytes_read_per_token, median_ms * 1e6)
+        return self
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field and every derived number, ready for JSON."""
-        ready: dict[str, Any] = _json_ready(asdict(self) | {name: getattr(self, name) for name in DERIVED})
+        """Every field, ready for JSON."""
+        ready: dict[str, Any] = _json_ready(asdict(self))
         return ready
 
     def to_text(self) -> str:
@@ -152,11 +131,6 @@ class RunReport:
         ]
         return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
 
-    def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
-        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
-        atomic_write(path, text.encode())
-
 
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
     """The report, with the bytes as they are now, and the notes of plan, images and cache."""
@@ -166,15 +140,14 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     report.weights_bytes = decoder.ops.weights_bytes
     read = decoder.weights.token_bytes + decoder.ops.changes_bytes
     report.bytes_read_per_token = read + sum(cache.bytes_read() for cache in caches)
-    if report.drafts and report.drafts.accepted and report.decode_tokens:
-        report.bytes_read_per_token = round(
-            report.bytes_read_per_token * report.drafts.passes / report.decode_tokens
-        )
+    n_decoded = len(report.decode_latencies_s)
+    if report.drafts and report.drafts.accepted and n_decoded:
+        report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
     report.peak_rss_bytes = peak_rss_bytes()
     seen = report.images.notes if report.images else ()
     dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
     report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
-    return report
+    return report.derived()
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

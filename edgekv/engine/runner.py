@@ -67,45 +67,36 @@ def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -
     free, needed = max(ctx - n_held, 0), n_held + n_tokens
     if n_tokens <= free:
         return
-    held = f"the prompt has {n_tokens} tokens and {free} of ctx={ctx} are free"
+    field, value, accepted, raised = "ctx", ctx, [f"{needed} to {max_positions}"], "raise `ctx`, "
     if needed > max_positions:
-        raise ContextError(
-            f"{held}; it needs {needed} positions, and this model has {max_positions}: shorten it, or set "
-            "overflow='slide'",
-            field="prompt",
-            value=n_tokens,
-            accepted=[f"up to {max_positions - n_held} tokens"] if n_held < max_positions else [],
-        )
+        left = max_positions - n_held
+        field, value, accepted, raised = "prompt", n_tokens, [f"up to {left} tokens"] if left > 0 else [], ""
     raise ContextError(
-        f"{held}; shorten it, raise `ctx` (this model: up to {max_positions}), or set overflow='slide'",
-        field="ctx",
-        value=ctx,
-        accepted=[f"{needed} to {max_positions}"],
+        f"the prompt has {n_tokens} tokens, {free} of ctx={ctx} are free, and this model has {max_positions} "
+        f"positions; shorten it, {raised}or set overflow='slide'",
+        field=field,
+        value=value,
+        accepted=accepted,
     )
 
 
 class State:
     """All that the next tokens depend on, beside the model. It computes nothing.
 
-    caches: one per layer; those of layers that attend are of one scheme.
-    tokens: ids of prompt and output; the last ones may not be in the caches yet.
-    spans: positions that hold embeddings, whose tokens are placeholders.
-    sampler: of the last text.
-    n_dropped: tokens that left the conversation when it outgrew the context.
-    n_first: so many tokens at its beginning, a system message, stay then.
-    memo: whatever the session's owner wants to be saved with it, as JSON.
-    rope_invalidates_keys(n, m): whether the keys of n tokens are others once the conversation has m.
-    n_draft: tokens in the caches behind those of the conversation: drafts that may be its next ones.
+    caches: one per layer. tokens: of prompt and output; the last ones may not be in the caches yet. spans:
+    positions that hold embeddings, whose tokens are placeholders. rope_invalidates_keys(n, m): whether the keys of
+    n tokens are others once the conversation has m.
     """
 
     def __init__(self, caches: list[LayerState], rope_invalidates_keys: Callable[[int, int], bool]) -> None:
         self.caches, self._keys_change = caches, rope_invalidates_keys
         self.tokens: list[int] = []
         self.spans: Spans = []
-        self.sampler: Sampler | None = None
-        self.n_dropped = self.n_first = 0
-        self.memo: dict[str, Any] = {}
-        self.n_draft = 0
+        self.sampler: Sampler | None = None  # of the last text
+        self.n_dropped = 0  # tokens that left the conversation when it outgrew the context
+        self.n_first = 0  # so many at its beginning, a system message, stay then
+        self.memo: dict[str, Any] = {}  # whatever the session's owner wants to be saved with it, as JSON
+        self.n_draft = 0  # tokens in the caches behind those of the conversation: drafts that may be its next ones
         self._is_torn = False  # whether a rewind was interrupted
 
     @property
@@ -143,10 +134,7 @@ class State:
             self._rewind(shortest)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forgets all but the first ``n_tokens`` tokens.
-
-        What a scheme can't keep of them is pending again.
-        """
+        """Forgets all but the first ``n_tokens`` tokens; what a scheme can't keep of them is pending again."""
         self.drop_drafts()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
@@ -257,8 +245,7 @@ class Runner:
     """Runs a decoder, when it is its turn, over the tokens of a state, of which there can be ``ctx``.
 
     placeholder: the token that counts for a position that holds an embedding. slides: whether the oldest tokens
-    leave when there are more than ``ctx``; else the text ends, and a longer prompt is refused. drafts: what
-    guesses the next tokens, so that one pass checks several; None: nothing.
+    leave when there are more than ``ctx``. drafts: what guesses the next tokens; None: nothing.
     """
 
     def __init__(
@@ -368,8 +355,8 @@ class Runner:
     ) -> F32:
         """Logits (n_logits, vocab) after the last of the ids, which are added to the conversation.
 
-        spans: embeddings in place of some of them, counted from the first. Where there are too many, room is
-        made first. On an error the conversation is what it was, though it may be pending.
+        spans: embeddings in place of some of them. Where there are too many, room is made first. On an error the
+        conversation is what it was, though it may be pending.
         """
         state = self.state
         with self._alone():
@@ -485,10 +472,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _undone_on_error(self, n_cached: int, n_new: int) -> Iterator[None]:
-        """Rewinds all caches to the same length, without marks, when a step is interrupted between layers.
-
-        MemoryBudgetError in place of a MemoryError.
-        """
+        """Rewinds all caches to the same length, without marks, when a step is interrupted between layers."""
         caches, what = self.state.caches, f"reading {n_new} tokens after {n_cached}"
         try:
             with memory_errors(what, self.decoder.backend.free_bytes):

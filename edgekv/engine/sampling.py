@@ -42,19 +42,16 @@ class SamplingParams:
     """How the next token is chosen. Without any: temperature 0.7, and the filters of llama.cpp.
 
     temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
-    top_k: keep the k most probable tokens; None keeps all.
-    top_p: keep the smallest set of most probable tokens whose probability reaches top_p, one at least; 1 is off.
-    min_p: keep tokens at least min_p times as probable as the most probable one; 0 is off.
-    repetition_penalty: divides the positive and multiplies the negative logits of tokens already seen
-        (CTRL, arXiv:1909.05858, as in transformers), 0.01 to 100; 1 is off.
-    repetition_window: how many of the last tokens of prompt and output count as seen; None is all of them.
-    frequency_penalty: subtracted from a token's logit for each time that it was sampled, as OpenAI's; -2 to 2.
-    presence_penalty: subtracted once from the logit of a token that was sampled, as OpenAI's; -2 to 2.
-    logit_bias: token id to what is added to its logit, -100 to 100; in JSON the ids are texts.
+    top_k, top_p, min_p: the tokens that are kept: the k most probable; the fewest whose probability reaches top_p,
+        one at least; those at least min_p times as probable as the most probable one. None (or 0), 1 and 0 are
+        off.
+    repetition_penalty: divides the positive and multiplies the negative logits of tokens seen (CTRL,
+        arXiv:1909.05858, as in transformers); 1 is off. repetition_window: of so many last ones; None (or 0): all.
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was sampled, and
+        once if it was, as OpenAI's; -2 to 2. logit_bias: by token id, added to its logit, -100 to 100.
     seed: of the random generator; None draws one from the operating system.
 
-    0 for top_k or repetition_window, as llama.cpp has it, is None. Raises ConfigError, whose field is the
-    parameter, where a value is outside its range.
+    Raises ConfigError, whose field is the parameter, where a value is outside its range.
     """
 
     temperature: Annotated[Temperature, _option("T", "0 is greedy")] = 0.7
@@ -181,13 +178,9 @@ def _from_device(logits: Any, n: int | None) -> tuple[NDArray[np.float64] | None
 class Sampler:
     """Chooses tokens by `params`. Same seed and logits, same tokens: each sampler owns its generator (PCG64).
 
-    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. llama.cpp puts the
-    temperature last, so its top-p and min-p see other probabilities; with transformers' order the settings
-    published with a model mean what its authors measured.
-
-    `seed` is the seed really used, also where `params.seed` is None. With `n_logprobs`, 0 or more, `logprobs` has
-    an entry per sampled token: its log probability, and those of so many likeliest tokens. Raises ConfigError for
-    a bias of a token that the vocabulary lacks.
+    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. `seed` is the one really
+    used. With `n_logprobs`, 0 or more, `logprobs` has an entry per sampled token: its log probability, and those
+    of so many likeliest tokens. Raises ConfigError for a bias of a token that the vocabulary lacks.
     """
 
     @checked(params="sampling")
@@ -214,14 +207,10 @@ class Sampler:
         """The next token id for `logits` (vocab_size,) after `history`, the ids of prompt and output so far.
 
         masked: the logits with -inf where a constraint rules a token out; `logprobs` are those of `logits`. A tie
-        goes to the lowest id, in greedy choice and at the edge of top-k and top-p. `logits` is not changed. Raises
-        EdgeKVError for logits of another shape, or without a finite maximum.
+        goes to the lowest id. Raises EdgeKVError for logits of another shape, or without a finite maximum.
         """
         if logits.shape != (self.vocab_size,):
-            raise EdgeKVError(
-                f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
-                "the sampler was made for another vocabulary"
-            )
+            raise EdgeKVError(f"logits have shape {logits.shape}: this sampler is for {self.vocab_size} tokens")
         changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
         token = self._choose(changed)
         if self.params.counts:

@@ -75,9 +75,7 @@ class _Request:
 
 
 class BatchScheduler(SerialScheduler):
-    """Conversations of several threads: tokens share passes of the linear layers, prompts are read one by one.
-
-    Only those of one decoder do: with several LoRAs beside the weights a pass is made for each in turn.
+    """Conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
     PATIENCE_S. Whoever finds it so computes it; the others wait. A thread that is interrupted (KeyboardInterrupt)

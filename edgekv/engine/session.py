@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -58,13 +59,11 @@ Stops = Stop | Sequence[Stop]
 class Step:
     """One generated token.
 
-    token: its id.
-    text: what can be printed now; empty while a character or a stop string may go on.
-    latency_s: the seconds that it took, for the first token with the prompt's. Of the tokens of one pass the first
-        has the pass's.
+    token: its id. text: what can be printed now; empty while a character or a stop string may go on.
+    latency_s: the seconds that it took, for the first token with the prompt's; of those of one pass the first has
+    all.
     finish_reason: None, or in the last step why the text ended: "stop" (an end-of-text token, a stop string, the
-        end of a schema) or "length" (max_new_tokens, or a full context).
-    finish_message: the same for people.
+        end of a schema) or "length" (max_new_tokens, or a full context). finish_message: the same for people.
     """
 
     token: int
@@ -75,6 +74,12 @@ class Step:
 
 
 StepIterator = Generator[Step, None, None]
+
+
+def _part(name: str, doc: str) -> Any:
+    """A property of a session: an attribute of its runner. Raises SessionError when it is closed."""
+    read = operator.attrgetter(name)
+    return property(lambda session: read(session._runner), doc=doc)
 
 
 class Session:
@@ -178,40 +183,13 @@ class Session:
     def _state(self) -> State:
         return self._runner.state
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its caches' arrays."""
-        return self._state.nbytes
-
-    @property
-    def caches(self) -> Sequence[LayerState]:
-        """Each layer's cache, or the state of one that does not attend; to look at."""
-        return self._state.caches
-
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of prompt and output; the last may not be in the caches yet."""
-        return self._state.tokens
-
-    @property
-    def memo(self) -> dict[str, Any]:
-        """What its owner wants to be saved with it, as JSON."""
-        return self._state.memo
-
-    @property
-    def last_sampler(self) -> Sampler | None:
-        """The sampler of the last text."""
-        return self._state.sampler
-
-    @property
-    def n_dropped(self) -> int:
-        """Tokens that left the conversation when it outgrew the context."""
-        return self._state.n_dropped
-
-    @property
-    def n_read(self) -> int:
-        """Tokens that the latest prompt put into the caches, with what was pending before it."""
-        return self._runner.n_read
+    nbytes: int = _part("state.nbytes", "Bytes of its caches' arrays.")
+    caches: Sequence[LayerState] = _part("state.caches", "Each layer's cache, or its state; to look at.")
+    tokens: list[int] = _part("state.tokens", "Ids of prompt and output; the last may not be in the caches yet.")
+    memo: dict[str, Any] = _part("state.memo", "What its owner wants to be saved with it, as JSON.")
+    last_sampler: Sampler | None = _part("state.sampler", "The sampler of the last text.")
+    n_dropped: int = _part("state.n_dropped", "Tokens that left when the conversation outgrew the context.")
+    n_read: int = _part("n_read", "Tokens that the latest prompt put into the caches, with those pending before.")
 
     @property
     def vision(self) -> Vision:
@@ -310,16 +288,14 @@ class Session:
         Nothing of the conversation changes before its first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
             and `last_sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
-            others as the model's generation_config.json has them, else temperature 0.7, top_p 0.95, top_k 40 and
-            min_p 0.05; ``temperature=0.0`` takes the most probable token.
+            others as the model's generation_config.json has them, else as there.
         stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
             the llguidance library; constraint: rules tokens out in a way of your own instead.
         progress(layer, n_layers) is called during prefill.
 
-        Ends at an end-of-text token, a stop string, the constraint's end, ``max_new_tokens``, or a full context;
-        the last step's ``finish_reason`` says which. Raises ContextError when the prompt does not fit, ConfigError
-        for a schema that can't be followed, ``json_schema`` beside ``constraint`` and ``sampling`` beside
-        ``temperature`` or ``seed``, SessionError while another iterator is neither exhausted nor closed.
+        The last step's ``finish_reason`` says why the text ended. Raises ContextError when the prompt does not
+        fit, ConfigError for a schema that can't be followed and settings that exclude each other, SessionError
+        while another iterator is neither exhausted nor closed.
         """
         runner = self._idle_runner()
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
@@ -391,10 +367,7 @@ class Session:
 
     @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
-        """(n, vocab) float32: logits after each token id or row of embeddings of a prompt, which is appended.
-
-        See `prompt`.
-        """
+        """(n, vocab) float32: logits after each token of a prompt, which is appended. See `prompt`."""
         runner = self._idle_runner()
         ids, spans = runner.fitting_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
@@ -487,10 +460,9 @@ class Session:
 
     @checked(path="session")
     def save(self, path: Path) -> int:
-        """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
+        """Writes the conversation, its compressed cache and its sampler whole or not at all; returns the bytes.
 
-        Whatever happens meanwhile, the file is the new one, whole, or what it was before. Raises CheckpointError
-        when it can't be written.
+        Raises CheckpointError when the file can't be written.
         """
         return save_state(path, self._state, self.model, self.lora, self.plan)
 
@@ -513,9 +485,8 @@ class Session:
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: Count | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
 
-        The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
-        load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
-        ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
+        In one thread the two may take turns, token by token; for threads of their own load with as many ``slots``.
+        Raises ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
         _ = self._runner  # a closed session refuses
         return self._forked(self.plan.kv if kv is None else kv, ctx or self.plan.ctx, self._options, self.lora)

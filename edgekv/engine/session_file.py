@@ -41,10 +41,10 @@ def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Arr
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
-    """Writes ``content`` (JSON) and C-contiguous arrays (n, ...) whole or not at all; returns the bytes.
+    """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to what is used, into a safetensors file.
 
-    A safetensors file: content and `checksum` are its metadata, and each array is cut to what is used of it.
-    Raises CheckpointError when the file can't be written, SessionError for content that is no JSON.
+    Whole or not at all; returns the bytes. Raises CheckpointError when the file can't be written, SessionError for
+    content that is no JSON.
     """
     try:
         text = json.dumps(content, allow_nan=False, ensure_ascii=False)
@@ -131,10 +131,7 @@ def save_state(
     lora: str | None,
     plan: SessionPlan,
 ) -> int:
-    """Writes a state whole or not at all; returns the file's bytes.
-
-    lora: the name of the one beside the weights. Raises CheckpointError when the file can't be written.
-    """
+    """`write` of a state; lora: the name of the one beside the weights."""
     state.drop_drafts()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler

@@ -110,10 +110,7 @@ class ChatTemplate:
 
 
 def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
-    """Templates are programs from strangers: they run in a process of their own, one for all of them.
-
-    Jinja's sandbox keeps them from files and the network, but not from `'x' * 10**10` or a loop without end.
-    """
+    """In a process of its own: Jinja's sandbox does not keep strangers' programs from `'x' * 10**10`."""
     global _child
     try:
         request = json.dumps({"source": source, "names": names}).encode()

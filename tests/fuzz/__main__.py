@@ -7,20 +7,18 @@ To keep it from coming back, add its line to tests/fuzz/corpus.txt.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import itertools
 import os
 import pathlib
 import random
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 
 from . import model_kinds, use_kinds  # noqa: F401 - they register their kinds
 from .material import Material
 from .mutate import KINDS, RARE
-from .runner import Case, Tally, ready, run, run_case
+from .runner import Case, ready, run, run_case
 
 
 def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:
@@ -38,7 +36,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="how long (default 60, without --cases)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("fuzz-failures.txt"))
     parser.add_argument("--case", metavar="KIND:SEED", help="run one case here and keep its files")
     arguments = parser.parse_args()
@@ -53,27 +50,12 @@ def main() -> int:
         run_case(kind, int(seed), made, folder / "case")
         return 0
     seconds = arguments.seconds or (None if arguments.cases else 60)
-    lock, tally = threading.Lock(), Tally()
     drawn = itertools.islice(cases(arguments.seed, arguments.kinds.split(",")), arguments.cases)
-
-    def told(case: Case, outcome: str, took_s: float) -> None:
-        with lock:
-            tally.add(case, outcome, took_s)
-            if tally.failures and tally.failures[-1][0] == case:
-                print(line := f"{case[0]}:{case[1]}\n{outcome}\n", flush=True)
-                with arguments.out.open("a") as file:
-                    file.write(line)
-
-    def taken() -> Iterator[Case]:
-        while True:
-            with lock:
-                case = next(drawn, None)
-            if case is None:
-                return
-            yield case
-
-    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda _: run(taken(), seconds, told), range(arguments.jobs)))
+    tally = run(drawn, seconds)
+    for (kind, seed), reason in tally.failures:
+        print(line := f"{kind}:{seed}\n{reason}\n")
+        with arguments.out.open("a") as file:
+            file.write(line)
     for kind in dict.fromkeys(kind for kind, _ in sorted(tally.counts)):
         n = {outcome: tally.counts[kind, outcome] for outcome in ("success", "error", "failure")}
         each = "".join(f"{n[outcome]:>9}" for outcome in n)

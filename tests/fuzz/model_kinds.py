@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from http.server import ThreadingHTTPServer
@@ -25,7 +24,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from session_parts import joined, parts
 
-from edgekv import EdgeKVError, SamplingParams, Session, child
+from edgekv import EdgeKVError, SamplingParams, Session
 from edgekv.checkpoint.hub import HubName, pull
 from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
@@ -429,26 +428,3 @@ def hub(m: Material, folder: pathlib.Path, rng: Random) -> None:
         written = [each for each in (folder / "home").rglob("*") if not each.is_relative_to(home)]
         assert all(home.is_relative_to(each) for each in written), written
         assert {each.name for each in folder.iterdir()} <= {"model", "home"}, list(folder.iterdir())
-
-
-PLANTED = (
-    *("signal", "json", "struct", "select", "types", "subprocess", "numpy", "numba", "jinja2", "llguidance"),
-    *("edgekv", "sitecustomize", "usercustomize", "encodings", "site", "resource", "datetime", "ctypes"),
-)
-CHILDREN: tuple[tuple[str, ...], ...] = (("edgekv.engine.cpu", "dense"),)
-
-
-@kind
-def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Modules beside a model are not run by the processes that edgekv starts there."""
-    mark = folder / "ran"
-    for name in rng.sample(PLANTED, 6):
-        file = folder / f"{name}.py" if rng.random() < 0.5 else folder / name / "__init__.py"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"open({str(mark)!r}, 'w').close()")
-    (folder / "edgekv.pth").write_text(f"import os; open({str(mark)!r}, 'w').close()\n")
-    module, *arguments = rng.choice(CHILDREN)
-    done = subprocess.run(child.command(module, *arguments), cwd=folder, timeout=8, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    child.BoundedChild(rng.choice(("edgekv.text.sandbox", "edgekv.engine.matcher"))).close()
-    assert not mark.exists(), [file.name for file in folder.iterdir()]

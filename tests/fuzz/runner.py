@@ -127,13 +127,9 @@ class Worker:
 def run(
     cases: Iterable[Case],
     seconds: float | None = None,
-    told: Callable[[Case, str, float], None] = lambda case, outcome, took_s: None,
     worker: Worker | None = None,
 ) -> Tally:
-    """All cases, or as many as ``seconds`` allow once the worker, an own one by default, is ready.
-
-    told: is told each case, its outcome and its seconds.
-    """
+    """All cases, or as many as ``seconds`` allow once the worker, an own one by default, is ready."""
     tally, own = Tally(), worker or Worker()
     begun = time.monotonic()
     try:
@@ -142,9 +138,7 @@ def run(
             if seconds is not None and begin - begun > seconds:
                 break
             outcome = own.run(case)
-            took_s = time.monotonic() - begin
-            tally.add(case, outcome, took_s)
-            told(case, outcome, took_s)
+            tally.add(case, outcome, time.monotonic() - begin)
     finally:
         if worker is None:
             own.close()

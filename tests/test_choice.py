@@ -5,7 +5,7 @@ from helpers import SCHEMES, raises
 
 from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
-from edgekv.kvcache import CacheSpec
+from edgekv.kvcache import CacheSpec, registry
 from edgekv.kvcache.choice import LEAST_SAVING, MOST_LOSS, choose, published_results, resolve
 from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
@@ -72,6 +72,13 @@ def test_what_is_meant(kv: str | CacheSpec | None, budget: int | None, meant: st
 def test_a_preset_is_shown_by_its_name(name: str) -> None:
     assert CacheSpec.parse(PRESETS[name]).short == name
     assert CacheSpec.parse(str(CacheSpec.parse(name))) == CacheSpec.parse(name)
+
+
+def test_without_the_papers_a_scheme_of_theirs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "CACHES", {"dense": registry.CACHES["dense"]})
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda **_: [])
+    with raises(CacheError, field="kv", match="kv='h1b': .* pip install edgekv"):
+        CacheSpec.parse("h1b:sketch_bits=64")
 
 
 def test_lists() -> None:

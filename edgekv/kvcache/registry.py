@@ -81,11 +81,7 @@ def find_scheme(name: str) -> type[KVCache]:
     if name in REMOVED:
         raise CacheError(f"kv={name!r} was removed: {REMOVED[name]}", field="kv", value=name)
     if name in OF_PAPERS:
-        raise CacheError(
-            f"kv={name!r}: this edgekv is without its papers' schemes; install the whole: pip install edgekv",
-            field="kv",
-            value=name,
-        )
+        raise _left_out(name)
     known = sorted({*CACHES, *(entry.name for entry in metadata.entry_points(group=ENTRY_POINTS))})
     raise unknown(CacheError, "kv", name, (*PRESETS, *known))
 
@@ -118,6 +114,11 @@ def scheme_facts(name: str) -> dict[str, object]:
         "options": dataclasses.asdict(config),
         "bytes_per_token_per_kv_head": CacheSpec(scheme, config).bytes_per_token(n_heads=1),
     }
+
+
+def _left_out(name: str) -> CacheError:
+    text = f"kv={name!r}: this edgekv is without its papers' schemes; install the whole: pip install edgekv"
+    return CacheError(text, field="kv", value=name)
 
 
 def _refusal(entry: metadata.EntryPoint, error: str) -> str:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from edgekv import errors
 
 if TYPE_CHECKING:
+    from edgekv.codecs.codec import Codec as Codec
+    from edgekv.codecs.codec import Layout as Layout
     from edgekv.engine.chat import Chat as Chat
     from edgekv.engine.grammar import Constraint as Constraint
     from edgekv.engine.loading import LoadOptions as LoadOptions
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from edgekv.kernels.interface import Segment as Segment
     from edgekv.kvcache.cache import Geometry as Geometry
     from edgekv.kvcache.cache import KVCache as KVCache
-    from edgekv.kvcache.cache import Layout as Layout
-    from edgekv.kvcache.codecs import Codec as Codec
     from edgekv.kvcache.full import FullCache as FullCache
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import CacheSpec as CacheSpec
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from edgekv.vision.model import Embeddings as Embeddings
 
 _NAMES = {
+    "codecs.codec": "Codec Layout",
     "engine.chat": "Chat",
     "engine.grammar": "Constraint",
     "engine.loading": "LoadOptions",
@@ -38,8 +39,7 @@ _NAMES = {
     "engine.session": "Session Step",
     "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
     "kernels.interface": "Segment",
-    "kvcache.cache": "Geometry KVCache Layout",
-    "kvcache.codecs": "Codec",
+    "kvcache.cache": "Geometry KVCache",
     "kvcache.full": "FullCache",
     "kvcache.registry": "CACHES CacheSpec register",
     "kvcache.windowed": "SinkWindowCache",

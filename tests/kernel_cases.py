@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import types
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
@@ -14,9 +13,9 @@ import numpy.typing as npt
 import pytest
 from helpers import HAS_PAPERS
 
+from edgekv.codecs.codec import Codec
 from edgekv.kernels import reference
 from edgekv.kvcache import schemes
-from edgekv.kvcache.codecs import Codec
 from edgekv.weights.formats import SHRINK, n_blocks
 
 C = TypeVar("C")
@@ -105,16 +104,17 @@ def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **parameters: Any) -> Any:
-    """A codec as kernels see it, over given arrays; shape is (n_kv_heads, capacity, head_dim)."""
-    n_kv_heads, capacity, head_dim = shape
-    sizes = {"n_kv_heads": n_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    facts = {"kind": kind, "backends": CODECS[kind].backends, "backend_state": None}
-    return types.SimpleNamespace(arrays=arrays, **facts, **sizes, **parameters)
+    """A codec over given arrays, not initialised; shape is (n_kv_heads, capacity, head_dim)."""
+    made: Any = object.__new__(CODECS[kind])
+    made.n_kv_heads, made.capacity, made.head_dim = shape
+    vars(made).update(arrays=arrays, kernels=reference, **parameters)
+    return made
 
 
 def own(backend: Any, kind: str) -> Any:
-    """A backend's file for a kind of codec."""
-    return import_module(CODECS[kind].backends[backend.__name__.rpartition(".")[2]])
+    """A backend's file beside a kind of codec."""
+    package = CODECS[kind].backends["cpu"].rpartition(".")[0]
+    return import_module(f"{package}.{backend.__name__.rpartition('.')[2]}")
 
 
 def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:

@@ -22,6 +22,7 @@ LAYERS = (
     ("edgekv.engine",),
     ("edgekv.vision",),
     ("edgekv.weights", "edgekv.kvcache"),
+    ("edgekv.codecs",),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.text", "edgekv.power"),
     ("edgekv.checks", "edgekv.files", "edgekv.machine", "edgekv.child"),

@@ -12,14 +12,15 @@ import pytest
 from helpers import HAS_PAPERS, SCHEMES
 from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
+from edgekv.codecs.codec import Codec, Layout
+from edgekv.codecs.f16 import F16
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import Geometry, Layout
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.full import FullCache
 from edgekv.kvcache.windowed import SinkWindowCache
 

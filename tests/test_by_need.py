@@ -12,10 +12,10 @@ from cache_cases import F64, attention, draw, make, relative
 from helpers import raises
 
 from edgekv import Session
+from edgekv.codecs.planes import GAUSS_STEP
 from edgekv.engine.loading import FORMAT
 from edgekv.errors import CacheError, SessionError
 from edgekv.files import Memo
-from edgekv.kernels.interface import GAUSS_STEP
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import LEFT, HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
 from edgekv.kvcache.planes import KEY_SCALES, PlanesConfig

@@ -11,11 +11,13 @@ import pytest
 from cuda_cases import OnDevice
 from kernel_cases import CODECS, normal, pairs
 
+from edgekv.codecs.codec import Codec
+from edgekv.codecs.f16 import F16, Float32
+from edgekv.codecs.ints import Int8, Symmetric4
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codecs import F16, Codec, Float32, Int8, Symmetric4
 from edgekv.papers.h1b.codec import Int4, SignSketch
 from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues

@@ -17,19 +17,18 @@ import pytest
 from test_cuda_attend import PAIRS
 
 import edgekv
+from edgekv.codecs.planes.cuda import Tiled, encode_program
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import attend_program, range_program
-from edgekv.kernels.cuda.loops import Reader, read_keys, read_values
+from edgekv.kernels.cuda.loops import ENCODE, Reader, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program
-from edgekv.kernels.cuda.planes import encode_program
-from edgekv.kernels.cuda.rows import ENCODE
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4
 from edgekv.papers.kvcomp import cuda as huffman
 
-PAPERS = pathlib.Path(edgekv.__file__).parent / "papers"
+PACKAGE = pathlib.Path(edgekv.__file__).parent
 LEAST = {"prompt_attention": 75, "tiled_linear": 80, "tiled": 80}  # of what is only launched from a generation on
 ALL = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
 ARCHITECTURES = ALL if os.environ.get("EDGEKV_ALL_ARCHITECTURES") else (53, 87)
@@ -74,7 +73,7 @@ def programs() -> dict[Program, str]:
             found |= {attend_program(keys, values, n, True): f"attend, {pair}, {n} rows" for n in (1, 4)}
     tiled = (1, 128, "signs"), (1, 128, "2-bit keys, 3-bit values"), (1, 64, "signs"), (4, 128, "signs")
     for rows, width, pair in (*tiled, (4, 128, "4- and 2-bit keys of heads")):
-        found[attend_program(*readers(pair, width), rows, True, is_tiled=True)] = f"tiled, {pair}, {rows} rows"
+        found[attend_program(*readers(pair, width), rows, True, Tiled())] = f"tiled, {pair}, {rows} rows"
     return found
 
 
@@ -129,7 +128,7 @@ def nvrtc() -> Nvrtc:
 
 def test_every_source_file_is_compiled_here() -> None:
     compiled = {FOLDER / file for each in programs() for file in each.files} | {FOLDER / "common", FOLDER / "ptx"}
-    sources = [*FOLDER.glob("*.cu"), *PAPERS.rglob("*.cu")]
+    sources = PACKAGE.rglob("*.cu")
     assert compiled == {path.with_suffix("") for path in sources}
 
 
@@ -137,7 +136,11 @@ def test_every_source_file_is_compiled_here() -> None:
 def test_programs_compile_without_spills(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.architectures():
         pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ALL[architecture]})")
-    chosen = [each for each in programs() if architecture >= max(LEAST.get(str(file), 0) for file in each.files)]
+    chosen = [
+        each
+        for each in programs()
+        if architecture >= max(LEAST.get(pathlib.Path(file).name, 0) for file in each.files)
+    ]
     as_cupy_does = "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(lambda each: nvrtc.compile(each.source(), (*each.options(), *as_cupy_does)), chosen)

@@ -76,8 +76,8 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
     for store, there in zip((keys, values), PAIRS[pair](case.g, case.capacity, case.d), strict=True):
         for each, kernels, up in ((store, numpy_kernels(), np.copy), (there, device.kernels, device.up)):
             each.bind({name: up(np.zeros(*spec)) for name, spec in store.layout().items()}, kernels)
-            each.encode(up(x[:, :64]), 0)
-            each.encode(up(x[:, 64:]), 64)
+            kernels.encode(each, up(x[:, :64]), 0)
+            kernels.encode(each, up(x[:, 64:]), 64)
         for name, array in store.arrays.items():
             np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
     q, rng = normal(generator(case), case.g, case.m, case.d), generator(case)
@@ -91,7 +91,7 @@ def test_an_encoder_that_takes_no_place_that_moves(device: OnDevice) -> None:
     values = KiviValues(1, 64, 64, 2, 64)
     values.bind({name: device.up(np.zeros(*spec)) for name, spec in values.layout().items()}, device.kernels)
     with pytest.raises(CannotRecord):
-        values.encode(device.up(np.ones((1, 1, 64), np.float32)), Counter(1, (("n", 1),), Moves(None, "n")))
+        device.kernels.encode(values, device.up(np.ones((1, 1, 64))), Counter(1, (("n", 1),), Moves(None, "n")))
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])

@@ -120,7 +120,7 @@ import numpy as np
 from edgekv.weights.formats import quantize
 x, codes = np.arange(64, dtype=np.float32).reshape(4, 16), np.zeros((4, 1, 16), np.uint8)
 quantize(x, 8, 16, codes, np.zeros((4, 1), np.float32))
-from edgekv.kernels.cpu.rows import LOOPS
+from edgekv.codecs.f16.cpu import LOOPS
 assert LOOPS["f16"].put.address
 print(codes.any())
 """

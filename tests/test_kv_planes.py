@@ -5,10 +5,9 @@ import pytest
 from cache_cases import F32, F64, attention, make, normal
 from test_kernels_planes import decoded_centres, half
 
+from edgekv.codecs.planes import Rotation, round_queries
 from edgekv.errors import CacheError
-from edgekv.kernels.reference.planes import key_levels, round_queries
 from edgekv.kvcache.cache import KVCache
-from edgekv.kvcache.codec_planes import Rotation
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
 
@@ -21,7 +20,7 @@ def matrix(rotation: Rotation, cache: KVCache) -> F64:
 
 def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
     """key_scale * f * level and the centre of each packed key, (n_kv_heads, n_packed, width)."""
-    levels = key_levels(cache.arrays["key.planes"], cache.key_codec.bits).astype(float)
+    levels = cache.key_codec._stored(0, cache.key_codec.capacity)[0].astype(float)
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
     scaled = cache.key_codec.key_scale[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
     return scaled[:, : cache.n_packed], centres[:, : cache.n_packed]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from cache_cases import BACKENDS, F32, F64, draw, relative
 
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import zeros
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.planes import KEY_SCALES
 
 HEADS = (6, 2, 64)

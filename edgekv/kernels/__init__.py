@@ -1,7 +1,7 @@
 """The inner loops of attention over compressed caches, in interchangeable backends.
 
 `interface` names the functions; `reference` (NumPy) is their plain meaning, `cpu` (Numba) is fast,
-`cuda` (CuPy) runs on a GPU. A codec's class names the module that reads it (`edgekv.kvcache.codecs`).
+`cuda` (CuPy) runs on a GPU. A codec's class names the module that reads it (`edgekv.codecs`).
 """
 
 from typing import cast

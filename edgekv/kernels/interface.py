@@ -1,7 +1,7 @@
 """What every kernel backend provides: the same functions.
 
-`attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written in its
-NumPy module: its class names the file. `edgekv.kernels.reference` says what the other functions compute.
+`attend` is all that decoding needs, beside each codec's encoding. What a codec means is written in NumPy by its
+class (`edgekv.codecs`); `edgekv.kernels.reference` says what the other functions compute.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from edgekv.types import F32, I32, I64, U8, U16, Array
+from edgekv.types import F32, I32, I64, Array
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
@@ -36,36 +36,8 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-CENTRE = 16
-"""Tokens that share a centre."""
-
-CENTRES = 5
-"""Rows of centres of a block of 64 tokens: its mean, and one for each CENTRE tokens."""
-
-GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
-"""Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
-
-LARGEST_FOUR = 61
-"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding.
-
-See `edgekv.kernels.reference.planes.round_queries`.
-"""
-
-GROUPS = 4
-"""Runs of 16 bytes that a block's tokens lie in, in `encode_keys`."""
-
-
-def place_of(token: int) -> tuple[int, int]:
-    """Group and byte of a token of a block of 64 in `encode_keys`."""
-    return token % 16 // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // 16]
-
-
-LEAST_WEIGHT = 1e-30
-"""p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
-
-
 class Stored(Protocol):
-    """What a backend knows of a codec (`edgekv.kvcache.codecs.Codec`).
+    """What a backend knows of a codec (`edgekv.codecs.codec.Codec`).
 
     ``backends`` and ``kind`` name the loops that read it.
 
@@ -130,10 +102,7 @@ class Kernels(Protocol):
         """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
 
     def encode(self, codec: Stored, x: F32, t0: int) -> None:
-        """Stores x (G, n, D) as tokens t0.. of a codec, as its kind does.
-
-        Kinds of several steps are encoded by their codec's own `encode`.
-        """
+        """Stores x (G, n, D) as tokens t0.. of a codec, as its `encode` does."""
 
     def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
@@ -143,9 +112,6 @@ class Kernels(Protocol):
 
     def sums(self, codec: Stored, p: F32, t0: int, t1: int, out: F32) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
-
-    def encode_f16(self, x: F32, store: U16, t0: int) -> None:
-        """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""
 
     def project(self, x: F32, matrix: F32) -> F32:
         """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
@@ -173,12 +139,3 @@ class Kernels(Protocol):
 
     def hadamard_back(self, x: F32, flips: F32, out: F32) -> None:
         """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
-
-    def encode_centres(self, x: F32, codes: U8, step: U16, t0: int) -> None:
-        """Stores means of x (G, n, D) in 4 bits and takes them off x."""
-
-    def encode_keys(self, x: F32, planes: U8, scale: U16, t0: int) -> None:
-        """Stores x (G, n, D) in planes of bits."""
-
-    def encode_interleaved(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
-        """Stores x (G, n, D) in codes of 1 to 4 bits, four tokens side by side."""

@@ -33,7 +33,7 @@ CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codeg
 def sources() -> str:
     """Return a digest of all of ours that is compiled into kernels."""
     package = pathlib.Path(__file__).parents[1]
-    folders = package / "kernels" / "cpu", package / "papers"
+    folders = package / "kernels" / "cpu", package / "codecs", package / "papers"
     files = sorted(source for folder in folders for source in folder.rglob("*.py"))
     return digest([package / "kernels" / "interface.py", *files])
 

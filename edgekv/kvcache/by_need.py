@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgekv.codecs.codec import WORD, Codec
+from edgekv.codecs.f16 import f16_codecs
+from edgekv.codecs.planes import CENTRE
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.interface import CENTRE, bound_scores
+from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
 from edgekv.kvcache.full import FullCache
 from edgekv.types import F32, F64, I64
 

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgekv.codecs.codec import Layout
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, arrays
 from edgekv.kernels.arrays import Memory, contiguous
 from edgekv.kernels.interface import Segment, Visible
 from edgekv.types import F32, Array
-
-Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,12 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
+from edgekv.codecs.codec import Codec, Layout, WindowCodecs
+from edgekv.codecs.f16 import Float32, f16_codecs
+from edgekv.codecs.ints import Int8
 from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codecs import Codec, Float32, Int8, WindowCodecs, f16_codecs
+from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Workspace
 from edgekv.kvcache.config import Config, one_of
 from edgekv.types import F32
 
@@ -62,8 +64,8 @@ class FullCache(CodecStore):
     def append_prompt(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
-        self.key_codec.encode(keys, self.n_seen)
-        self.value_codec.encode(values, self.n_seen)
+        self.kernels.encode(self.key_codec, keys, self.n_seen)
+        self.kernels.encode(self.value_codec, values, self.n_seen)
         self.n_seen += keys.shape[1]
 
     def append(self, keys: F32, values: F32) -> None:

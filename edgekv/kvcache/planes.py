@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgekv.codecs.codec import WORD, Codec, WindowCodecs
+from edgekv.codecs.f16 import f16_codecs
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise, evenly, factors_of, given
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.config import (
     Config,
     are_factors,

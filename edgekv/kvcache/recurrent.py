@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.codecs.codec import Layout
 from edgekv.kernels.arrays import to_host
-from edgekv.kvcache.cache import KVCache, LayerState, Layout, layout_bytes
+from edgekv.kvcache.cache import KVCache, LayerState, layout_bytes
 from edgekv.kvcache.registry import CacheSpec
 from edgekv.models.config import ModelConfig, Recurrence
 from edgekv.types import F32, Array

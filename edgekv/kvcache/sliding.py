@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from edgekv.codecs.codec import Codec, WindowCodecs
 from edgekv.kernels import BLOCK
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codecs import Codec, WindowCodecs
 from edgekv.kvcache.full import CodecStore
 from edgekv.types import F32
 
@@ -79,8 +79,8 @@ class SlidingCache(CodecStore):
         while begin < n:
             slot = (self.n_seen - n + begin) % self.size
             end = min(n, begin + self.size - slot)
-            self.key_codec.encode(keys[:, begin:end], slot)
-            self.value_codec.encode(values[:, begin:end], slot)
+            self.kernels.encode(self.key_codec, keys[:, begin:end], slot)
+            self.kernels.encode(self.value_codec, values[:, begin:end], slot)
             begin = end
         self.n_lost = max(self.n_lost, self.n_seen - self.size)
 

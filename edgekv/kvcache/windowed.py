@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgekv.codecs.codec import Codec
+from edgekv.codecs.f16 import F16
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import CodecStore
 from edgekv.types import F32
 
@@ -114,8 +115,8 @@ class SinkWindowCache(CodecStore):
             rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
             kept = min(packed, self.n_stored - self.n_packed)
             if packed > kept:
-                codec.encode(contiguous(rounded[:, kept:packed]), self.n_packed + kept)
-            store.encode(contiguous(rounded[:, packed:]), 0)
+                self.kernels.encode(codec, contiguous(rounded[:, kept:packed]), self.n_packed + kept)
+            self.kernels.encode(store, contiguous(rounded[:, packed:]), 0)
         self._count_packed(packed)
         self.n_recent = total - packed
         self.n_seen += keys.shape[1]
@@ -134,8 +135,8 @@ class SinkWindowCache(CodecStore):
         """Stores the first tokens of a conversation; returns how many were taken."""
         taken: int = min(self.sizes.sink - self.n_sink, keys.shape[1])
         if taken:
-            self._stores["sink_key"].encode(keys[:, :taken], self.n_sink)
-            self._stores["sink_value"].encode(values[:, :taken], self.n_sink)
+            self.kernels.encode(self._stores["sink_key"], keys[:, :taken], self.n_sink)
+            self.kernels.encode(self._stores["sink_value"], values[:, :taken], self.n_sink)
             self.n_sink += taken
             self.n_seen += taken
         return taken

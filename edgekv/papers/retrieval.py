@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgekv.codecs.codec import Codec, Layout
+from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment, bound_scores
-from edgekv.kvcache.cache import EXAMPLE, Geometry, Layout, Workspace
-from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.cache import EXAMPLE, Geometry, Workspace
 from edgekv.kvcache.full import FullCache
 from edgekv.types import F32, I64, Array
 
@@ -51,6 +52,10 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def encode(self, keys: Array, b0: int, b1: int) -> None:
         """Summarises blocks b0..b1 of keys (n_kv_heads, capacity, head_dim), float16 bits."""
+
+    @abc.abstractmethod
+    def scores(self, q: F32, t0: int, t1: int) -> F32:
+        """Scores (n_kv_heads, M, t1 - t0) of queries q (n_kv_heads, M, head_dim) with units t0..t1."""
 
 
 class Retrieval(FullCache):

@@ -41,9 +41,9 @@ PACKAGE = "edgekv.kernels.cpu"
 SIGNS = "edgekv.papers.h1b.cpu"
 # Loops of codecs: module, kind, and those of its `Loops` that are read.
 LOOPS = (
-    ("rows", "f16", ("score", "add")),
-    ("planes", "centred_planes", ("score",)),
-    ("planes", "interleaved", ("add",)),
+    ("edgekv.codecs.f16.cpu", "f16", ("score", "add")),
+    ("edgekv.codecs.planes.cpu", "centred_planes", ("score",)),
+    ("edgekv.codecs.planes.cpu", "interleaved", ("add",)),
     (SIGNS, "signs", ("score",)),
 )
 

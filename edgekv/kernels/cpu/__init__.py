@@ -3,10 +3,8 @@
 from typing import Any
 
 from edgekv.kernels.cpu.attend import attend
-from edgekv.kernels.cpu.plane_encoders import encode_centres, encode_interleaved, encode_keys
 from edgekv.kernels.cpu.ranges import append, encode, scores, sums
-from edgekv.kernels.cpu.rope import hadamard, hadamard_back, split_rope
-from edgekv.kernels.cpu.rows import encode_f16, project
+from edgekv.kernels.cpu.rope import hadamard, hadamard_back, project, split_rope
 from edgekv.kernels.cpu.softmax import softmax
 from edgekv.kernels.registry import FUNCTIONS, find_function
 
@@ -17,10 +15,6 @@ __all__ = [
     "attend",
     "backend",
     "encode",
-    "encode_centres",
-    "encode_f16",
-    "encode_interleaved",
-    "encode_keys",
     "hadamard",
     "hadamard_back",
     "project",

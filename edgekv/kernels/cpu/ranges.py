@@ -5,7 +5,6 @@ Of codecs without loops, what they decode to is read as float32.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,10 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.compile import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import call_block, call_finish, call_prepare, call_put
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, floats, loops_of, scratch_memory
+from edgekv.kernels.cpu.rows import Decoded
 from edgekv.kernels.cpu.softmax import fill
 from edgekv.kernels.interface import Segment
-from edgekv.kernels.registry import find_loops
 from edgekv.types import F32
-
-ROWS = {"cpu": "edgekv.kernels.cpu.rows"}
 
 
 def with_numbers(segment: Segment) -> Segment:
@@ -33,13 +30,8 @@ def with_numbers(segment: Segment) -> Segment:
 
 
 def as_numbers(codec: Any, t0: int, t1: int) -> Any:
-    """Returns a codec of kind f32 with tokens t0..t1 of one without loops; any other codec itself."""
-    if "cpu" in codec.backends:
-        return codec
-    single = np.empty((codec.n_kv_heads, t1, codec.head_dim), np.float32)
-    single[:, t0:] = codec.decode(t0, t1)
-    sizes = {"n_kv_heads": codec.n_kv_heads, "capacity": t1, "head_dim": codec.head_dim}
-    return SimpleNamespace(kind="f32", backends=ROWS, arrays={"single": single}, backend_state=None, **sizes)
+    """Returns tokens t0..t1 of a codec without loops as it decodes them; any other codec itself."""
+    return codec if "cpu" in codec.backends else Decoded(codec, t0, t1)
 
 
 ZERO = np.float32(0)
@@ -132,8 +124,8 @@ PART = 64  # tokens of a head that are encoded together
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
     if k.shape[1] > FEW_TOKENS or not loops_of(keys).put or not loops_of(values).put:
-        keys.encode(k, t0)
-        values.encode(v, t0)
+        encode(keys, k, t0)
+        encode(values, v, t0)
         return
     k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
     n_groups, n, head_dim = k.shape
@@ -150,7 +142,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
-    """Stores x (G, n, D) as tokens t0..: as the CPU does, or else as NumPy does."""
+    """Stores x (G, n, D) as tokens t0..: by the codec's loops, or else as its `encode` says."""
     loops = loops_of(codec)
     if loops.encode:
         loops.encode(codec, x, t0)
@@ -163,7 +155,7 @@ def encode(codec: Any, x: F32, t0: int) -> None:
         args = store, loops.put.address, address_of(x), n, head_dim, t0, memory, n_bytes
         launch.run(_encode_parts, n_groups * n_parts, x.size, args)
     else:
-        find_loops("reference", codec).encode(codec, x, t0)  # in NumPy
+        codec.encode(x, t0)
 
 
 @jit

@@ -102,6 +102,12 @@ def hadamard_back(x: F32, flips: F32, out: F32) -> None:
     run(_back_rows, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
 
 
+def project(x: F32, matrix: F32) -> F32:
+    """Returns x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
+    result: F32 = x @ matrix.T
+    return result
+
+
 def _scale(flips: F32) -> Any:
     return np.float32(1 / np.sqrt(len(flips)))
 

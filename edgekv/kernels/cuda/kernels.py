@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.cuda import planes as tiled_planes
 from edgekv.kernels.cuda.driver import (
     RECORDED_TOKENS,
     Array,
@@ -26,9 +25,12 @@ from edgekv.kernels.cuda.driver import (
     place,
 )
 from edgekv.kernels.cuda.loops import (
+    ENCODE,
     MOST_ROWS,
     MOST_SHARES,
     THREADS,
+    Fused,
+    Loops,
     Queries,
     Reader,
     loops_of,
@@ -40,10 +42,9 @@ from edgekv.kernels.cuda.loops import (
     strides,
     tiles_at_once,
 )
-from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.rope import RopeKernels
-from edgekv.kernels.cuda.rows import ENCODE, RowKernels
 from edgekv.kernels.interface import Segment, Visible
+from edgekv.kernels.registry import find_loops
 from edgekv.types import I64
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
@@ -86,7 +87,7 @@ class Part(NamedTuple):
         return self.most - self.segment.first
 
 
-class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
+class CudaKernels(RopeKernels):
     """Every function of `edgekv.kernels.interface` that the schemes it supports use.
 
     Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
@@ -96,17 +97,19 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
         """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""
-        loops = loops_of(codec)
-        if isinstance(t0, Counter) and not loops.placed:
+        loops: Loops | None = find_loops("cuda", codec)
+        if isinstance(t0, Counter) and loops and not loops.placed:
             raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
-        assert loops.encode is not None, codec.kind
-        loops.encode(self, codec, x, t0)
+        if loops and loops.encode:
+            loops.encode(self, codec, x, t0)
+        else:
+            codec.encode(x, t0)
 
     def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
         """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
         if not (keys.kind == values.kind == "f16" and k.shape[1] == 1):
-            keys.encode(k, t0)
-            values.encode(v, t0)
+            self.encode(keys, k, t0)
+            self.encode(values, v, t0)
             return
         (k, k_stride), (v, v_stride) = per_head(k), per_head(v)
         key_store, value_store = keys.arrays["half"], values.arrays["half"]
@@ -137,16 +140,22 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
             out.fill(0)
         elif n > 1 or shape[1] > MOST_ROWS or weights is not None or not all(part.joins for part in parts):
             self._attend_through_scores(parts, visible, result, weights)
-        elif shape[1] > tiled_planes.MOST_ROWS and any(self._is_tiled(part) for part in parts):
-            for a in range(0, shape[1], tiled_planes.MOST_ROWS):  # the rest of the rows in a launch of its own
-                some = q[:, a : a + tiled_planes.MOST_ROWS].copy()
-                self._attend_at_once([part._replace(q=some) for part in parts], visible, some)
-                result[:, a : a + tiled_planes.MOST_ROWS] = some
-        else:
+        elif shape[1] <= (most := self._most_rows(parts)):
             self._attend_at_once(parts, visible, result)
+        else:
+            for a in range(0, shape[1], most):  # the rest of the rows in a launch of its own
+                some = q[:, a : a + most].copy()
+                self._attend_at_once([part._replace(q=some) for part in parts], visible, some)
+                result[:, a : a + most] = some
 
-    def _is_tiled(self, part: Part) -> bool:
-        return tiled_planes.takes(self.driver, part.segment.keys, part.segment.values)
+    def _most_rows(self, parts: list[Part]) -> int:
+        return min([MOST_ROWS, *(fused.most_rows for part in parts if (fused := self._fused(part)))])
+
+    def _fused(self, part: Part) -> Fused | None:
+        """What attends over the pair by itself."""
+        keys, values = part.segment.keys, part.segment.values
+        fused = loops_of(keys).fused
+        return fused if fused and fused.takes(self.driver, keys, values) else None
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
@@ -188,24 +197,22 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
-        is_tiled = self._is_tiled(main)
-        held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
+        fused = self._fused(main)
+        held = fused.blocks_held(rows, keys, values) if fused else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
-        exact_tiles = (
-            tiled_planes.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if is_tiled else 1
-        )
+        exact_tiles = fused.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if fused else 1
         exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
         beside = sum(exact_shares)
-        shares = min(self.splits(rounds, n_kv_heads, held, beside if is_tiled else 0), MOST_SHARES - beside)
+        shares = min(self.splits(rounds, n_kv_heads, held, beside if fused else 0), MOST_SHARES - beside)
         n_shares = shares + sum(exact_shares)
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
         sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
         stored = keys.capacity, values.capacity, *self._place(main.segment), shares
         seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
-        program = attend_program(keys, values, rows, bool(exact), is_tiled)
-        if is_tiled:
-            rotated, queries = out, tiled_planes.queries(main.segment.keys, main.q)
+        program = attend_program(keys, values, rows, bool(exact), fused)
+        if fused:
+            rotated, queries = out, fused.queries(main.segment.keys, main.q)
             values = dataclasses.replace(values, arrays=(*values.arrays, values.rotation.flips), rotation=None)
         else:
             rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
@@ -331,14 +338,16 @@ class CudaKernels(PlaneKernels, RowKernels, RopeKernels):
         return (*reader.arrays, *[self.driver.shift] * (n - len(reader.arrays)))
 
 
-def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:
-    """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
-    pair = tiled_planes.FILES if is_tiled else (keys.file, values.file)
-    tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
+def attend_program(
+    keys: Reader, values: Reader, rows: int, with_exact: bool, fused: Fused | None = None
+) -> Program:
+    """attend.cu for a pair, beside exact tokens or not; fused: by a kernel of the pair's own."""
+    pair = (fused.file,) if fused else (keys.file, values.file)
+    tiles = 1 if fused else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
-    more = tiled_planes.macros(rows, keys, values) if is_tiled else ()
+    more = fused.macros(rows, keys, values) if fused else ()
     return _program((*pair, "attend"), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
 
 

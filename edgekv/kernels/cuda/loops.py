@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.driver import Array, Driver, Macros
+from edgekv.kernels.cuda.driver import Array, Driver, Macros, Program
 from edgekv.kernels.registry import find_loops
 from edgekv.types import I64
 
@@ -19,6 +20,7 @@ MOST_ROWS = 8  # of queries that one block takes
 MOST_CHANNELS = 1024
 MOST_SHARES = 128  # blocks that share the tokens of a KV head
 MOST_CONSTANTS = 4096
+ENCODE = Program(("exact",), exact=True)
 Tools = Any  # `edgekv.kernels.cuda.kernels.CudaKernels`, to the files of codecs
 
 
@@ -51,13 +53,36 @@ def as_they_are(tools: Tools, codec: Any, q: Array) -> Queries:
     return Queries(q)
 
 
+class Fused(Protocol):
+    """A kernel for pairs of codecs in place of attend.cu's own: of the keys' codec and some of values."""
+
+    file: pathlib.Path
+    most_rows: int
+    """Query rows that a launch takes."""
+
+    def takes(self, driver: Driver, keys: Any, values: Any) -> bool:
+        """Whether it reads this pair of codecs on this device."""
+
+    def blocks_held(self, rows: int, keys: Reader, values: Reader) -> int:
+        """Blocks that a multiprocessor holds."""
+
+    def exact_tiles(self, tiles: int) -> int:
+        """Of a block that takes exact tokens, where one that takes packed ones has so many."""
+
+    def macros(self, rows: int, keys: Reader, values: Reader) -> Macros:
+        """Beside those of all pairs."""
+
+    def queries(self, keys: Any, q: Array) -> Queries:
+        """The queries (G, M, D) as it wants them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Loops:
     """What a file for a kind of codec says; ``tools`` are the kernels.
 
     keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
-    queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., where
-    `Codec.encode` does not do so itself. placed: whether that takes a token to a place that moves (a `Counter`).
+    queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., else
+    `Codec.encode` does. placed: whether that takes a token to a place that moves (a `Counter`). fused: of keys.
     """
 
     keys: Callable[[Any], Reader] | None = None
@@ -65,6 +90,7 @@ class Loops:
     queries: Callable[[Tools, Any, Array], Queries] = as_they_are
     encode: Callable[[Tools, Any, Array, int], None] | None = None
     placed: bool = False
+    fused: Fused | None = None
 
 
 def loops_of(codec: Any) -> Loops:

@@ -3,9 +3,7 @@
 from typing import Any
 
 from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax, sums
-from edgekv.kernels.reference.planes import encode_centres, encode_interleaved, encode_keys
-from edgekv.kernels.reference.rope import hadamard, hadamard_back, split_rope
-from edgekv.kernels.reference.rows import encode_f16, project
+from edgekv.kernels.reference.rope import hadamard, hadamard_back, project, split_rope
 from edgekv.kernels.registry import FUNCTIONS, find_function
 
 backend = "reference"
@@ -15,10 +13,6 @@ __all__ = [
     "attend",
     "backend",
     "encode",
-    "encode_centres",
-    "encode_f16",
-    "encode_interleaved",
-    "encode_keys",
     "hadamard",
     "hadamard_back",
     "project",

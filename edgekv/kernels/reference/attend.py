@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.interface import Segment, Visible, bound_scores
-from edgekv.kernels.reference.loops import decoded, loops_of
 from edgekv.types import F32, I64
 
 
@@ -69,33 +68,20 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
     Of a page_index t0 and t1 are pages.
     """
-    loops = loops_of(codec)
-    if loops.scores:
-        loops.scores(codec, queries, t0, t1, s)
-    else:
-        s[...] = queries @ decoded(codec, t0, t1).transpose(0, 2, 1)
+    s[...] = codec.scores(queries, t0, t1)
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
-    loops = loops_of(codec)
-    if loops.sums:
-        loops.sums(codec, p, t0, t1, out)
-    else:
-        out += p @ decoded(codec, t0, t1)
+    out += codec.sums(p, t0, t1)
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
-    """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
+    """Encodes k and v (G, n, D) as tokens t0.. of two codecs."""
     keys.encode(k, t0)
     values.encode(v, t0)
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
-    """Stores x (G, n, D) as tokens t0.. of a codec, as its kind does.
-
-    Kinds of several steps are encoded by their codec's own `encode`.
-    """
-    store = loops_of(codec).encode
-    assert store is not None, codec.kind
-    store(codec, x, t0)
+    """Stores x (G, n, D) as tokens t0.. of a codec."""
+    codec.encode(x, t0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from edgekv.types import F32
@@ -75,19 +73,7 @@ def _transform(x: F32) -> F32:
     return scaled
 
 
-def rotate(rotation: Any, x: F32) -> F32:
-    """P x (A, n, width) of x (A, n, head_dim)."""
-    if rotation.flips is None:
-        result: F32 = x @ rotation.matrix.T
-        return result
-    out = np.empty((*x.shape[:2], rotation.width), np.float32)
-    hadamard(x, rotation.flips, out)
-    return out
-
-
-def rotate_back(rotation: Any, x: F32, out: F32) -> None:
-    """out (A, n, head_dim) += the inverse of P of x (A, n, width)."""
-    if rotation.flips is None:
-        out += x @ rotation.matrix
-    else:
-        hadamard_back(x, rotation.flips, out)
+def project(x: F32, matrix: F32) -> F32:
+    """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
+    result: F32 = x @ matrix.T
+    return result

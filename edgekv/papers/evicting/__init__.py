@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.codecs.codec import Layout
+from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment, bound_scores
-from edgekv.kvcache.cache import Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codecs import F16
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.kvcache.config import Config, bad_option, flag, number, share_of_context, tokens
 from edgekv.types import F32, I32, I64, Array
 
@@ -94,8 +95,8 @@ class Evicting(KVCache):
             self._make_room()
             slot = int(self._target[0])
             b = min(n, a + self.slots - slot)
-            self.kernels.encode_f16(keys[:, a:b], self.arrays["key.half"], slot)
-            self.kernels.encode_f16(values[:, a:b], self.arrays["value.half"], slot)
+            self.kernels.encode(self._keys, keys[:, a:b], slot)
+            self.kernels.encode(self._values, values[:, a:b], slot)
             self.arrays["position"][:, slot : slot + b - a] = np.arange(self.n_seen, self.n_seen + b - a)
             self.n_used = max(self.n_used, slot + b - a)
             self.n_seen += b - a

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from edgekv.codecs.codec import Codec, Layout, in_package
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache.cache import Geometry, Layout, Workspace
-from edgekv.kvcache.codecs import Codec, in_package
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.config import Config, flag, number, one_of, share_of_context
 from edgekv.papers.evicting import LowestFirst, are_places, pick
 from edgekv.papers.kivi import KiviValues
@@ -43,8 +43,11 @@ class TokenKeys(KiviValues):
     """Keys as `KiviValues` of one span, stored times ``balance`` (n_kv_heads, head_dim), read over it."""
 
     kind = "token_keys"
-    backends = in_package("edgekv.papers.kivi", "reference", "cpu")
+    backends = in_package("edgekv.papers.kivi", "cpu")
     balance: F32
+
+    def decode(self, t0: int, t1: int) -> F32:
+        return super().decode(t0, t1) / self.balance[:, None]
 
 
 class MiKV(LowestFirst):
@@ -143,8 +146,8 @@ class MiKV(LowestFirst):
         """Packs tokens, as the slots hold them: (n_kv_heads, n, ...) each."""
         keys, values = (tokens[name].view(np.float16).astype(np.float32) for name in ("key.half", "value.half"))
         n = keys.shape[1]
-        self._low_keys.encode(keys * self._low_keys.balance[:, None], self.n_low)
-        self._low_values.encode(values, self.n_low)
+        self.kernels.encode(self._low_keys, keys * self._low_keys.balance[:, None], self.n_low)
+        self.kernels.encode(self._low_values, values, self.n_low)
         if self.geometry.sliding_window is not None:
             self.arrays["low.position"][:, self.n_low : self.n_low + n] = tokens["position"]
         self.n_low += n

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from edgekv.codecs.codec import Layout
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache.cache import Geometry, Layout
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, share_of_context, tokens
 from edgekv.papers.evicting import Evicting, attention_received, half_bits, highest
 from edgekv.types import F32, I32, I64

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgekv.kvcache.cache import Geometry, Layout
-from edgekv.kvcache.codecs import in_package
+from edgekv.codecs.codec import Layout, in_package
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, number, one_of, tokens
 from edgekv.papers.retrieval import Index, Retrieval
 from edgekv.types import F32, Array
@@ -91,6 +91,12 @@ class SignIndex(Index):
         centre, step = _widened(levels[:, :, None, 0]), _widened(levels[:, :, None, 1])
         keys: F32 = np.where(upper, centre + step, centre - step).reshape(self.n_kv_heads, -1, self.head_dim)
         return keys
+
+    def scores(self, q: F32, t0: int, t1: int) -> F32:
+        first = t0 // self.block * self.block
+        keys = self.decode(first, -(-t1 // self.block) * self.block)[:, t0 - first : t1 - first]
+        scores: F32 = q @ keys.swapaxes(1, 2)
+        return scores
 
 
 def _sum_in_order(x: F32) -> F32:

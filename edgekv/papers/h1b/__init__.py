@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.codecs.codec import Codec
+from edgekv.codecs.f16 import F16
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.config import (
     LEAST_FACTOR,
     MOST_FACTOR,

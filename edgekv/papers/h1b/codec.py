@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.codecs.codec import WORD, Codec, Layout, in_package
 from edgekv.kernels import Kernels
-from edgekv.kvcache.cache import Layout
-from edgekv.kvcache.codecs import WORD, Codec, in_package
+from edgekv.papers.h1b.reference import pack_sign_rows, pack_signs, scores_signs
+from edgekv.papers.int4.reference import decode_int4, encode_int4
 from edgekv.types import F32, Array
 
 
@@ -55,6 +56,16 @@ class SignSketch(Codec):
         """Keys (n_kv_heads, n, head_dim) as they are projected."""
         return x - self.centre[:, None] if self.is_centred else x
 
+    def encode(self, x: F32, t0: int) -> None:
+        pack_signs(self.centred(x) @ self.projection.T, self.arrays["signs"], t0)
+
+    def scores(self, q: F32, t0: int, t1: int) -> F32:
+        """H1B-KV, equations 2, 3 and 5: query m = r * n + j has the temperature of head r."""
+        scale = np.repeat(1 / (self.bits * self.tau), q.shape[1] // self.tau.shape[1], axis=1)
+        s = np.empty((*q.shape[:2], t1 - t0), np.float32)
+        scores_signs(pack_sign_rows(q @ self.projection.T), self.arrays["signs"], t0, t1, scale, s, 0)
+        return s
+
 
 class Int4(Codec):
     """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
@@ -73,3 +84,9 @@ class Int4(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.head_dim // 2 + 3)
+
+    def encode(self, x: F32, t0: int) -> None:
+        encode_int4(x, self.arrays["codes"], self.arrays["delta"], self.arrays["zero"], t0)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        return decode_int4(*(self.arrays[name][:, t0:t1] for name in ("codes", "delta", "zero")))

@@ -25,7 +25,7 @@ def pack_signs(tools: Tools, x: Array, codes: Array, t0: int) -> None:
 
 
 def pack_sign_rows(tools: Tools, x: Array) -> Array:
-    """As `edgekv.kernels.reference.loops.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
+    """As `edgekv.papers.h1b.reference.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
     words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
     pack_signs(tools, x, words, 0)
     return words[..., 0]

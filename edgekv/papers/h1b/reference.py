@@ -1,11 +1,9 @@
 """Sign sketches: one bit per element, 64 to a word, compared by XOR and a count of bits."""
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 
 from edgekv.kernels.interface import BLOCK
-from edgekv.kernels.reference.loops import Loops, pack_sign_rows
 from edgekv.types import F32, U64
 
 
@@ -19,7 +17,9 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
     codes[:, tokens // BLOCK, :, tokens % BLOCK] = pack_sign_rows(x).transpose(1, 0, 2)
 
 
-def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
+def scores_signs(
+    q_codes: U64, codes: U64, t0: int, t1: int, scale: npt.NDArray[np.floating], s: F32, s0: int
+) -> None:
     """s[:, :, s0:] = scale (G, M) times the product of signs: q_codes (G, M, W) with tokens t0..t1."""
     tokens = np.arange(t0, t1)
     keys = codes[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
@@ -30,14 +30,6 @@ def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32,
         s[:, m, s0 : s0 + t1 - t0] = scale[:, m, None] * (n_bits - 2 * count).astype(np.float32)
 
 
-def _encode(codec: Any, x: F32, t0: int) -> None:
-    pack_signs(codec.centred(x) @ codec.projection.T, codec.arrays["signs"], t0)
-
-
-def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    """H1B-KV, equations 2, 3 and 5: query m = r * n + j has the temperature of head r."""
-    scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
-    scores_signs(pack_sign_rows(q @ codec.projection.T), codec.arrays["signs"], t0, t1, scale, s, 0)
-
-
-LOOPS = {"signs": Loops(encode=_encode, scores=_scores)}
+def pack_sign_rows(x: F32) -> U64:
+    """The signs of x (G, M, b) as (G, M, b // 64) words: bit j of word w is x[..., 64 * w + j] >= 0."""
+    return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")

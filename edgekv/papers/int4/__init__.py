@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from edgekv.codecs.codec import Codec
+from edgekv.codecs.ints import Symmetric4
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.codecs import Codec, Symmetric4
 from edgekv.kvcache.full import FullCache
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+from edgekv.codecs.ints.cuda import read_integers
 from edgekv.kernels.cuda.driver import Array, Launch, Program, place
-from edgekv.kernels.cuda.ints import read_integers
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 
 FOLDER = pathlib.Path(__file__).parent

@@ -1,10 +1,8 @@
 """Values in four bits with a scale and a zero point per token."""
 
-from typing import Any
-
 import numpy as np
 
-from edgekv.kernels.reference.loops import Loops, round_up_to_f16
+from edgekv.codecs.codec import round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 
@@ -29,16 +27,8 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     codes[:, tokens] = levels[..., :half] | levels[..., half:] << 4
 
 
-def decode(codec: Any, t0: int, t1: int) -> F32:
-    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
-    packed, delta, zero = (codec.arrays[name][:, t0:t1] for name in ("codes", "delta", "zero"))
+def decode_int4(packed: U8, delta: U16, zero: U8) -> F32:
+    """Tokens as numbers (G, n, D), of packed (G, n, D // 2), delta and zero (G, n)."""
     levels = np.concatenate([packed & 15, packed >> 4], axis=2).astype(np.float32)
     values: F32 = (levels - zero[..., None]) * delta.view(np.float16).astype(np.float32)[..., None]
     return values
-
-
-def _encode(codec: Any, x: F32, t0: int) -> None:
-    encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
-
-
-LOOPS = {"int4": Loops(decode, _encode)}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package
+from edgekv.codecs.f16 import f16_codecs
 from edgekv.errors import CacheError
-from edgekv.kvcache.cache import Geometry, Layout
-from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs, in_package
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.windowed import SinkWindowCache, Sizes
+from edgekv.papers.kivi import reference
+from edgekv.types import F32
 
 
 class KiviKeys(Codec):
@@ -37,6 +40,13 @@ class KiviKeys(Codec):
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + -(-4 * self.head_dim // self.group))
 
+    def encode(self, x: F32, t0: int) -> None:
+        a = self.arrays
+        reference.encode_kivi_keys(x, a["codes"], a["step"], a["low"], t0)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        return reference.kivi_keys(self, t0, t1)
+
 
 class KiviValues(Codec):
     """low + step * code per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
@@ -59,6 +69,13 @@ class KiviValues(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + 4 * self.spans)
+
+    def encode(self, x: F32, t0: int) -> None:
+        a = self.arrays
+        reference.encode_kivi_values(x, a["codes"], a["step"], a["low"], t0)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        return reference.kivi_values(self, t0, t1)
 
 
 @dataclasses.dataclass(frozen=True)

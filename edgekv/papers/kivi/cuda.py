@@ -1,21 +1,13 @@
-"""KIVI's codes: keys per channel over a group of tokens, values per token; encoded by NumPy's meaning, there."""
+"""KIVI's codes: keys per channel over a group of tokens, values per token."""
 
 from __future__ import annotations
 
 import pathlib
 from typing import Any
 
+from edgekv.codecs.ints.cuda import read_integers
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.driver import Array
-from edgekv.kernels.cuda.ints import read_integers
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.papers.kivi import reference
-
-
-def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
-    a = codec.arrays
-    store = reference.encode_kivi_keys if codec.kind == "kivi_keys" else reference.encode_kivi_values
-    store(x, a["codes"], a["step"], a["low"], t0)
+from edgekv.kernels.cuda.loops import Loops, Reader
 
 
 def _read_keys(codec: Any) -> Reader:
@@ -36,6 +28,6 @@ def _read_values(codec: Any) -> Reader:
 
 
 LOOPS = {
-    "kivi_keys": Loops(_read_keys, encode=_encode),
-    "kivi_values": Loops(values=_read_values, encode=_encode),
+    "kivi_keys": Loops(_read_keys),
+    "kivi_values": Loops(values=_read_values),
 }

@@ -1,14 +1,13 @@
 """KIVI's codes: keys per channel over a group of tokens, values per token over a span of channels."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from edgekv.codecs.codec import round_up_to_f16
+from edgekv.codecs.ints import pack_codes, unpack_codes
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
-from edgekv.kernels.reference.ints import pack_codes, unpack_codes
-from edgekv.kernels.reference.loops import Loops, round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 
@@ -58,12 +57,6 @@ def kivi_values(codec: Any, t0: int, t1: int) -> F32:
     return values
 
 
-def token_keys(codec: Any, t0: int, t1: int) -> F32:
-    """`kivi_values` over the balance (G, D) by which keys were multiplied before they were stored."""
-    keys: F32 = kivi_values(codec, t0, t1) / codec.balance[:, None]
-    return keys
-
-
 def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
     """Codes of x, whose elements along the axis share a step and a low end; fills those two."""
     top = np.float32(2**n_bits - 1)
@@ -80,18 +73,3 @@ def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
 
 def _widen(bits: U16) -> F32:
     return contiguous(bits).view(np.float16).astype(np.float32)
-
-
-def _encode(store: Callable[[F32, U8, U16, U16, int], None]) -> Callable[[Any, F32, int], None]:
-    def encode(codec: Any, x: F32, t0: int) -> None:
-        """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
-        store(x, codec.arrays["codes"], codec.arrays["step"], codec.arrays["low"], t0)
-
-    return encode
-
-
-LOOPS = {
-    "kivi_keys": Loops(kivi_keys, _encode(encode_kivi_keys)),
-    "kivi_values": Loops(kivi_values, _encode(encode_kivi_values)),
-    "token_keys": Loops(token_keys, _encode(encode_kivi_values)),
-}

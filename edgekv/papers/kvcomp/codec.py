@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
+from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import LARGEST_F16
-from edgekv.kernels.reference.loops import round_up_to_f16
 from edgekv.kernels.registry import package_function
-from edgekv.kvcache.cache import Layout
-from edgekv.kvcache.codecs import F16, Codec, in_package
 from edgekv.papers.kvcomp.codebook import TABLE_BITS, Codebook, gaussian_counts
-from edgekv.types import F32, U8, U64, Array
+from edgekv.papers.kvcomp.reference import huffman_decode
+from edgekv.types import F32, U8, U16, U64, Array
 
 WORD_BITS, WORD_BYTES = 64, 8
 PAGE_WORDS = 512
@@ -226,6 +226,11 @@ class HuffmanKeys(HuffmanCodec):
         blocks = slice(t0 // self.block, (t0 + n) // self.block)
         return self._levels(x.reshape(n_kv_heads, -1, self.block, head_dim), blocks).reshape(x.shape)
 
+    def decode(self, t0: int, t1: int) -> F32:
+        blocks = np.arange(t0, t1) // self.block
+        low, step = (_widen(self.arrays[name][:, blocks]) for name in ("low", "step"))
+        return low + step * huffman_decode(self, t0, t1)
+
 
 class HuffmanValues(HuffmanCodec):
     """Low and step per token: 4 bytes per token and head."""
@@ -244,3 +249,11 @@ class HuffmanValues(HuffmanCodec):
     def quantise(self, x: F32, t0: int) -> U8:
         """Returns codes (n_kv_heads, n, head_dim) of x."""
         return self._levels(x, slice(t0, t0 + x.shape[1]))
+
+    def decode(self, t0: int, t1: int) -> F32:
+        low, step = (_widen(self.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
+        return low + step * huffman_decode(self, t0, t1)
+
+
+def _widen(bits: U16) -> F32:
+    return bits.view(np.float16).astype(np.float32)

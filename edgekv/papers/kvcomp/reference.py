@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.reference.loops import Loops
 from edgekv.papers.kvcomp.codebook import TABLE_BITS, TABLE_SYMBOLS
-from edgekv.types import F32, U8, U16, U32, U64
+from edgekv.types import U8, U16, U32, U64
 
 WORD_BITS = 64
 
@@ -33,19 +32,6 @@ def huffman_pack(
             pool[start : start + len(stream)] = stream
 
 
-def huffman_keys(codec: Any, t0: int, t1: int) -> F32:
-    """low and step per channel of a block."""
-    blocks = np.arange(t0, t1) // codec.block
-    low, step = (_widen(codec.arrays[name][:, blocks]) for name in ("low", "step"))
-    return low + step * _decode(codec, t0, t1)
-
-
-def huffman_values(codec: Any, t0: int, t1: int) -> F32:
-    """low and step per token."""
-    low, step = (_widen(codec.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
-    return low + step * _decode(codec, t0, t1)
-
-
 def _bit_string(words: U16, lengths: U8) -> U64:
     """Code words one after another, the first bit of each lowest, in whole 64-bit words."""
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -56,7 +42,7 @@ def _bit_string(words: U16, lengths: U8) -> U64:
     return np.packbits(bits, bitorder="little").view("<u8")
 
 
-def _decode(codec: Any, t0: int, t1: int) -> U8:
+def huffman_decode(codec: Any, t0: int, t1: int) -> U8:
     """Codes (G, t1 - t0, D): all tokens at once, each from its own bit on."""
     pool, offsets, bits, table, plain, plain_bits, _, _ = codec.store()
     block, head_dim = codec.block, codec.head_dim
@@ -78,10 +64,3 @@ def _decode(codec: Any, t0: int, t1: int) -> U8:
         position[live] += (entry >> np.uint64(56) & np.uint64(15)).astype(np.int64)
         filled[live] += (entry >> np.uint64(60)).astype(np.int64)
     return codes[:, :, :head_dim]
-
-
-def _widen(bits: U16) -> F32:
-    return bits.view(np.float16).astype(np.float32)
-
-
-LOOPS = {"huffman_keys": Loops(huffman_keys), "huffman_values": Loops(huffman_values)}

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgekv.kvcache.cache import Geometry, Layout
-from edgekv.kvcache.codecs import in_package
+from edgekv.codecs.codec import Layout, in_package
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.papers.retrieval import Index, Retrieval
-from edgekv.types import Array
+from edgekv.types import F32, Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,13 @@ class PageIndex(Index):
         bounds = self.arrays["bounds"][:, b0:b1]  # a view
         bounds[:, :, : self.head_dim] = pages.max(axis=2).astype(np.float16).view(np.uint16)
         bounds[:, :, self.head_dim :] = pages.min(axis=2).astype(np.float16).view(np.uint16)
+
+    def scores(self, q: F32, t0: int, t1: int) -> F32:
+        """Of pages t0..t1 the sum over channels of the larger product: q's positive part meets the largest key."""
+        parts = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2)
+        bounds = self.arrays["bounds"][:, t0:t1].view(np.float16).astype(np.float32)
+        scores: F32 = parts @ bounds.swapaxes(1, 2)
+        return scores
 
 
 class Quest(Retrieval):

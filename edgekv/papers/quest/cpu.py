@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.cpu import rows
+from edgekv.codecs.f16 import cpu as f16
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
@@ -24,7 +24,7 @@ def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
 LOOPS = {
     "page_index": Loops(
         lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
-        score=rows.LOOPS["f16"].score,
+        score=f16.LOOPS["f16"].score,
         prepare=_split,
         prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.codecs.codec import WORD, Codec
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.config import Config, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span

@@ -6,8 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.kvcache.cache import Layout
-from edgekv.kvcache.codecs import Codec, in_package
+from edgekv.codecs.codec import Codec, Layout, in_package
 from edgekv.types import F32, U8, U16
 
 AXES: dict[str, int | tuple[int, ...] | None] = {

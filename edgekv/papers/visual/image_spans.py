@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from edgekv.codecs.codec import Codec
+from edgekv.codecs.f16 import F16, Float32
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.full import CodecStore
 from edgekv.machine import format_bytes
 from edgekv.types import F32
@@ -88,7 +89,7 @@ class ImageSpans(CodecStore):
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
         """Stores a whole span's keys and values (n_kv_heads, n_tokens, head_dim)."""
         for codec, x in zip(packed, (keys, values), strict=True):
-            codec.encode(x, 0)
+            self.kernels.encode(codec, x, 0)
 
     def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
         shape, store = self._shape(capacity), TEXTS[self.config.text]
@@ -230,7 +231,7 @@ class ImageSpans(CodecStore):
             self._open_exact(run.span, run.span.stop - run.span.start)
             self._list_arrays()
         for store, x in zip(self._stores(run), (keys, values), strict=True):
-            store.encode(x, run.at)
+            self.kernels.encode(store, x, run.at)
         self.n_seen = run.stop
 
     def _open_exact(self, span: Span, capacity: int) -> None:

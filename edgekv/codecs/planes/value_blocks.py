@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from edgekv.codecs.planes import LEAST_WEIGHT
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.byte_products import INTS, products
 from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.scalar import ROUND, widen
 from edgekv.kernels.cpu.simd import LANES
-from edgekv.kernels.interface import BLOCK, LEAST_WEIGHT
+from edgekv.kernels.interface import BLOCK
 
 ROUND_BITS = int(ROUND.view(np.int32))
 ROWS = 4  # at most, that share each unpacked code

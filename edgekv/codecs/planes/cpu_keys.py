@@ -21,14 +21,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from edgekv.codecs.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.interleaved_values import INTERLEAVED
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, numbers, prepare_loop, score_loop
-from edgekv.kernels.cpu.plane_encoders import as_words, split
 from edgekv.kernels.cpu.rope import rotate_row, rotation_numbers
-from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, widen
-from edgekv.kernels.interface import BLOCK, CENTRES, LARGEST_FOUR
+from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, round_to_even, widen
+from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8
 
 NEAR = CENTRES - 1  # scores of a row, each that of as many of a block's tokens
@@ -507,8 +506,7 @@ def _in_runs(b: Any, pair: tuple[Value, Value], less: Value) -> list[Value]:
 
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
-MOST = np.float32(LARGEST_FOUR)
-in_two_bytes = split if IN_BYTES else as_words
+MOST, LARGEST_SPLIT = np.array([LARGEST_FOUR, 127 * 256], np.float32)
 
 
 class KeyNumbers(NamedTuple):
@@ -620,22 +618,61 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
     return size
 
 
-LOOPS = {
-    "centred_planes": Loops(
-        _store_numbers,
-        prepare=_prepare,
-        score=_score,
-        prepared=_prepared_bytes,
-        scratch=lambda codec, rows: CENTRE_SCRATCH + 4 * rows * BLOCK,
-        at_once=AT_ONCE,
-    ),
-    "interleaved": INTERLEAVED,
-}
+KEYS = Loops(
+    _store_numbers,
+    prepare=_prepare,
+    score=_score,
+    prepared=_prepared_bytes,
+    scratch=lambda codec, rows: CENTRE_SCRATCH + 4 * rows * BLOCK,
+    at_once=AT_ONCE,
+)
+
+
+@jit
+def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """x[start:][:n] ~ size * (256 * high + low): n bytes high, then n bytes low, from `target` on.
+
+    Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
+    """
+    size, divisor = _size_of(x, start, n)
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
+        put(halves, target + n + d, np.uint8(whole & 255))
+        total += whole
+    return size, total
+
+
+@jit
+def as_words(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """`split`, as words of two bytes that have a sign."""
+    size, divisor = _size_of(x, start, n)
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + 2 * d, np.uint8(whole & 255))
+        put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
+        total += whole
+    return size, total
+
+
+in_two_bytes = split if IN_BYTES else as_words
+
+
+@jit
+def _size_of(x: F32, start: int, n: int) -> tuple[Scalar, Scalar]:
+    """What 1 of two bytes stands for, and what to divide by."""
+    largest = ZERO
+    for d in range(start, start + n):
+        largest = maximum(largest, abs(get(x, d)))
+    size = largest / LARGEST_SPLIT
+    return size, ONE if size == ZERO else size
 
 
 @jit
 def _round_query(q: F32, row: int, width: int, rounded: F32) -> Scalar:
-    """rounded[row:][:width] = `reference.planes.round_queries` of q[row:][:width]; returns the step."""
+    """rounded[row:][:width] = `edgekv.codecs.planes.round_queries` of q[row:][:width]; returns the step."""
     largest = ZERO
     for d in range(row, row + width, 4):
         four = abs(get(q, d)) + abs(get(q, d + 1)) + abs(get(q, d + 2)) + abs(get(q, d + 3))

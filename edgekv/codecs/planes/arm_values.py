@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.codecs.planes.value_blocks import ROWS, TO_SHIFTS, ChannelsAt, Parts, TokensAt, round_blocks
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.simd import LANES
-from edgekv.kernels.cpu.value_blocks import ROWS, TO_SHIFTS, ChannelsAt, Parts, TokensAt, round_blocks
 from edgekv.kernels.interface import BLOCK
 
 BLOCKS = BLOCKS_AHEAD = 4  # that a column is taken of at once, and whose codes are fetched meanwhile

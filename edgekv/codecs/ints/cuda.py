@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
-from edgekv.kernels.cuda.rows import ENCODE
+from edgekv.kernels.cuda.loops import ENCODE, Loops, Reader, Tools, per_head
 
 
 def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int, meaning: str) -> Reader:
@@ -20,17 +19,13 @@ def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int
     )
 
 
-def encode_sym(tools: Tools, x: Array, codes: Array, scale: Array, t0: int) -> None:
-    """Stores x (G, n, D) at tokens t0..: as `edgekv.kernels.reference.ints.encode_sym`."""
+def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
     n_kv_heads, n, d = x.shape
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
     bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
     tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(tools.driver, t0))
-
-
-def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
-    encode_sym(tools, x, codec.arrays["codes"], codec.arrays["scale"], t0)
 
 
 def _keys(codec: Any) -> Reader:

@@ -1,18 +1,23 @@
-"""How keys and values are encoded for planes: centres of keys in 4 bits, elements in levels for a Gaussian."""
+"""Planes on a CPU: encoders, centres of keys in 4 bits, elements in levels for a Gaussian."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from edgekv.codecs.planes import CENTRE, CENTRES, GAUSS_STEP
+from edgekv.codecs.planes.cpu_keys import KEYS
+from edgekv.codecs.planes.cpu_values import VALUES
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, round_to_even
-from edgekv.kernels.interface import BLOCK, CENTRE, CENTRES, GAUSS_STEP, LARGEST_F16
+from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put
+from edgekv.kernels.interface import BLOCK, LARGEST_F16
 from edgekv.types import F32, U8, U16
 
 ZERO, HALF, ONE, EIGHT = np.array([0, 0.5, 1, 8], np.float32)
-MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
+MIDDLE, HIGHEST = np.array([7.5, 15], np.float32)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
@@ -63,45 +68,6 @@ def _encode_mean(
     for i in range(row, row + n * width, width):
         for d in range(width):
             put(x, i + d, get(x, i + d) - get(scratch, mean + d))
-
-
-@jit
-def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
-    """x[start:][:n] ~ size * (256 * high + low): n bytes high, then n bytes low, from `target` on.
-
-    Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
-    """
-    size, divisor = _size_of(x, start, n)
-    total = 0
-    for d in range(n):
-        whole = np.int32(round_to_even(get(x, start + d) / divisor))
-        put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
-        put(halves, target + n + d, np.uint8(whole & 255))
-        total += whole
-    return size, total
-
-
-@jit
-def as_words(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
-    """`split`, as words of two bytes that have a sign."""
-    size, divisor = _size_of(x, start, n)
-    total = 0
-    for d in range(n):
-        whole = np.int32(round_to_even(get(x, start + d) / divisor))
-        put(halves, target + 2 * d, np.uint8(whole & 255))
-        put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
-        total += whole
-    return size, total
-
-
-@jit
-def _size_of(x: F32, start: int, n: int) -> tuple[Scalar, Scalar]:
-    """What 1 of two bytes stands for, and what to divide by."""
-    largest = ZERO
-    for d in range(start, start + n):
-        largest = maximum(largest, abs(get(x, d)))
-    size = largest / LARGEST_SPLIT
-    return size, ONE if size == ZERO else size
 
 
 LANES = simd.LANES
@@ -226,3 +192,13 @@ def _square_of(x: F32, row: int, head_dim: int) -> Scalar:
         wide = np.float64(get(x, d))
         total += wide * wide
     return total
+
+
+LOOPS = {
+    "centred_planes": dataclasses.replace(
+        KEYS, encode=lambda codec, x, t0: codec.encode_by(encode_centres, encode_keys, x, t0)
+    ),
+    "interleaved": dataclasses.replace(
+        VALUES, encode=lambda codec, x, t0: codec.encode_by(encode_interleaved, x, t0)
+    ),
+}

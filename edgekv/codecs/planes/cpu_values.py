@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from edgekv.kernels.cpu import arm, arm_values, emit, value_blocks
+from edgekv.codecs.planes import arm_values, value_blocks
+from edgekv.codecs.planes.value_blocks import ROWS, ChannelsAt, TokensAt, copy_floats, copy_halves
+from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
-from edgekv.kernels.cpu.value_blocks import ROWS, ChannelsAt, TokensAt, copy_floats, copy_halves
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32
 
@@ -148,7 +149,7 @@ def _store_numbers(codec: Any) -> ValueNumbers:
     )
 
 
-INTERLEAVED = Loops(_store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE)
+VALUES = Loops(_store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE)
 
 
 @fast_jit

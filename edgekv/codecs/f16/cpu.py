@@ -1,0 +1,86 @@
+"""Half precision on a CPU: loops over rows of float16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from edgekv.kernels.cpu.compile import Args, jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    Loops,
+    add_loop,
+    address_of,
+    floats,
+    halves,
+    numbers,
+    put_loop,
+    score_loop,
+)
+from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, score_rest, score_rows
+from edgekv.kernels.cpu.scalar import float_to_half, get, put
+from edgekv.types import F32
+
+_score_halves, _add_halves = score_rows(2), add_rows(2)
+
+
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    keys = half + 2 * (g * capacity + t) * head_dim
+    _score_halves(q, rows, keys, head_dim, n, s, gap)
+    if head_dim % WIDTH:
+        score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), gap)
+
+
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    values = half + 2 * (g * capacity + t) * head_dim
+    _add_halves(p, gap, rows, values, head_dim, n, out)
+    if head_dim % WIDTH:
+        add_rest(floats(p), gap, rows, halves(values), head_dim, n, floats(out))
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2)
+
+
+@put_loop
+def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    target = (g * capacity + t0) * head_dim
+    for i in range(n * head_dim):
+        put(halves(half), target + i, float_to_half(get(floats(x), i)))
+
+
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    args = np.ascontiguousarray(x), codec.arrays["half"], t0
+    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
+
+
+@jit
+def _encode_tokens(first: int, last: int, args: Args) -> None:
+    x, store, t0 = args
+    (_, n_tokens, head_dim), capacity = x.shape, store.shape[1]
+    x, store = x.reshape(-1), store.reshape(-1)
+    for item in range(first, last):
+        target = (item // n_tokens * capacity + t0 + item % n_tokens) * head_dim
+        for d in range(head_dim):
+            put(store, target + d, float_to_half(get(x, item * head_dim + d)))
+
+
+LOOPS = {
+    "f16": Loops(
+        lambda codec: (address_of(codec.arrays["half"]), codec.capacity, codec.head_dim),
+        _score,
+        _add,
+        put=_put,
+        encode=_encode,
+        at_once=AT_ONCE,
+    )
+}

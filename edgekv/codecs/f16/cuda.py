@@ -1,0 +1,32 @@
+"""Half and single precision on a GPU: encoders, and who reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edgekv.kernels.cuda.driver import Array, Launch, place
+from edgekv.kernels.cuda.loops import ENCODE, THREADS, Loops, Reader, Tools, per_head
+
+
+def _loops(element: str, array: str, kernel: str) -> Loops:
+    """Of keys and values in an array of numbers (G, capacity, D)."""
+
+    def read(name: str) -> Callable[[Any], Reader]:
+        def make(codec: Any) -> Reader:
+            rows = codec.arrays[array]
+            return Reader(f"{name}<Numbers<{element}>>", "rows", (rows,), rows.shape[1], rows.shape[2])
+
+        return make
+
+    def encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+        (n_kv_heads, n, d), store = x.shape, codec.arrays[array]
+        if n:  # SinkWindowCache may have nothing left over
+            x, stride = per_head(x)
+            launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
+            tools.driver.launch(launch, x, stride, d, store, store.shape[1], *place(tools.driver, t0))
+
+    return Loops(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
+
+
+LOOPS = {"f16": _loops("u16", "half", "encode_f16"), "f32": _loops("float", "single", "encode_f32")}

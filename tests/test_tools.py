@@ -101,7 +101,7 @@ def test_loops_are_those_of_the_control_flow() -> None:
 
 
 ON_ARM = {
-    "planes": (
+    "edgekv.codecs.planes.cpu": (
         *(("1-bit scan", "tbl.16b"), ("2-bit scan, 2 rows", "ushr.16b"), ("centres", "sdot.4s")),
         *(("1-bit values", "udot.4s"), ("2-bit values, 4 rows", "udot.4s")),
     ),

@@ -90,7 +90,7 @@ def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> N
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run(child.command("edgekv.engine.cpu", "dense"), env=environment, check=True)
     names = {file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")}
-    assert names == {"rows._encode_tokens_shared", "rows._put_f16", "rows._score_f16", "rows._add_f16"}
+    assert names == {"cpu._encode_tokens_shared", "cpu._put", "cpu._score", "cpu._add"}
 
 
 def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

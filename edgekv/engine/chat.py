@@ -80,8 +80,7 @@ class Chat:
         stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
-        """The answer to a message, token by token; what has come when the caller stops. Without any it is
-        forgotten.
+        """The answer to a message, token by token: all that has come when the caller stops.
 
         images: files that the message shows; where its text has no `<image>` for each, they come before it. Raises
         ContextError when it does not fit, ImageError for a model that takes no images.

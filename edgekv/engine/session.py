@@ -288,7 +288,7 @@ class Session:
         Nothing of the conversation changes before its first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
             and `last_sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
-            others as the model's generation_config.json has them, else as there.
+            others are those of the model's generation_config.json, or the defaults.
         stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
             the llguidance library; constraint: rules tokens out in a way of your own instead.
         progress(layer, n_layers) is called during prefill.

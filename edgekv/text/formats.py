@@ -20,11 +20,11 @@ from edgekv.errors import TokenizerError
 from edgekv.files import read_regular
 from edgekv.text.tokenizer import (
     EACH_BYTE,
+    MAX_VOCABULARY,
     SpecialTokens,
     Tokenizer,
     library_errors,
     read_declared,
-    require_vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ def load_tokenizer(
     model_folder: pathlib.Path | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Opens the tokenizer of a model: of a folder with tokenizer.json, tokenizer.model (sentencepiece's), or
-    vocab.json and merges.txt; or of one of these files.
+    """Opens a folder with tokenizer.json, tokenizer.model (sentencepiece's), or vocab.json and merges.txt; or a
+    file.
 
     Special tokens come from tokenizer_config.json and special_tokens_map.json beside it, and from the model's
-    generation_config.json and config.json; all four are optional. model_folder: where the model's two lie, if not
-    there. config: the content of config.json, if it is no file. Raises TokenizerError where there is none, and for
-    one that is damaged or contradicts the files around it.
+    generation_config.json and config.json, in ``model_folder`` if not there. config: the content of config.json,
+    if it is no file. Raises TokenizerError where there is none, and for one that is damaged or contradicts these
+    files.
     """
     file = path if os.path.isfile(path) else next((path / n for n in FILES if os.path.isfile(path / n)), None)
     if file is None:
@@ -78,9 +78,8 @@ def load_tokenizer(
 class HuggingFaceTokenizer(Tokenizer):
     """A pipeline of the tokenizers library, whose post-processor decides what `encode(bos=True)` adds.
 
-    path: the file it was read from, for messages. library: truncation and padding are turned off in it. declared:
-    what the files beside it say. own_end: the token that is BOS and EOS unless something else is declared. Raises
-    TokenizerError for a decoder that is neither byte-level nor of sentencepiece's kind.
+    declared: what the files beside it say. own_end: the token that is BOS and EOS unless something else is
+    declared. Raises TokenizerError for a decoder that is neither byte-level nor of sentencepiece's kind.
     """
 
     def __init__(
@@ -102,7 +101,10 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self._pieces, self.drops_first_space = pieces, pieces.drops_first_space
         self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        require_vocabulary(str(path), self.vocab_size)
+        if self.vocab_size > MAX_VOCABULARY:
+            raise TokenizerError(
+                f"{path} has token ids up to {self.vocab_size - 1}; accepted: below {MAX_VOCABULARY}"
+            )
         self.bos_id, self.eos_ids = declared.resolve(
             library.token_to_id, self.vocab_size, own_end, () if own_end is None else (own_end,)
         )
@@ -247,9 +249,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A `tokenizer.model` protobuf, by the sentencepiece library.
 
     BOS is prepended unless tokenizer_config.json says `"add_bos_token": false`. Decoding gives the library's text,
-    but for a blank: before an unknown token or in a byte token `<0x20>` that begins a text it is dropped, and that
-    of models trained with `treat_whitespace_as_suffix`, behind a text, stays. Bytes with a control token between
-    them can make a character.
+    but for a blank before an unknown token, or in a byte token, that begins a text.
     """
 
     utf8_errors = EACH_BYTE

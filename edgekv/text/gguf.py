@@ -26,18 +26,11 @@ GPT4O = (
 )
 SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that cut a text, one after the other
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "gpt-2": (GPT2,),
-    "llama-bpe": (LLAMA3,),
-    "llama3": (LLAMA3,),
-    "llama-v3": (LLAMA3,),
-    "smaug-bpe": (LLAMA3,),
-    "qwen2": (QWEN2,),
-    "deepseek-r1-qwen": (QWEN2,),
-    "smollm": (r"\p{N}", GPT2),
-    "refact": (r"\p{N}", GPT2),  # Granite 3
-    "granite-docling": (GPT2,),
-    "olmo": (GPT2,),
+    **dict.fromkeys(("gpt-2", "granite-docling", "olmo"), (GPT2,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (LLAMA3,)),
     "dbrx": (LLAMA3,),  # OLMo 2, Phi-4, Granite 4
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    **dict.fromkeys(("smollm", "refact"), (r"\p{N}", GPT2)),  # refact: Granite 3
     "gpt-4o": (GPT4O,),  # Phi-4-mini
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")

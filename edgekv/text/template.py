@@ -46,6 +46,7 @@ class ChatTemplate:
         self, source: str, tokenizer: Tokenizer, *, stops: Sequence[str] = (), given_bos: bool = False
     ) -> None:
         self.source, self.stops, self.given_bos = source, tuple(stops), given_bos
+        self.is_plain, self.knows_tools = source == PLAIN, "tools" in source  # the variable that has them
         bos, eos = tokenizer.bos_id, tokenizer.eos_ids
         self._names = {
             "bos_token": "" if bos is None else tokenizer.piece(bos),
@@ -67,18 +68,12 @@ class ChatTemplate:
 
         Raises ConfigError for a file that can't be read or is no Jinja.
         """
-        source = place and find_template(place) if given is None else read_template(given)
+        try:
+            source = place and find_template(place) if given is None else read_text(user_path(given))
+        except ValueError as error:
+            what = f"chat_template={given!r}: {error}; give a UTF-8 Jinja file"
+            raise ConfigError(what, field="chat_template", value=given) from None
         return cls(source, tokenizer) if source else cls.plain(tokenizer)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the transcript of `plain`."""
-        return self.source == PLAIN
-
-    @property
-    def knows_tools(self) -> bool:
-        """Whether it writes tools, which come as the variable `tools`."""
-        return "tools" in self.source
 
     def render(
         self,
@@ -127,10 +122,9 @@ def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, s
 
 
 def find_template(tokenizer: pathlib.Path) -> str | None:
-    """Returns the template of a tokenizer (its folder, or a file there), None where there is none.
+    """Returns the template in the chat_template.jinja or tokenizer_config.json of a tokenizer's folder, or None.
 
-    It is in chat_template.jinja, or in tokenizer_config.json (of several, the one named default). Raises
-    ConfigError for a file that can't be read.
+    Of several, the one named default. Raises ConfigError for a file that can't be read.
     """
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
@@ -144,15 +138,6 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
     return value if isinstance(value, str) else None
-
-
-def read_template(path: str) -> str:
-    """The text of a template's file. Raises ConfigError (field chat_template)."""
-    try:
-        return read_text(user_path(path))
-    except ValueError as error:
-        what = f"chat_template={path!r}: {error}; give a UTF-8 Jinja file"
-        raise ConfigError(what, field="chat_template", value=path) from None
 
 
 class ChatEncoder:
@@ -198,7 +183,6 @@ class ChatEncoder:
         return {**message, "content": content}
 
     def _names_as_text(self, value: Any) -> Any:
-        """Tools and other variables with special tokens in their strings as text."""
         if isinstance(value, str):
             return as_text(value, self._specials)
         if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ EACH_BYTE = "edgekv.each-byte"
 BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has no such character
 BARRIER = "\x02"  # merges with no letter
 OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
-MAX_VOCABULARY = 1 << 24
+MAX_VOCABULARY = 1 << 24  # more than any model has: tables of the tokens are made
 NAMES = "add_bos_token", "bos_token", "eos_token"  # what counts of tokenizer_config.json
 IDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
 
@@ -48,11 +48,10 @@ def as_text(text: str, names: Iterable[str]) -> str:
 class Tokenizer(abc.ABC):
     """A model's vocabulary.
 
-    `vocab_size` is one more than the largest token id; the model's embedding may have more rows than that.
-    `bos_id` is the beginning-of-text token, or None. Generation stops at any of `eos_ids`.
-    `special_texts` are what `encode` reads as special tokens.
-    `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away;
-    `drops_first_spaces` that it takes all of them away. `utf8_errors` is how bytes that are not UTF-8 are decoded.
+    vocab_size: one more than the largest token id. special_texts: what `encode` reads as special tokens.
+    drops_first_space: encoding puts a space before a text, and decoding takes it away; drops_first_spaces: all of
+    them.
+    utf8_errors: how bytes that are not UTF-8 are decoded.
     """
 
     vocab_size: int
@@ -66,9 +65,8 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
 
-        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but sentencepiece's,
-        where control symbols can't be written; `as_text` keeps them from that. Raises TokenizerError for a lone
-        surrogate, such as Python makes of undecodable bytes.
+        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but sentencepiece's;
+        `as_text` keeps them from that. Raises TokenizerError for a lone surrogate.
         """
         try:
             text.encode()
@@ -103,10 +101,9 @@ class Tokenizer(abc.ABC):
         return data.lstrip(b" ") if self.drops_first_spaces else data.removeprefix(b" ")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token in the middle of a text, perhaps only a part of a UTF-8 character.
+        """The bytes of one token in the middle of a text; special tokens, and ids past the vocabulary, have none.
 
-        Special tokens have none, nor have ids past the vocabulary, which pad an embedding. Raises TokenizerError
-        for a negative one.
+        Raises TokenizerError for a negative id.
         """
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative; ids run from 0 to {self.vocab_size - 1}")
@@ -129,11 +126,10 @@ class Tokenizer(abc.ABC):
 
 
 class StreamDecoder:
-    """Turns tokens into text that can be printed at once: never a part of a character.
+    """Turns tokens into text that can be printed at once: bytes that may still become a character are held back.
 
-    Bytes that may still become a character are held back, and turn into U+FFFD only when they can't. The texts
-    returned by `push` and `flush`, joined, are `tokenizer.decode` of the tokens. at_start: the tokens begin a
-    text, so that a first space which the tokenizer added is dropped; else they continue one, such as a prompt.
+    The texts of `push` and `flush`, joined, are `tokenizer.decode` of the tokens. at_start: they begin a text, so
+    that a first space which the tokenizer added is dropped; else they continue one, such as a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool) -> None:
@@ -166,15 +162,7 @@ def library_errors(what: str, hint: str) -> Iterator[None]:
         raise TokenizerError(f"{what} ({reason}); {hint}") from None
 
 
-def require_vocabulary(what: str, size: int) -> None:
-    """TokenizerError for more tokens than any model has: tables of them are made."""
-    if size > MAX_VOCABULARY:
-        raise TokenizerError(f"{what} has token ids up to {size - 1}; accepted: below {MAX_VOCABULARY}")
-
-
 class AddedToken(msgspec.Struct):
-    """A token as tokenizer_config.json may have it."""
-
     content: str
 
 
@@ -201,9 +189,9 @@ class SpecialTokens(msgspec.Struct):
         """Returns the BOS id and the EOS ids of a tokenizer with ``vocab_size`` tokens.
 
         The tokenizer's BOS goes before the config's, because it is what the model saw in training; the config's
-        EOS goes before the tokenizer's, because it lists every token that ends an answer. find: gives the id of a
-        token's name, or None. own_bos, own_eos: of the tokenizer's file. Raises TokenizerError for a declared
-        token that is in neither the tokenizer nor the model.
+        EOS goes before the tokenizer's, because it lists every token that ends an answer. find: a token's id by
+        name.
+        own_bos, own_eos: of the tokenizer's file. Raises TokenizerError for tokens that are nowhere.
         """
         bos = _named("bos_token", self.bos_token, find) or (() if own_bos is None else (own_bos,))
         bos = bos or _listed(self.bos_token_id)[:1]
@@ -222,10 +210,7 @@ class SpecialTokens(msgspec.Struct):
 def read_declared(
     tokenizer_folder: pathlib.Path, model_folder: pathlib.Path, config: Mapping[str, Any] | None
 ) -> SpecialTokens:
-    """Reads the JSON files that are there; `config` stands for config.json where given.
-
-    Raises TokenizerError for a file that is no JSON object, and for special tokens of the wrong type.
-    """
+    """Reads the JSON files that are there; `config` stands for config.json. Raises TokenizerError."""
     names = [
         _read_object(tokenizer_folder / f"{name}.json") for name in ("special_tokens_map", "tokenizer_config")
     ]

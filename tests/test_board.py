@@ -12,7 +12,7 @@ import pytest
 
 from edgekv.cli import main
 from edgekv.errors import ConfigError
-from edgekv.power import METERS, conditions, find_meter
+from edgekv.power import METERS, find_meter, meters
 from edgekv.power import board as measuring
 from edgekv.power.board import (
     FULL,
@@ -28,8 +28,7 @@ from edgekv.power.board import (
     page,
     task_of,
 )
-from edgekv.power.energy import PowerSource
-from edgekv.power.sampler import CsvLog, PowerSampler
+from edgekv.power.energy import CsvLog, PowerSampler, PowerSource
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)
@@ -252,9 +251,9 @@ def test_cooling_and_clocks_are_read_where_the_system_names_them(tmp_path: pathl
         f"{base}/cpuinfo_max_freq": "2400000\n",
     }
     trees.write_tree(tmp_path, tree)
-    assert conditions.cooling(tmp_path) == ["pwmfan at 2900 rpm", "pwm-fan in state 1 of 4"]
-    assert conditions.clock_ranges(tmp_path) == ["cores 0 1 2 3: ondemand, 1500 to 2400 MHz"]
-    assert conditions.cooling(tmp_path / "nothing") == conditions.clock_ranges(tmp_path / "nothing") == []
+    assert meters.cooling(tmp_path) == ["pwmfan at 2900 rpm", "pwm-fan in state 1 of 4"]
+    assert meters.clock_ranges(tmp_path) == ["cores 0 1 2 3: ondemand, 1500 to 2400 MHz"]
+    assert meters.cooling(tmp_path / "nothing") == meters.clock_ranges(tmp_path / "nothing") == []
 
 
 def test_documents_are_current() -> None:

@@ -16,8 +16,7 @@ import pytest
 from edgekv.cli import main
 from edgekv.cli.power import diagnosis, samples_csv
 from edgekv.power import METERS, survey
-from edgekv.power.energy import Trace
-from edgekv.power.sampler import read_log
+from edgekv.power.energy import Trace, read_log
 
 
 @pytest.fixture

@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from edgekv.errors import PowerError
-from edgekv.power.energy import EnergyMeter, MeterInfo, PowerSource, Trace, Window, integrate_power
+from edgekv.power.energy import (
+    CsvLog,
+    EnergyMeter,
+    Estimate,
+    MeterInfo,
+    PowerSource,
+    Trace,
+    Window,
+    integrate_power,
+)
 from edgekv.power.meters import Correction, Throttle
-from edgekv.power.sampler import CsvLog, Estimate
 from edgekv.types import F64
 
 START, END = 2.0, 12.0  # metered part of a run of 15 s

@@ -10,16 +10,9 @@ import pytest
 
 from edgekv.errors import PowerError
 from edgekv.power import METERS, find_meter, meters, survey
-from edgekv.power.conditions import (
-    Conditions,
-    find_profile,
-    power_file,
-    throttle,
-    throttle_text,
-    throttled_between,
-)
 from edgekv.power.meters import (
     Battery,
+    Conditions,
     EnergyCounter,
     Ina238,
     Ina3221,
@@ -30,6 +23,11 @@ from edgekv.power.meters import (
     Rapl,
     RpiPmic,
     Throttle,
+    find_profile,
+    power_file,
+    throttle,
+    throttle_text,
+    throttled_between,
 )
 
 PROFILES = pathlib.Path(__file__).resolve().parent.parent / "power" / "boards"

@@ -12,7 +12,8 @@ import power_trees as trees
 import pytest
 
 from edgekv.errors import PowerError
-from edgekv.power import PowerSampler, sampler
+from edgekv.power import PowerSampler
+from edgekv.power import energy as sampler
 from edgekv.power.energy import Window
 from edgekv.power.meters import Reading
 

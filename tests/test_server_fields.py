@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.model import sampling_defaults
-from edgekv.power.sampler import Estimate
+from edgekv.power.energy import Estimate
 from edgekv.server.requests import ChatRequest, CompletionRequest, RequestError, parse_json, read
 
 PROMPT = "It was a dark night when the old man"

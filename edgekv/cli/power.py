@@ -25,10 +25,18 @@ from edgekv.errors import PowerError
 from edgekv.files import atomic_write
 from edgekv.machine import machine_info
 from edgekv.power import EnergyMeter, PowerSampler, find_meter, survey
-from edgekv.power.conditions import Conditions, find_profile, power_file, profile_text, throttle
-from edgekv.power.energy import PowerSource, Trace
-from edgekv.power.meters import MeterRefused, PowerMeter, Root, require_meter_name
-from edgekv.power.sampler import CsvLog, Estimate
+from edgekv.power.energy import CsvLog, Estimate, PowerSource, Trace
+from edgekv.power.meters import (
+    Conditions,
+    MeterRefused,
+    PowerMeter,
+    Root,
+    find_profile,
+    power_file,
+    profile_text,
+    require_meter_name,
+    throttle,
+)
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 JSON_SECONDS = 10.0

@@ -42,9 +42,8 @@ from edgekv.machine import (
     require_memory,
     reset_peak_rss,
 )
-from edgekv.power import conditions
+from edgekv.power import meters
 from edgekv.power.energy import PowerSource, Window
-from edgekv.power.meters import all_limits
 from edgekv.types import TaskProgress
 from edgekv.weights.cpu import candidates
 
@@ -220,7 +219,7 @@ class Board(msgspec.Struct):
     @classmethod
     def new(cls, plan: Plan, about: str, meter: str) -> Board:
         """Make the record of this machine, without measurements."""
-        around = Environment(tuple(conditions.cooling()), tuple(conditions.clock_ranges()), about)
+        around = Environment(tuple(meters.cooling()), tuple(meters.clock_ranges()), about)
         return cls(1, machine_info(), around, plan, meter)
 
     @property
@@ -285,13 +284,13 @@ class Board(msgspec.Struct):
 
 def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
     """Do the work, the meter read at both ends; say how long it took and what was around it."""
-    limits, busy_s = all_limits(conditions.throttle(), source.throttle()), _busy_s()
+    limits, busy_s = meters.all_limits(meters.throttle(), source.throttle()), _busy_s()
     source.mark()
     started, begun = time.time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     source.mark()
-    now = conditions.Conditions.now()
+    now = meters.Conditions.now()
     others = (_busy_s() - busy_s) / (time.perf_counter() - begun) / (psutil.cpu_count() or 1)
     return Span(
         started=started,
@@ -299,7 +298,7 @@ def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
         others=min(1.0, max(0.0, others)),
         temperature_c=now.temperature_c,
         clock_mhz=now.clock_mhz,
-        throttling=conditions.throttled_between(limits, all_limits(now.throttle, source.throttle())),
+        throttling=meters.throttled_between(limits, meters.all_limits(now.throttle, source.throttle())),
     )
 
 

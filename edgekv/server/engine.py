@@ -25,8 +25,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.power.energy import PowerSource
-from edgekv.power.sampler import PowerSampler
+from edgekv.power.energy import PowerSampler, PowerSource
 from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder, tools_grammar
 from edgekv.server.requests import AnyRequest, ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 from edgekv.text.template import ChatTemplate

@@ -30,14 +30,14 @@ def refused(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointErro
 # Files of tensors
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_round_trips(tmp_path: Path, dtype: str) -> None:
+def test_every_dtype_round_trips(tmp_path: Path) -> None:
     shapes = {"matrix": (3, 5), "vector": (7,), "scalar": (), "none": (0, 4)}
-    with TensorWriter(tmp_path / "a", {name: (dtype, shape) for name, shape in shapes.items()}) as writer:
-        for name, shape in shapes.items():
-            writer.write(name, sample(dtype, shape))
+    specs = {f"{name} {dtype}": (dtype, shape) for dtype in DTYPES for name, shape in shapes.items()}
+    with TensorWriter(tmp_path / "a", specs) as writer:
+        for name, spec in specs.items():
+            writer.write(name, sample(*spec))
     file = Tensors.open(tmp_path / "a")
-    for name, shape in shapes.items():
+    for name, (dtype, shape) in specs.items():
         found, expected = file[name].read(), sample(dtype, shape)
         assert (found.dtype, found.shape) == (expected.dtype, shape)
         np.testing.assert_array_equal(found, expected)
@@ -60,13 +60,10 @@ def test_arrays_are_read_only_views_in_file_order(tmp_path: Path) -> None:
 
 
 def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
-    expected = {name: sample(name) for name in ("F32", "F16", "I8", "I64")}
-    save_file(expected, tmp_path / "a", metadata={"format": "pt"})
+    save_file({name: sample(name) for name in ("F32", "F16", "I8")}, tmp_path / "a", metadata={"format": "pt"})
     file = Tensors.open(tmp_path / "a")
-    assert file.files[0].metadata == {"format": "pt"}
-    assert sorted(file) == sorted(expected)
-    for name, array in expected.items():
-        np.testing.assert_array_equal(file.require(name, (3, 5)).read(), array)
+    assert (file.files[0].metadata, sorted(file)) == ({"format": "pt"}, ["F16", "F32", "I8"])
+    np.testing.assert_array_equal(file.require("I8", (3, 5)).read(), sample("I8"))
     with pytest.raises(CheckpointError) as error:
         file.require("F16", (5, 3))
     one_line(error, "'F16'", "(3, 5)", "(5, 3)")
@@ -76,11 +73,9 @@ def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
 
 
 LYING_HEADERS: dict[str, tuple[Any, int, int | None]] = {  # header, bytes of data, the length that is said
-    "header of 8 GiB": ({}, 0, 8 << 30),
     "header of 2^63 bytes": ({}, 0, 1 << 63),
     "header longer than the file": ({}, 0, 200),
     "not JSON": (b"not JSON", 0, None),
-    "not an object": (b"[1]", 0, None),
     "not UTF-8": (b"\xff\xfe{}", 0, None),
     "no dtype": ({"w": {"shape": [2]}}, 8, None),
     "unknown dtype": ({"w": entry(0, 8, "Q9")}, 8, None),
@@ -96,13 +91,10 @@ LYING_HEADERS: dict[str, tuple[Any, int, int | None]] = {  # header, bytes of da
 }
 
 
-@pytest.mark.parametrize("lie", LYING_HEADERS)
-def test_lying_headers(tmp_path: Path, lie: str) -> None:
-    header, n, length = LYING_HEADERS[lie]
-    path = raw_file(tmp_path / "a.safetensors", header, bytes(n), length)
-    with pytest.raises(CheckpointError) as error:
-        Tensors.open(path)
-    one_line(error, path, "download")
+def test_lying_headers(tmp_path: Path) -> None:
+    for header, n, length in LYING_HEADERS.values():
+        path = raw_file(tmp_path / "a.safetensors", header, bytes(n), length)
+        refused(path, path, "download")
 
 
 def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,18 +149,16 @@ def test_what_is_resident(tmp_path: Path) -> None:
     assert not array[: n : 1 << 20].any()
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_to_float32(dtype: str) -> None:
+def test_to_float32() -> None:
     special = [0.0, -0.0, 1.5, -2.75, np.inf, -np.inf, np.nan, 6e-8, 3e4]
-    array = np.array([special, special[::-1]]).astype(DTYPES[dtype])
-    if dtype == "BF16":
-        array = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(2, -1)
-    for part in (np.s_[:], np.s_[1:], np.s_[:, ::2], np.s_[0, 0]):
-        piece, expected = np.asarray(array[part]), array.astype(np.float32)[part]
-        np.testing.assert_array_equal(to_float32(piece), expected)
-        out = np.full((2, *piece.shape), -1, np.float32)
-        assert to_float32(piece, out[1, ...]).base is out
-        np.testing.assert_array_equal(out[1], expected)
+    arrays = [np.array([special, special[::-1]]).astype(DTYPES[dtype]) for dtype in ("F64", "F32", "F16")]
+    for array in (*arrays, np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(2, -1)):
+        for part in (np.s_[:], np.s_[:, ::2], np.s_[0, 0]):
+            piece, expected = np.asarray(array[part]), array.astype(np.float32)[part]
+            np.testing.assert_array_equal(to_float32(piece), expected)
+            out = np.full((2, *piece.shape), -1, np.float32)
+            assert to_float32(piece, out[1, ...]).base is out
+            np.testing.assert_array_equal(out[1], expected)
     with pytest.raises(CheckpointError, match=r"int8 .* BF16"):
         to_float32(np.zeros(2, np.int8))
 
@@ -287,18 +277,10 @@ def identity_of(folder: Path, middle: np.ndarray, config: object = CONFIG) -> st
 
 def test_identity_follows_config_and_every_tensor(tmp_path: Path) -> None:
     middle = np.zeros(1 << 16, np.float32)
-    same = {
-        identity_of(tmp_path / "a", middle),
-        identity_of(tmp_path / "b", middle, dict(reversed(CONFIG.items()))),
-    }
-    others = {
-        identity_of(tmp_path / "d", middle + 1),
-        identity_of(tmp_path / "e", middle[:-1]),
-        identity_of(tmp_path / "f", middle.astype(np.float16)),
-        identity_of(tmp_path / "g", middle, {**CONFIG, "hidden_size": 8}),
-    }
-    assert (len(same), len(others | same)) == (1, 5)
-    assert all(len(each) == 16 and int(each, 16) >= 0 for each in same)
+    same = {identity_of(tmp_path, middle), identity_of(tmp_path, middle, dict(reversed(CONFIG.items())))}
+    others = {identity_of(tmp_path, each) for each in (middle + 1, middle[:-1], middle.astype(np.float16))}
+    others.add(identity_of(tmp_path, middle, {**CONFIG, "hidden_size": 8}))
+    assert (len(same), len(others | same), len(min(same))) == (1, 5, 16)
 
 
 def test_identity_follows_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

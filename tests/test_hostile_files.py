@@ -151,19 +151,17 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_gguf_counts_beyond_the_file(name: str, tmp_path: pathlib.Path) -> None:
+def test_gguf_counts_beyond_the_file(tmp_path: pathlib.Path) -> None:
     """The library took 6 GiB for a file of 218 kB."""
-    path = tmp_path / "x.gguf"
-    path.write_bytes(COUNTS[name])
     tracemalloc.start()
-    with pytest.raises(ValueError):  # noqa: PT011 - of any kind: the next one has its words
-        Header(path)
-    peak = tracemalloc.get_traced_memory()[1]
+    for name, data in COUNTS.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        tracemalloc.reset_peak()
+        with pytest.raises(CheckpointError, match="not a whole, correct GGUF file"):
+            Model.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
-    assert peak < 20_000_000
-    with pytest.raises(CheckpointError, match="not a whole, correct GGUF file"):
-        Model.open(path)
 
 
 def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> None:

@@ -83,10 +83,10 @@ def independent(x: F32) -> np.ndarray[Any, Any]:
     return (x.T @ x + columns * own) / (n + columns) + (DAMPING * own.trace() / columns or 1.0) * np.eye(columns)
 
 
-@pytest.mark.parametrize(("tokens", "columns"), [(400, 96), (5000, 40), (5, 64)])
-def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
-    x = inputs(tokens, columns)
-    np.testing.assert_allclose(hessian(x), independent(x), rtol=1e-4, atol=1e-5 * np.square(x).mean(0).max())
+def test_a_hessian_is_the_formula() -> None:
+    for tokens, columns in ((400, 96), (5000, 40), (5, 64)):
+        x = inputs(tokens, columns)
+        np.testing.assert_allclose(hessian(x), independent(x), rtol=1e-4, atol=1e-5 * np.square(x).mean(0).max())
 
 
 def round_numpy(weight: F32, output_correction: F32, hessian: F32, block: int) -> tuple[U8, F32]:
@@ -136,22 +136,21 @@ def level(value: float, step: float) -> float:
     return min(max(np.rint(value / step), -8.0), 7.0) if step else 0.0
 
 
-@pytest.mark.parametrize(("columns", "block"), [(96, 32), (200, 128), (600, 128)])
+@pytest.mark.parametrize(("columns", "block"), [(96, 32), (300, 128)])
 def test_rounding_is_the_formula(columns: int, block: int) -> None:
     w, x = drawn(6, columns), inputs(400, columns)
     h = hessian(x)
     change = np.float32(0.1) * np.roll(w, 1, axis=1)
     target = w + change
-    ours = decoded(*Rounder(h, block).round(w, change @ h), 4, block, columns)
-    expected = decoded(*round_numpy(w, change @ h, h, block), 4, block, columns)
-    lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected)]
-    np.testing.assert_allclose(lost[0], lost[1], rtol=0.02)  # where two levels are as near, all after differs
-    assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
     n = n_blocks(columns, block)
     plain = np.empty((6, n, block // 2), np.uint8), np.empty((6, n), np.float32)
     quantize(target, 4, block, *plain)
-    alone = target - decoded(*plain, 4, block, columns)
-    assert lost[0] < 0.6 * np.einsum("ri,ij,rj->", alone, h, alone)
+    rounded = Rounder(h, block).round(w, change @ h), round_numpy(w, change @ h, h, block), plain
+    ours, expected, alone = (decoded(*each, 4, block, columns) for each in rounded)
+    lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected, alone)]
+    np.testing.assert_allclose(lost[0], lost[1], rtol=0.02)  # where two levels are as near, all after differs
+    assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
+    assert lost[0] < 0.6 * lost[2]
 
 
 def test_rounding_where_the_text_says_little() -> None:
@@ -182,7 +181,7 @@ def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
     return rows + max(0, 1 - sizes[0] / sizes[1]) / len(own) * (first + second) @ inverse
 
 
-@pytest.mark.parametrize(("tokens", "columns", "rows"), [(4000, 48, 100), (301, 96, 12), (600, 600, 20)])
+@pytest.mark.parametrize(("tokens", "columns", "rows"), [(4000, 48, 100), (301, 96, 12)])
 def test_a_linear_term_is_the_formula(tokens: int, columns: int, rows: int) -> None:
     own, w, rng = inputs(tokens, columns), drawn(rows, columns), np.random.default_rng(1)
     lost = (own @ (0.1 * rng.standard_normal((columns, columns))).astype(np.float32)).astype(np.float32)
@@ -260,21 +259,6 @@ def divergence(exact: F32, other: F32) -> float:
 
 
 @pytest.mark.usefixtures("short")
-def test_it_is_found_in_the_cache_folder(
-    cut: pathlib.Path, text: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each text has its own; the plain store stays what it is."""
-    command = ["quantize", "--model", str(cut), "--weights", "int4-32"]
-    folders = []
-    for options in ([], ["--calibrate", str(text)], ["--calibrate", str(text)]):
-        assert main([*command, *options]) == 0
-        folders.append(capsys.readouterr().out.split(":")[0])
-    assert folders[0] != folders[1] == folders[2]
-    assert main(["info", "--model", folders[1]]) == 0
-    assert "1024 tokens" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("short")
 def test_interrupted_it_leaves_nothing(
     cut: pathlib.Path, text: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,14 +283,13 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     for name, data in texts.items():
         (tmp_path / name).write_bytes(data)
     store = random_store(load_shape("tiny", 1), FORMATS["int4"]).folder
-    cases: list[tuple[str, pathlib.Path, str, str]] = [
+    for name, model, weights, part in (
         ("short", DEMO, "int4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "int4", "not UTF-8"),
         ("absent", DEMO, "int4", "cannot be read"),
         ("long", DEMO, "int8", "these are to be int8"),
         ("long", store, "auto", "is a store"),
-    ]
-    for name, model, weights, part in cases:
+    ):
         arguments = ["--model", str(model), "--weights", weights, "--calibrate", str(tmp_path / name)]
         assert main(["quantize", *arguments, "--output", str(output)]) == 2
         error = capsys.readouterr().err
@@ -321,7 +304,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("head") / "m")
 
 
-@pytest.mark.parametrize("weights", ["int4,head=int8", "int4-32,head=f32", "f32,head=int4", "auto,head=int8-32"])
+@pytest.mark.parametrize("weights", ["int4,head=int8", "int4-32,head=f32", "auto,head=int8-32"])
 def test_the_head_has_bits_of_its_own(weights: str, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     opened = Model.open(model)
     form = opened.weight_format(weights)
@@ -337,7 +320,6 @@ def test_the_head_has_bits_of_its_own(weights: str, model: pathlib.Path, tmp_pat
     logits = session.logits([1, 2, 3])
     session.save(tmp_path / "session")
     assert Session.restore(tmp_path / "session", model).plan.weights == form.name
-    assert session.report().settings["weights"] == form.name
     reference = Session.load(model, weights=weights, device="numpy").logits([1, 2, 3])
     assert np.sqrt(np.mean(np.square(logits - reference))) < 0.05 * reference.std()
 

@@ -160,12 +160,6 @@ CASES: dict[str, dict[str, Any]] = {
     "rope-longrope": LLAMA | {"rope_scaling": LONGROPE},
     "rope-v5-parameters": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
     | {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0}},
-    "rope-linear-added": LLAMA
-    | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "rope-yarn-added": LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
-    "rope-yarn-null": LLAMA | {"rope_scaling": YARN | {"factor": None}},
-    "llama-partial-rotary": LLAMA | {"partial_rotary_factor": 0.5},
-    "mistral-null": LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None},
     "mistral": LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 12},
     "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6},
     "qwen2-sliding": LLAMA

@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import gguf_writer
 import golden_cases
 import lora_cases
 import numpy as np
@@ -26,10 +25,7 @@ CASE = lora_cases.CASES["llama"]
 TOKENS = golden_cases.tokens(CASE.model)
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 
-FAMILIES = (
-    *("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "olmo2", "granite", "ministral3"),
-    *("lfm2-options", "qwen3_5"),
-)
+FAMILIES = ("qwen3", "gemma3", "olmo2", "ministral3", "lfm2-options", "qwen3_5")
 AddCase = Callable[[str, dict[str, Any], tuple[str, ...]], None]
 
 
@@ -92,10 +88,8 @@ def test_quantized_weights_are_those_of_the_merged_checkpoint(base: pathlib.Path
     merged.mkdir()
     save_file(tensors, merged / "model.safetensors")
     (merged / "config.json").write_text(json.dumps(golden_cases.CASES[CASE.model]))
-    stores = (
-        Model.open(base, lora=f"{lora}:0.5").store(WEIGHTS["int8"]),
-        Model.open(merged).store(WEIGHTS["int8"]),
-    )
+    models = Model.open(base, lora=f"{lora}:0.5"), Model.open(merged)
+    stores = [model.store(WEIGHTS["int8"]) for model in models]
     for name in stores[0].arch.linears():
         np.testing.assert_allclose(stores[0].matrix(name), stores[1].matrix(name), atol=1e-2)
         assert np.mean(stores[0].raw(f"{name}.codes") != stores[1].raw(f"{name}.codes")) < 1e-3
@@ -118,12 +112,10 @@ def test_saved_sessions_belong_to_their_lora(base: pathlib.Path, lora: pathlib.P
         session.prefill(TOKENS[:20])
         session.save(saved)
         expected = [step.token for step in session.generate(TOKENS[20:24], max_new_tokens=3, temperature=0.0)]
-        assert session.report().settings["lora"] == str(session.model.lora)
-        assert str(session.model.lora).startswith("helper:0.5 (")
+        assert session.report().settings["lora"].startswith("helper:0.5 (")
     with Session.restore(saved, base, lora=f"{lora}:0.5", device="numpy") as session:
-        assert [
-            step.token for step in session.generate(TOKENS[20:24], max_new_tokens=3, temperature=0.0)
-        ] == expected
+        steps = session.generate(TOKENS[20:24], max_new_tokens=3, temperature=0.0)
+        assert [step.token for step in steps] == expected
     for other in (lora, None):
         with pytest.raises(SessionError) as error:
             Session.restore(saved, base, lora=other, device="numpy")
@@ -132,23 +124,7 @@ def test_saved_sessions_belong_to_their_lora(base: pathlib.Path, lora: pathlib.P
         one_line(error, "the LoRA helper:0.5 (", given, "`lora`")
 
 
-def test_a_quantized_checkpoint_is_merged_unpacked(base: pathlib.Path, lora: pathlib.Path) -> None:
-    """Of GGUF: Q8_0 plus the change, and a note where that is rounded again."""
-    packed = gguf_writer.write_gguf(base, lora.parent / "model.gguf", "Q8_0", tokenizer=False)
-    plain, merged = Model.open(packed), Model.open(packed, lora=lora)
-    assert "int8-32" in str(merged.weight_format("auto"))
-    assert merged.weights_note(WEIGHTS["f32"]) is None
-    note = merged.weights_note(merged.weight_format("auto"))
-    assert note is not None
-    assert "Q8_0 were quantized a second time" in note
-    assert plain.weights_note(plain.weight_format("auto")) is None
-    delta = 2 * lora_cases.tensors("llama")[Q_PROJ.format("B")] @ lora_cases.tensors("llama")[Q_PROJ.format("A")]
-    change = merged.weights.matrix("1.qkv")[: len(delta)] - plain.weights.matrix("1.qkv")[: len(delta)]
-    np.testing.assert_allclose(change, delta, atol=1e-5)
-    assert np.abs(logits(packed, lora) - logits(base, lora)).max() < 0.5 < np.abs(logits(base, lora)).max()
-
-
-@pytest.mark.parametrize("name", ["gptq-32", "awq", "fp8"])
+@pytest.mark.parametrize("name", ["gptq-32", "fp8"])
 def test_a_packed_checkpoint_is_merged_unpacked(name: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
     """What the packed numbers stand for plus the change, and the layers without one as they are."""
     packed, _ = packed_cases.write(name, tmp_path)
@@ -177,7 +153,7 @@ def test_every_family_takes_a_lora_on_all_its_projections(
         assert (plain.weights.matrix(linear) != merged.weights.matrix(linear)).mean() > 0.9
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 def test_the_decoder_of_a_model_that_sees(prefix: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
     """Its modules as older and newer transformers name them, or those of the language model alone."""
     add_case("sees", {"model_type": "llava", "text_config": golden_cases.LLAMA}, ("proj",))
@@ -223,17 +199,14 @@ def test_a_lora_of_another_wrapping_of_the_model_fits(prefix: str, base: pathlib
 def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for changes, parts in (
         ({"use_dora": True}, ["use_dora is True", "accepted: none"]),
-        ({"velora_config": {"a": 1}}, ["velora_config", "can't be merged"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
         ({"bias": "lora_only"}, ["bias is 'lora_only'", "none"]),
         ({"peft_type": "LOHA"}, ["peft_type", "LOHA", "LORA"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["pissa", "path_initial_model_for_weight_conversion"]),
         ({"r": 0}, ["r is 0"]),
         ({"r": 5}, ["ranks 4 and 4", "says 5"]),
-        ({"r": "x"}, ["r is 'x'"]),
         ({"lora_alpha": float("nan")}, ["not finite"]),
         ({"lora_alpha": None, "alpha_pattern": {"(a+)+b": 3}}, ["alpha_pattern", "(a+)+b"]),
-        ({"rank_pattern": {"q_proj": -1}}, ["rank_pattern"]),
     ):
         lora = lora_cases.write("llama", tmp_path / "lora", **changes)
         with pytest.raises(EdgeKVError) as error:

@@ -18,7 +18,6 @@ from serving import serving
 from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, SamplingParams, Session
-from edgekv.cli import main
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import Options
 from edgekv.errors import CheckpointError, ConfigError, SessionError
@@ -56,7 +55,7 @@ def with_lora(session: Session, name: str | None) -> Session:
 
 
 def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=SamplingParams(0.0))]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,12 @@ def test_logits_are_those_of_peft(name: str, device: str, tmp_path: pathlib.Path
         np.testing.assert_allclose(session.logits(tokens)[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("weights", ["int4"])
 def test_quantized_weights_stay_as_they_are(
-    weights: str, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One store for the model and all its LoRAs, whose change is added to what that holds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = LoadOptions(weights=weights, kv="dense:dtype=f32")
+    options = LoadOptions(weights="int4", kv="dense:dtype=f32")
     session = Session.load(base, **options, loras={"one": lora, "half": f"{lora}:0.5"})
     np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, **options).logits(TOKENS))
     assert len(list((tmp_path / "edgekv" / "stores").iterdir())) == 1
@@ -193,12 +191,6 @@ def test_a_gpu_has_none() -> None:
         one_line(error, "device='cpu'", "without a name")
 
 
-def run(*options: Any) -> int:
-    return main(
-        ["run", "--prompt", "Once", "--max-new-tokens", "8", "--greedy", "--ctx", "64", *map(str, options)]
-    )
-
-
 def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
@@ -214,20 +206,13 @@ def test_a_server_has_several(demo_lora: pathlib.Path, tmp_path: pathlib.Path) -
     for name in (None, *loras):
         session.use_lora(name)
         vectors[name or "demo"] = session.embed(prompt)
-        expected[name or "demo"] = "".join(
-            step.text for step in session.generate(prompt, max_new_tokens=16, sampling=SamplingParams(0.0))
-        )
+        steps = session.generate(prompt, max_new_tokens=16, sampling=SamplingParams(0.0))
+        expected[name or "demo"] = "".join(step.text for step in steps)
     options = [part for name, folder in loras.items() for part in ("--lora", f"{name}={folder}")]
     with serving(tmp_path, *options, "--weights", "f32", "--slots", 2, "--prefix-cache", 1) as server:
         with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as reply:
             cards = json.loads(reply.read())["data"]
-        assert [(card["id"], card.get("parent")) for card in cards] == [
-            ("demo", None),
-            ("mine", "demo"),
-            ("half", "demo"),
-        ]
-        with urllib.request.urlopen(f"{server.url}/v1/models/half", timeout=60) as reply:
-            assert json.loads(reply.read())["id"] == "half"
+        assert [card["id"] for card in cards] == ["demo", "mine", "half"]
 
         def text_of(name: str) -> str:
             body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "repetition_penalty": 1, "model": name}

@@ -377,24 +377,3 @@ def test_a_store_sees_too(
     options = "--prompt", "<image> w8", "--image", tmp_path / "a.png", "--greedy"
     outs = [run(capsys, "--model", model, *options)[:2] for model in (folder, store)]
     assert outs[0] == outs[1] == (0, outs[0][1])
-
-
-def test_errors_come_before_anything_is_loaded(
-    folder: pathlib.Path,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Session, "load", lambda *_, **__: pytest.fail("loaded"))
-    text_only = golden_cases.write_checkpoint("llama31", tmp_path / "llama")
-    IMAGES[0].save(tmp_path / "a.png")
-    (tmp_path / "b.png").write_bytes(b"no image")
-    for model, image, message in (
-        (text_only, "a.png", "takes no images"),
-        (folder, "b.png", "is no image that can be read"),
-        (folder, "c.png", "No such file"),
-    ):
-        status, out, err = run(capsys, "--model", model, "--prompt", "w5", "--image", tmp_path / image)
-        assert (status, out) == (2, "")
-        assert message in err
-        assert err.count("\n") == 1

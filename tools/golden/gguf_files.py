@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def contents(path: pathlib.Path) -> dict[str, Any]:
     header, data = Header(path), path.read_bytes()
     own = header.metadata["general.architecture"]
     tensors = {
-        name: [list(tensor.shape), zlib.crc32(data[tensor.start : tensor.start + 4 * tensor.n_elements])]
+        name: [list(tensor.shape), zlib.crc32(data[tensor.start : tensor.start + 4 * math.prod(tensor.shape)])]
         for name, tensor in sorted(header.tensors.items())
     }
     values = {key: value for key, value in sorted(header.metadata.items()) if key.startswith(f"{own}.")}

@@ -41,63 +41,51 @@ class FakeError(RuntimeError):
 PROPERTIES = {"multiProcessorCount": 1, "totalGlobalMem": 1 << 30, "major": 8, "minor": 7}
 
 
-def fake_cupy(zeros: Any, nvrtc: Any = lambda: (12, 9)) -> Any:
+def fake_cupy(zeros: Any = np.zeros, nvrtc: Any = lambda: (12, 9)) -> Any:
     """The module as far as a driver touches it before its first launch."""
     runtime = SimpleNamespace(
-        CUDARuntimeError=FakeError,
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,
-        getDeviceProperties=lambda device: {
-            "multiProcessorCount": 1,
-            "totalGlobalMem": 1 << 30,
-            "major": 8,
-            "minor": 7,
-        },
+        getDeviceProperties=lambda device: PROPERTIES,
         runtimeGetVersion=lambda: 12090,
         memGetInfo=lambda: (1 << 30, 4 << 30),
     )
     stream = type("Stream", (), {"null": None, "__init__": lambda self, non_blocking: None})
-    compiler = SimpleNamespace(CompileException=FakeError)
-    driver = SimpleNamespace(CUDADriverError=FakeError)
-    compiles = SimpleNamespace(getVersion=nvrtc)
-    cuda = SimpleNamespace(runtime=runtime, Stream=stream, compiler=compiler, driver=driver, nvrtc=compiles)
+    compiler, compiles = SimpleNamespace(CompileException=FakeError), SimpleNamespace(getVersion=nvrtc)
+    cuda = SimpleNamespace(runtime=runtime, Stream=stream, compiler=compiler, nvrtc=compiles)
     return SimpleNamespace(cuda=cuda, zeros=zeros, RawModule=None)
+
+
+def failing(message: str) -> Any:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise FakeError(message)
+
+    return fail
 
 
 def test_no_module_of_edgekv_imports_cupy() -> None:
     subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, timeout=60)
 
 
-def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+@pytest.mark.parametrize(
+    ("cupy", "said"),
+    [
+        (None, ("pip install 'edgekv[cuda12]'",)),
+        (fake_cupy(failing("cudaErrorInsufficientDriver")), ("CUDA 12.9", "cudaErrorIns", "NVIDIA driver")),
+        (fake_cupy(nvrtc=failing("no libnvrtc.so.12")), ("libnvrtc.so.12", "pip install 'edgekv[cuda12]'")),
+    ],
+    ids=["CuPy", "driver", "compiler"],
+)
+def test_what_is_missing_is_named(cupy: Any, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(ConfigError) as error:
         CudaBackend.require(CacheSpec.parse("dense"))
-    one_line(error, "pip install 'edgekv[cuda12]'", "device='cpu'")
+    one_line(error, *said, "device='cpu'")
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
 
 
-def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(*arguments: Any) -> None:
-        raise FakeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
-
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(zeros))
-    with pytest.raises(ConfigError) as error:
-        CudaBackend.require(CacheSpec.parse("dense"))
-    one_line(error, "CUDA 12.9", "cudaErrorInsufficientDriver", "NVIDIA driver", "device='cpu'")
-
-
-def test_without_the_compiler_of_cupys_cuda_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version() -> None:
-        raise FakeError('Failure finding "libnvrtc.so.12": No such file')
-
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros, version))
-    with pytest.raises(ConfigError) as error:
-        CudaBackend.require(CacheSpec.parse("dense"))
-    one_line(error, "libnvrtc.so.12", "pip install 'edgekv[cuda12]'", "device='cpu'")
-
-
 def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy(np.zeros)
+    cupy = fake_cupy()
     cupy.cuda.runtime.memGetInfo = lambda: (1 << 20, 4 << 30)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
@@ -116,7 +104,7 @@ def test_schemes_without_kernels_are_refused(name: str) -> None:
 
 
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cuda"
     assert resolve_device("cpu", CacheSpec.parse("dense")) == "cpu"
     for family, device in (("llama1", "cuda"), ("mixtral", "cpu"), ("lfm2", "cpu")):
@@ -128,11 +116,8 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**arguments: Any) -> None:
-        raise FakeError("layers.cu(3): error: what is this?\n1 error detected")
-
-    cupy = fake_cupy(np.zeros)
-    cupy.RawModule = refuse
+    cupy = fake_cupy()
+    cupy.RawModule = failing("layers.cu(3): error: what is this?\n1 error detected")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     driver = cupy_driver.Driver()
     with pytest.raises(ConfigError) as error:
@@ -147,12 +132,9 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     [("CUDA_ERROR_OUT_OF_MEMORY: out of memory", MemoryError), ("CUDA_ERROR_INVALID_VALUE", RuntimeError)],
 )
 def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
-    def refuse(*arguments: Any) -> None:
-        raise RuntimeError(text)
-
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     driver, launch = cupy_driver.Driver(), Launch(Program(("layers",)), "softmax", (1,), 256)
-    driver._kernels[launch.program, launch.kernel] = refuse
+    driver._kernels[launch.program, launch.kernel] = failing(text)
     with pytest.raises(kind, match=text.split(":")[0]):
         driver.launch(launch)
 

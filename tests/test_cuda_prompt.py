@@ -21,10 +21,8 @@ from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import CudaOps, DeviceWeights
 
 CAPACITY = 64
-LOGIT_ERROR = (
-    1e-2  # of the largest logit; 6.5e-3 is the largest measured here, of gemma2, and 3.1e-3 of the others
-)
-HALF_ERROR = 2e-3  # of attention over values of size 1; 1.1e-3 is the largest measured here
+LOGIT_ERROR = 1e-2  # of the largest logit; measured: 6.5e-3 of gemma2, 3.1e-3 of the others
+HALF_ERROR = 2e-3  # of attention over values of size 1; measured: 1.1e-3
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
@@ -51,13 +49,7 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np
     ],
 )
 def test_attention_in_tiles(
-    device: OnDevice,
-    n_heads: int,
-    n_kv_heads: int,
-    n: int,
-    earlier: int,
-    head_dim: int,
-    window: int | None,
+    device: OnDevice, n_heads: int, n_kv_heads: int, n: int, earlier: int, head_dim: int, window: int | None
 ) -> None:
     """Borders of tiles, grouped queries, windows, heads that are padded, queries that follow earlier tokens."""
     rng, width, spare = np.random.default_rng(0), padded_width(head_dim), 5
@@ -106,7 +98,7 @@ def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
         assert not to_host(y)[:, :, d:].any()
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "int4-32", "f32"])
+@pytest.mark.parametrize("weights", ["int8", "int4-32", "f32"])
 def test_linear_layers_in_halves(
     device: OnDevice, weights: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,23 +126,16 @@ def test_linear_layers_in_halves(
 @pytest.mark.parametrize(
     ("name", "text", "tiles"),
     [
-        ("llama2-gqa", "dense:dtype=f32", True),
         ("llama2-gqa", "dense:dtype=f32", False),
         ("llama-head-dim", "h1b", True),
         ("mistral", "onebit:residual_length=8", True),
-        ("qwen3", "dense", True),
         ("gpt2", "dense", True),
         ("olmo2", "dense", True),
         ("gemma2-options", "dense", True),
     ],
 )
 def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
-    device: OnDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    text: str,
-    tiles: bool,
-    tmp_path: pathlib.Path,
+    device: OnDevice, monkeypatch: pytest.MonkeyPatch, name: str, text: str, tiles: bool, tmp_path: pathlib.Path
 ) -> None:
     """In chunks, one of them of few tokens; without tiles (sm_70, sm_72) attention is in float32."""
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))

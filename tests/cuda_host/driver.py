@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import operator
 import os
 import pathlib
 import re
@@ -34,14 +35,6 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, host: np.ndarray) -> None:
         self.host = host
 
-    shape = property(lambda self: self.host.shape)
-    dtype = property(lambda self: self.host.dtype)
-    ndim = property(lambda self: self.host.ndim)
-    size = property(lambda self: self.host.size)
-    nbytes = property(lambda self: self.host.nbytes)
-    strides = property(lambda self: self.host.strides)
-    itemsize = property(lambda self: self.host.itemsize)
-    flags = property(lambda self: self.host.flags)
     T = property(lambda self: HostArray(self.host.T))
 
     def __len__(self) -> int:
@@ -90,10 +83,11 @@ def _method(name: str) -> Any:
     return method
 
 
-for _name in (
-    *("reshape", "view", "astype", "copy", "transpose", "fill", "sum", "max", "min", "mean", "ravel", "argmax"),
-    *("cumsum", "any", "all", "repeat"),
-):
+ATTRIBUTES = "shape dtype ndim size nbytes strides itemsize flags"
+METHODS = "reshape view astype copy transpose fill sum max min mean ravel argmax cumsum any all repeat"
+for _name in ATTRIBUTES.split():
+    setattr(HostArray, _name, property(operator.attrgetter(f"host.{_name}")))
+for _name in METHODS.split():
     setattr(HostArray, _name, _method(_name))
 
 
@@ -125,7 +119,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class HostDriver:
-    """`edgekv.kernels.cuda.program.Driver` on the CPU.
+    """`edgekv.kernels.cuda.driver.Driver` on the CPU.
 
     In every other launch the threads take turns from the last on.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,20 @@ PAIRS: dict[str, Callable[[int, int, int], Pair]] = {
 class Both:
     """Segments with the same contents in NumPy and on the device."""
 
-    def __init__(self, device: OnDevice, shape: str) -> None:
-        self.device, self.rng = device, np.random.default_rng(0)
+    def __init__(self, device: OnDevice, shape: str, capacity: int = CAPACITY) -> None:
+        self.capacity, self.device, self.rng = capacity, device, np.random.default_rng(0)
         (self.rep, self.d), self.g = SHAPES[shape], 2
         self.here: list[Segment] = []
         self.there: list[Segment] = []
 
     def add(self, pair: str, first: int, stop: int, position: int) -> None:
-        k, v = (normal(self.rng, self.g, CAPACITY, self.d) for _ in range(2))
+        k, v = (normal(self.rng, self.g, self.capacity, self.d) for _ in range(2))
         k += 2 * normal(self.rng, self.g, 1, self.d)
         for kernels, up, segments in (
             (numpy_kernels(), np.copy, self.here),
             (self.device.kernels, self.device.up, self.there),
         ):
-            codecs = PAIRS[pair](self.g, CAPACITY, self.d)
+            codecs = PAIRS[pair](self.g, self.capacity, self.d)
             for codec in codecs:
                 layout = codec.layout().items()
                 codec.bind({name: up(np.zeros(size, kind)) for name, (size, kind) in layout}, kernels)
@@ -217,3 +218,57 @@ def test_tokens_that_stand_anywhere(device: OnDevice, pair: str, with_weights: b
     both.add("f16", 0, 20, 300)
     both.check(1, *causal(1, 320, 170), with_weights, 1e-5)
     both.check(3, *causal(3, 320, 170), with_weights, 1e-5)
+
+
+PLANES = [  # the pair, queries per KV head, head_dim
+    *(("signs", (rows, width)) for rows, width in ((1, 128), (2, 64), (4, 128), (7, 64))),
+    ("2-bit keys, 3-bit values", (1, 64)),
+    ("4-bit keys", (2, 128)),
+    ("1- and 3-bit keys of heads", (4, 64)),
+    ("4- and 2-bit keys of heads", (1, 128)),
+]
+TOKENS = 704  # of which two tiles at a time are two rounds of some warps, the second of one tile
+
+
+@pytest.fixture
+def kernels(device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched, and their files."""
+    files: list[str] = []
+    launch = device.driver.launch
+    monkeypatch.setattr(
+        device.driver,
+        "launch",
+        lambda *a: (files.extend((*(Path(file).name for file in a[0].program.files), a[0].kernel)), launch(*a)),
+    )
+    if not device.driver.has_whole_tiles:
+        pytest.skip("needs sm_80 or later")
+    return files
+
+
+@pytest.mark.parametrize(("pair", "shape"), PLANES, ids=str)
+def test_planes(
+    device: OnDevice, kernels: list[str], pair: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that are cut anywhere; a window; two pairs in a launch each; a query that sees nothing."""
+    monkeypatch.setitem(SHAPES, "some", shape)
+    monkeypatch.setattr(device.driver, "multiprocessors", 2)  # several rounds to a warp
+    both = Both(device, "some", TOKENS)
+    both.add("f16", 0, 3, 0)
+    both.add(pair, 0, TOKENS - 64, 3)
+    both.add("f16", 1, 38, TOKENS - 61)
+    kernels.clear()
+    both.check(1, *causal(1, TOKENS - 24, None), False, TOLERANCE)
+    both.check(1, *causal(1, TOKENS - 24, 150), False, TOLERANCE, cap=1.5 if shape == (2, 64) else None)
+    both.check(1, np.array([70]), np.array([80]), False, TOLERANCE)
+    assert "tiled" in kernels
+    assert "hadamard" not in kernels
+    assert not both.check(1, np.array([9]), np.array([9]), False, 0).any()
+
+
+def test_planes_before_sm_80(device: OnDevice, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.driver, "has_whole_tiles", False)
+    both = Both(device, "mha")
+    both.add("signs", 0, 192, 0)
+    both.add("f16", 1, 38, 192)
+    both.check(1, *causal(1, 229, None), False, TOLERANCE)
+    assert "read" in kernels

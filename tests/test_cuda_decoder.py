@@ -292,7 +292,9 @@ def test_quality_is_the_cpus(tmp_path: pathlib.Path, device: OnDevice) -> None:
         find_device("numpy").decoder(model, model.weight_format("f32"), CAPACITY, 1, None),
         decoder(model, device),
     )
-    here, there = (evaluate(each, tokens, CAPACITY, [CacheSpec.parse("onebit:residual_length=8")])[0] for each in decoders)
+    here, there = (
+        evaluate(each, tokens, CAPACITY, [CacheSpec.parse("onebit:residual_length=8")])[0] for each in decoders
+    )
     assert there.perplexity == pytest.approx(here.perplexity, rel=1e-3)
     assert there.kl == pytest.approx(here.kl, abs=1e-3)
     assert (there.cache_bytes, there.bytes_read_per_token) == (here.cache_bytes, here.bytes_read_per_token)

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
-from kernel_cases import Case, codec, generator, normal
+from kernel_cases import Case, codec, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.matvec import Matrix, packed_matvec
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
+from edgekv.weights.quantize import dequantize
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
@@ -189,3 +191,35 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     pages.bind({"bounds": np.zeros((2, 40, 2 * d), np.uint16)}, reference)
     pages.encode(keys, 1, 40)
     device.check_scores(pages, q, 1, 40, s)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(37, 96, 32), (40, 300, 32), (24, 640, 128), (300, 2100, 128), (16, 4100, 32)]
+)
+def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, bits: int) -> None:
+    """Rows and blocks that fill no tile, with all that is done along the way; inputs of very different sizes."""
+    if not device.driver.has_whole_tiles:
+        pytest.skip("needs sm_80 or later")
+    rng = np.random.default_rng(rows)
+    w = normal(rng, 2 * (rows // 2), columns)
+    codes, scales = quantize_numpy(w, bits, block)
+    w = dequantize(codes, scales, bits, block, columns).astype(np.float64)
+    x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
+    bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
+    plain = Matrix(len(w), columns, bits, block, scales.shape[1], device.up(codes), device.up(scales))
+    driver, there = device.driver, device.up(x)
+
+    error = 2e-4  # inputs of 16 bits
+
+    def close(found: object, expected: np.ndarray) -> None:
+        np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)
+
+    close(packed_matvec(driver, there, plain), x @ w.T)
+    biased = plain._replace(bias=device.up(bias))
+    close(packed_matvec(driver, there, biased, onto=device.up(onto)), x @ w.T + bias + onto)
+    root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=1, keepdims=True) + 1e-5)
+    normed = (x / root * norm) @ w.T
+    found = packed_matvec(driver, there, plain, norm=(device.up(norm), 1e-5), gate=0)
+    gate, up = np.split(normed, 2, axis=1)
+    close(found, gate / (1 + np.exp(-gate)) * up)

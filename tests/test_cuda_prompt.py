@@ -16,7 +16,7 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.rope import Halves, padded_width
+from edgekv.kernels.cuda.kernels import Halves, padded_width
 from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import CudaOps, DeviceWeights
 

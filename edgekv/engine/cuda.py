@@ -21,9 +21,8 @@ from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.driver import RECORDED_TOKENS, Array, CannotRecord, Counter, Driver, Moves, put_inputs
-from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.kernels import MOST_WIDTH, CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
-from edgekv.kernels.cuda.rope import MOST_WIDTH, Halves, padded_width
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, Workspace

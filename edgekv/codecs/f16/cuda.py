@@ -9,7 +9,7 @@ from edgekv.kernels.cuda.driver import Array, Launch, place
 from edgekv.kernels.cuda.loops import ENCODE, THREADS, Loops, Reader, Tools, per_head
 
 
-def _loops(element: str, array: str, kernel: str) -> Loops:
+def _loops(element: str, array: str, halves: int) -> Loops:
     """Of keys and values in an array of numbers (G, capacity, D)."""
 
     def read(name: str) -> Callable[[Any], Reader]:
@@ -23,10 +23,10 @@ def _loops(element: str, array: str, kernel: str) -> Loops:
         (n_kv_heads, n, d), store = x.shape, codec.arrays[array]
         if n:  # SinkWindowCache may have nothing left over
             x, stride = per_head(x)
-            launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
-            tools.driver.launch(launch, x, stride, d, store, store.shape[1], *place(tools.driver, t0))
+            launch = Launch(ENCODE, "encode", (n, n_kv_heads), THREADS)
+            tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], *place(tools.driver, t0))
 
     return Loops(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
 
 
-LOOPS = {"f16": _loops("u16", "half", "encode_f16"), "f32": _loops("float", "single", "encode_f32")}
+LOOPS = {"f16": _loops("u16", "half", 1), "f32": _loops("float", "single", 0)}

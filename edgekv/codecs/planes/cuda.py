@@ -1,6 +1,7 @@
 """Keys in planes and interleaved values on a GPU: encoders, what reads them, and tiled attention over a pair.
 
-Tiled attention runs on tensor cores with the queries' rotation inside."""
+Tiled attention runs on tensor cores with the queries' rotation inside.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.codecs.planes import GAUSS_STEP, LARGEST_FOUR
-from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program, place
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, place
 from edgekv.kernels.cuda.loops import (
     MOST_CHANNELS,
     THREADS,
@@ -25,6 +26,7 @@ from edgekv.kernels.cuda.loops import (
 )
 
 FOLDER = pathlib.Path(__file__).parent
+WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries that tiled.cu takes
 
 
 def encode_centres(tools: Tools, x: Array, codes: Array, step: Array, t0: int) -> None:
@@ -89,39 +91,15 @@ def _read_values(codec: Any) -> Reader:
     return Reader("RowValues<InterleavedRow, 16>", FOLDER / "read", *store, rotation=codec.rotation)
 
 
-WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries that tiled.cu takes
-EXACT_TILES = 3  # at most, of a block that takes exact tokens
-
-
-class Tiled(Fused):
-    """tiled.cu."""
-
-    file, most_rows = FOLDER / "tiled", MOST_ROWS
-
-    def takes(self, driver: Driver, keys: Any, values: Any) -> bool:
-        """On devices with whole tiles, where neither side is padded to its width."""
-        if values.kind != "interleaved" or not driver.has_whole_tiles:
-            return False
-        return keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS
-
-    def blocks_held(self, rows: int, keys: Reader, values: Reader) -> int:
-        """How many registers there are to a thread."""
-        bits = dict((*keys.macros, *values.macros))
-        return 3 if rows == 1 and max(int(bits["KEY_BITS"]), int(bits["VALUE_BITS"])) <= 2 else 2
-
-    def exact_tiles(self, tiles: int) -> int:
-        """A block that takes exact tokens is not to end last."""
-        return max(1, min(EXACT_TILES, tiles // 8))
-
-    def macros(self, rows: int, keys: Reader, values: Reader) -> Macros:
-        """Beside those of all pairs."""
-        factor = f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
-        held = self.blocks_held(rows, keys, values)
-        return ("TILED", 1), ("BLOCKS_AT_ONCE", held), ("TURN_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
-
-    def queries(self, keys: Any, q: Array) -> Queries:
-        """As they come: the kernel rotates and rounds them. q (G, M, D)."""
-        return Queries(q, keys.query_flips, keys.key_scale)
+def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
+    """tiled.cu, on devices with whole tiles, where neither side is padded to its width."""
+    fits = values.kind == "interleaved" and keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS
+    if not (driver.has_whole_tiles and fits):
+        return None
+    bits, factor = max(int(keys.bits.max()), int(values.bits.max())), f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
+    blocks = 3 if rows == 1 and bits <= 2 else 2  # how many registers there are to a thread
+    macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("TURN_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
+    return Fused(FOLDER / "tiled", macros, MOST_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 
 def _encode_keys(tools: Tools, codec: Any, x: Array, t0: int) -> None:
@@ -133,6 +111,6 @@ def _encode_values(tools: Tools, codec: Any, x: Array, t0: int) -> None:
 
 
 LOOPS = {
-    "centred_planes": Loops(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=Tiled()),
+    "centred_planes": Loops(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
     "interleaved": Loops(values=_read_values, encode=_encode_values, placed=True),
 }

@@ -47,7 +47,7 @@ extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* plan
     int place = 4 * (t % 4) + (quarter & 1) * 2 + (quarter >> 1);
     double square = 0, along = 0;
     for (int c = lane; c < d; c += 32) square += (double)from[c] * from[c];
-    square = lane_sum_double(square);
+    square = lane_sum(square);
     float step = (float)(sqrt(square / d) * GAUSS_STEP);
     for (int c = lane; c < d; c += 32) {
         float left = from[c], size = step * (float)(1 << bits) / 4;
@@ -60,7 +60,7 @@ extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* plan
         }
         along += (double)from[c] * level;
     }
-    along = lane_sum_double(along);
+    along = lane_sum(along);
     if (lane == 0) scale[(i64)blockIdx.y * capacity + t] = half_of(square / (along == 0 ? 1 : along));
 }
 
@@ -85,14 +85,14 @@ __device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
 {
     double square = 0, along = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) square += (double)from[c] * from[c];
-    square = lane_sum_double(square);
+    square = lane_sum(square);
     float step = (float)(sqrt(square / d) * GAUSS_STEP), divisor = step == 0 ? 1 : step, half = (float)(1 << (bits - 1));
     for (int c = threadIdx.x % 32; c < d; c += 32) {
         float level = fminf(fmaxf(floorf(from[c] / divisor) + half, 0), 2 * half - 1);
         levels[c] = (u8)level;
         along += (double)from[c] * ((double)level - (half - 0.5));
     }
-    along = lane_sum_double(along);
+    along = lane_sum(along);
     return half_of(square / (along == 0 ? 1 : along));
 }
 

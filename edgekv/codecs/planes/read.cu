@@ -27,8 +27,7 @@ struct PlaneRow : Row {
     {
         int t = token % TILE, c = unit * SOME, place = 4 * (t % 4) + (t / 16 % 2) * 2 + t / 32;
         i64 tile = token / TILE, row = tile * 5 + 1 + t / 16;
-#pragma unroll
-        for (int p = 0; p < KEY_BITS; ++p)
+        UNROLL for (int p = 0; p < KEY_BITS; ++p)
             words[p] = p < bits ? planes[(((tile * bits + p) * 4 + t % 16 / 4) * (KEY_DIM / 8) + c / 8) * 16 + place] : 0;
         words[KEY_BITS] = scale[token];
         words[KEY_BITS + 1] = centre_step[tile * 5] | (u32)centre_step[row] << 16;
@@ -41,12 +40,10 @@ struct PlaneRow : Row {
         int c = unit * SOME, shift = c < HALF ? 0 : 4;
         float width = half_to_float((u16)words[KEY_BITS]);
         float common = half_to_float((u16)words[KEY_BITS + 1]), own = half_to_float((u16)(words[KEY_BITS + 1] >> 16));
-#pragma unroll
-        for (int j = 0; j < SOME; ++j) {
+        UNROLL for (int j = 0; j < SOME; ++j) {
             int at = j * 8 + shift, level = 0;
             x[j] = ((float)(words[KEY_BITS + 2] >> at & 15) - 7.5f) * common + ((float)(words[KEY_BITS + 3] >> at & 15) - 7.5f) * own;
-#pragma unroll
-            for (int p = 0; p < KEY_BITS; ++p)
+            UNROLL for (int p = 0; p < KEY_BITS; ++p)
                 if (p < bits) level = 2 * level + (words[p] >> (c % 8 + j) & 1 ? 1 : -1);
             x[SOME + j] = width * (float)level;
         }
@@ -85,8 +82,7 @@ struct InterleavedRow : Row {
     {
         int t = token % TILE;
         const u8* from = codes + ((i64)(token / TILE) * 2 * bits * WIDTH + unit * VEC) * 4 + t % 4;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
+        UNROLL for (int j = 0; j < VEC; ++j) {
             words[j] = from[t % (8 * upper) / 4 * WIDTH * 4 + 4 * j];
             if (VALUE_BITS >= 3) words[WORDS - VEC + j] = bits == 3 ? from[(4 + t % 8 / 4) * WIDTH * 4 + 4 * j] : 0;
         }
@@ -96,8 +92,7 @@ struct InterleavedRow : Row {
     {
         int t = token % TILE;
         float middle = 0.5f * ((1 << bits) - 1);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
+        UNROLL for (int j = 0; j < VEC; ++j) {
             u32 code = words[j] >> t / (8 * upper) * upper & ((1u << upper) - 1);
             if (VALUE_BITS >= 3 && bits == 3) code = 2 * code | (words[WORDS - VEC + j] >> t / 8 & 1);
             x[j] = (float)code - middle;

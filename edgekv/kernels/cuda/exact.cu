@@ -13,21 +13,18 @@ __device__ __forceinline__ u16 half_above(float x)
 // The nearest finite float16 of x >= 0.
 __device__ __forceinline__ u16 half_of(double x) { return float_to_half((float)fmin(x, 65504.0)); }
 
-__device__ __forceinline__ double lane_sum_double(double x)
-{
-    for (int i = 16; i > 0; i /= 2)
-        x += __shfl_xor_sync(EVERY_LANE, x, i);
-    return x;
-}
-
 // Encoders of numbers and symmetric integers. x (G, n, D) has its heads `stride` apart, its tokens D.
 
-// Grid (n, G).
-extern "C" __global__ void encode_f16(const float* x, int stride, int d, u16* store, int capacity, int t0, const int* shift)
+// In `halves` or float32. Grid (n, G).
+extern "C" __global__ void encode(const float* x, int stride, int d, void* store, int halves, int capacity, int t0, const int* t0_moves)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
-    u16* to = store + ((i64)blockIdx.y * capacity + t0 + *shift + blockIdx.x) * d;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
+    i64 to = ((i64)blockIdx.y * capacity + t0 + *t0_moves + blockIdx.x) * d;
+    for (int c = threadIdx.x; c < d; c += blockDim.x)
+        if (halves)
+            ((u16*)store)[to + c] = float_to_half(from[c]);
+        else
+            ((float*)store)[to + c] = from[c];
 }
 
 // The key and the value of one token. Grid (2, G).
@@ -41,14 +38,6 @@ extern "C" __global__ void append_f16(const float* k, int k_stride, const float*
     i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0 + *t0_moves;
     u16* to = (is_value ? values : keys) + row * d;
     for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
-}
-
-// Grid (n, G).
-extern "C" __global__ void encode_f32(const float* x, int stride, int d, float* store, int capacity, int t0, const int* shift)
-{
-    const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
-    float* to = store + ((i64)blockIdx.y * capacity + t0 + *shift + blockIdx.x) * d;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = from[c];
 }
 
 // Symmetric codes, signed bytes or 4 bits plus 8. Grid (n, G), a warp each.

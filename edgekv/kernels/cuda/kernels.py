@@ -1,4 +1,4 @@
-"""The CUDA backend: attention over segments, single ranges of scores and sums, and new tokens into their stores.
+"""The CUDA backend: attention over segments and within prompts, new tokens into their stores, rotations.
 
 A launch of attend.cu keeps no scores: blocks share the tokens, each with a running softmax. It takes one pair of
 any codecs and two of exact tokens. Several launches, of mixed pairs, are merged by the sums of their weights.
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import (
     RECORDED_TOKENS,
     Array,
@@ -29,10 +30,12 @@ from edgekv.kernels.cuda.loops import (
     MOST_ROWS,
     MOST_SHARES,
     THREADS,
+    Backend,
     Fused,
     Loops,
     Queries,
     Reader,
+    check_width,
     loops_of,
     n_rounds,
     per_head,
@@ -42,7 +45,7 @@ from edgekv.kernels.cuda.loops import (
     strides,
     tiles_at_once,
 )
-from edgekv.kernels.cuda.rope import RopeKernels
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
 from edgekv.kernels.interface import Segment, Visible
 from edgekv.kernels.registry import find_loops
 from edgekv.types import I64
@@ -50,8 +53,27 @@ from edgekv.types import I64
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
 MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
 MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
-SEES_ALL = 1 << 30
+EXACT_TILES = 3  # at most, of a block that takes exact tokens beside a fused kernel
+SEES_ALL = np.zeros(1, np.int64), np.full(1, 1 << 30)
+PROMPT_ROWS, MOST_WIDTH = 64, 256  # queries of a block of prompt_attention.cu, and channels
 LAYERS = Program(("layers",))
+
+
+def padded_width(head_dim: int) -> int:
+    """Channels of a head with which prompt_attention.cu computes: a multiple of 16."""
+    return -(-head_dim // 16) * 16
+
+
+class Halves(NamedTuple):
+    """Where `split_rope` also puts queries, keys and values in float16, zeros behind a head's channels.
+
+    q (n_heads, n, width); k, v (n_kv_heads, capacity, width), from token ``first`` on.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    first: int
 
 
 class Part(NamedTuple):
@@ -87,7 +109,7 @@ class Part(NamedTuple):
         return self.most - self.segment.first
 
 
-class CudaKernels(RopeKernels):
+class CudaKernels(Backend):
     """Every function of `edgekv.kernels.interface` that the schemes it supports use.
 
     Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
@@ -149,17 +171,16 @@ class CudaKernels(RopeKernels):
                 result[:, a : a + most] = some
 
     def _most_rows(self, parts: list[Part]) -> int:
-        return min([MOST_ROWS, *(fused.most_rows for part in parts if (fused := self._fused(part)))])
+        return min([MOST_ROWS, *(fused.most_rows for part in parts if (fused := self._fused(part, 1)))])
 
-    def _fused(self, part: Part) -> Fused | None:
-        """What attends over the pair by itself."""
+    def _fused(self, part: Part, rows: int) -> Fused | None:
         keys, values = part.segment.keys, part.segment.values
-        fused = loops_of(keys).fused
-        return fused if fused and fused.takes(self.driver, keys, values) else None
+        return loops_of(keys).fused(self.driver, rows, keys, values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
-        self.launch_scores(read_keys(codec), self._prepared(codec, queries), t0, t1, s)
+        segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
+        self.launch_scores(read_keys(codec), prepared, t1, s, segment, SEES_ALL)
 
     def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times a codec's tokens t0..t1."""
@@ -197,11 +218,14 @@ class CudaKernels(RopeKernels):
         """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
-        fused = self._fused(main)
-        held = fused.blocks_held(rows, keys, values) if fused else ATTEND_BLOCKS.get(rows, 2)
+        fused = self._fused(main, rows)
+        held = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
-        exact_tiles = fused.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if fused else 1
+        # A block of tiled tokens is quick: one that takes exact tokens beside it is not to end last.
+        exact_tiles = (
+            max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, held) // 8)) if fused else 1
+        )
         exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
         beside = sum(exact_shares)
         shares = min(self.splits(rounds, n_kv_heads, held, beside if fused else 0), MOST_SHARES - beside)
@@ -212,7 +236,7 @@ class CudaKernels(RopeKernels):
         seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
-            rotated, queries = out, fused.queries(main.segment.keys, main.q)
+            rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
             values = dataclasses.replace(values, arrays=(*values.arrays, values.rotation.flips), rotation=None)
         else:
             rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
@@ -257,7 +281,7 @@ class CudaKernels(RopeKernels):
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
         for part, queries, s in zip(parts, prepared, columns, strict=True):
-            self.launch_scores(part.keys, queries, part.segment.first, part.most, s, part.segment, visible)
+            self.launch_scores(part.keys, queries, part.most, s, part.segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         for part, p in zip(parts, columns, strict=True):
@@ -270,35 +294,21 @@ class CudaKernels(RopeKernels):
         self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
 
     def launch_scores(
-        self,
-        keys: Reader,
-        queries: Queries,
-        t0: int,
-        t1: int,
-        s: Array,
-        segment: Segment | None = None,
-        visible: Visible | None = None,
+        self, keys: Reader, queries: Queries, t1: int, s: Array, segment: Segment, visible: Visible
     ) -> None:
-        """s (G, M, t1 - t0) = scores with tokens t0..t1, -inf where a query does not see the segment's token."""
+        """s (G, M, t1 - t0) = scores with the segment's tokens up to t1, -inf where a query does not see them."""
         n_kv_heads, rows, _ = s.shape
-        at_once = rows_at_once(rows)
+        at_once, t0, shift = rows_at_once(rows), segment.first, self.driver.shift
         tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
         splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
         launch = Launch(range_program("KEYS", keys, at_once), "scores", (splits, n_kv_heads, row_blocks), THREADS)
-        places = self._places(segment, visible)
-        store = *self.store_arguments(keys), keys.capacity
-        self.driver.launch(launch, *self.query_arguments(queries), rows, *store, t0, t1, s, *strides(s), *places)
-
-    def _places(self, segment: Segment | None, visible: Visible | None) -> tuple[Any, ...]:
-        """For `scores`: where the tokens stand and what the queries see; by default all."""
-        shift = self.driver.shift
-        if segment is None or visible is None:
-            return shift, 0, SEES_ALL, self.driver.still, 0, self.driver.still, 1, 0, shift, 0, SEES_ALL, shift
+        store = *self.store_arguments(keys), keys.capacity, t0, t1
         positions = segment.positions
-        stride = 0 if positions is None else positions.strides[0] // positions.itemsize
+        where = (shift, 0) if positions is None else (positions, positions.strides[0] // positions.itemsize)
         ends = *place(self.driver, segment.stop), *place(self.driver, segment.position)
-        where = shift if positions is None else positions, stride, *ends
-        return *where, len(visible[0]), *self.per_token(*visible), shift
+        seen = len(visible[0]), *self.per_token(*visible), shift
+        arguments = *self.query_arguments(queries), rows, *store, s, *strides(s), *where, *ends, *seen
+        self.driver.launch(launch, *arguments)
 
     def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""
@@ -337,6 +347,98 @@ class CudaKernels(RopeKernels):
         """A reader's arrays, filled up to n arguments."""
         return (*reader.arrays, *[self.driver.shift] * (n - len(reader.arrays)))
 
+    def split_rope(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        q: Array | None,
+        k: Array,
+        v: Array,
+        scale: float,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        halves: Halves | None = None,
+    ) -> None:
+        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), rotated by position; also in halves.
+
+        q None: queries are wanted as halves only.
+        """
+        n_kv_heads, n, head_dim = k.shape
+        n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
+        tables = (cos, sin) if cos.size else (shift, shift)
+        norms = (q_norm, k_norm, 1) if q_norm.size else (shift, shift, 0)
+        outs = *([shift, 0] if q is None else _rows(q)), *_rows(k), *_rows(v)
+        more: tuple[Any, ...] = shift, shift, shift, 0, 0, 0
+        if halves is not None:
+            _, capacity, width = halves.k.shape
+            more = halves.q, halves.k, halves.v, width, capacity, halves.first
+        sizes = n_heads, n_kv_heads, head_dim, float(scale)
+        grid = n, n_heads + 2 * n_kv_heads
+        launch = Launch(LAYERS, "split_rope", grid, THREADS, early=halves is None)
+        self.driver.launch(launch, qkv, *tables, cos.shape[1], shift, *outs, *sizes, *norms, float(eps), *more)
+
+    def hadamard(self, x: Array, flips: Array, out: Array) -> None:
+        """out (A, n, width) = the rotation of x (A, n, D)."""
+        rows, n, d = x.shape
+        x, stride = per_head(x)
+        self._transform("hadamard", out.shape[2], rows * n, x, n, stride, d, flips, out)
+
+    def hadamard_back(self, x: Array, flips: Array, out: Array) -> None:
+        """out (A, n, D) += the inverse rotation of x (A, n, width)."""
+        rows, n, d = out.shape
+        stride = out.strides[0] // out.itemsize
+        self._transform("hadamard_back", x.shape[2], rows * n, contiguous(x), n, stride, d, flips, out)
+
+    def _transform(self, name: str, width: int, rows: int, *arguments: Any) -> None:
+        check_width(width)
+        launch = Launch(Program(("exact",), (("WIDTH", width),), exact=True), name, (rows,), max(width // 2, 1))
+        self.driver.launch(launch, *arguments[:-1], float(np.float32(1 / np.sqrt(width))), arguments[-1])
+
+    def rotate(self, rotation: Any, x: Array) -> Array:
+        """P x (A, n, width) of x (A, n, head_dim)."""
+        if rotation.flips is None:
+            return self.project(x, rotation.matrix)
+        out = self.driver.empty((*x.shape[:2], rotation.width), np.float32)
+        self.hadamard(x, rotation.flips, out)
+        return out
+
+    def rotate_back(self, rotation: Any, x: Array, out: Array) -> None:
+        """out (A, n, head_dim) += the inverse of P of x (A, n, width)."""
+        if rotation.flips is None:
+            out += self.project(x, rotation.inverse)
+        else:
+            self.hadamard_back(x, rotation.flips, out)
+
+    def project(self, x: Array, matrix: Array) -> Array:
+        """x (G, n, D) times matrix (m, D) -> (G, n, m)."""
+        n_kv_heads, n = x.shape[:2]
+        if n > MATVEC_ROWS:
+            return x @ matrix.T
+        rows, columns = matrix.shape
+        w = Matrix(rows, columns, 32, 1, 0, matrix)
+        return matvec(self.driver, contiguous(x), w).reshape(n_kv_heads, n, -1)
+
+    def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
+        """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
+
+        All are float16. The queries are those of the last n of ``earlier`` + n tokens, the first of k and v
+        (n_kv_heads, capacity, width). Token t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
+        """
+        n_heads, n, width = q.shape
+        n_kv_heads, capacity, _ = k.shape
+        macros = ("WIDTH", width), ("HEAD_DIM", out.shape[1] // n_heads)
+        program = Program(("prompt_attention",), macros)
+        launch = Launch(program, "prompt_attention", (-(-n // PROMPT_ROWS), n_heads), THREADS)
+        sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
+        self.driver.launch(launch, q, k, v, *sizes, out)
+
+
+def _rows(x: Array) -> list[Any]:
+    """x (heads, n, head_dim) and the elements between its heads."""
+    return [x, x.strides[0] // x.itemsize]
+
 
 def attend_program(
     keys: Reader, values: Reader, rows: int, with_exact: bool, fused: Fused | None = None
@@ -347,17 +449,13 @@ def attend_program(
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
-    more = fused.macros(rows, keys, values) if fused else ()
-    return _program((*pair, "attend"), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
+    more = fused.macros if fused else ()
+    files = tuple(dict.fromkeys(("rows", *pair, "attend")))
+    return Program(files, (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
 
 
 def range_program(kind: str, reader: Reader, rows: int) -> Program:
     """ranges.cu for what reads KEYS or VALUES."""
     sizes = ("HEAD_DIM", reader.width), ("ROWS", rows), ("TILES", tiles_at_once(rows, reader))
-    return _program(
-        (reader.file, "ranges"), ((kind, reader.name), ("KEY_DIM", reader.width), *sizes, *reader.macros)
-    )
-
-
-def _program(files: tuple[Any, ...], macros: Macros) -> Program:
-    return Program(tuple(dict.fromkeys(("rows", *files))), macros)
+    macros: Macros = ((kind, reader.name), ("KEY_DIM", reader.width), *sizes, *reader.macros)
+    return Program(tuple(dict.fromkeys(("rows", reader.file, "ranges"))), macros)

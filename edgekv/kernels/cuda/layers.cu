@@ -66,67 +66,42 @@ extern "C" __global__ void embed(const void* table, int kind, const int* ids, co
     }
 }
 
-// Splits the fused projection qkv (n, (H + 2 G) * D) of a token into heads, normalises and rotates queries and keys. One
-// block per token and head. A norm of 0 elements is none.
-
-struct Projected {
-    const float* x;  // of one token and head
-    bool is_query, is_value, normalised;
-    const float *norm, *cos, *sin;
-    int half;
-    float size, scale;
-
-    // By all threads of a block; what the scheme of positions needs is moved by the shift.
-    __device__ Projected(const float* qkv, const float* cos_table, const float* sin_table, int half_, const int* shift, int n_heads,
-                         int n_kv_heads, int head_dim, float scale_, const float* q_norm, const float* k_norm, int has_norm,
-                         float eps)
-    {
-        int token = blockIdx.x, head = blockIdx.y;
-        x = qkv + ((i64)token * gridDim.y + head) * head_dim;
-        is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, normalised = has_norm && !is_value;
-        norm = is_query ? q_norm : k_norm, half = half_, scale = is_query ? scale_ : 1, size = 1;
-        if (half) cos = cos_table + (i64)(token + *shift) * half, sin = sin_table + (i64)(token + *shift) * half;
-        if (!normalised) return;
-        float sum = 0;
-        for (int c = threadIdx.x; c < head_dim; c += THREADS) sum += x[c] * x[c];
-        size = sqrtf(block_sum(sum) / head_dim + eps);
-    }
-
-    __device__ float operator[](int c) const
-    {
-        bool turns = !is_value && c < 2 * half;
-        int other = c < half ? c + half : c - half;
-        float a = x[c], b = turns ? x[other] : 0;
-        if (normalised) {
-            a = a / size * norm[c];
-            if (turns) b = b / size * norm[other];
-        }
-        if (turns) a = c < half ? a * cos[c] - b * sin[c] : a * cos[other] + b * sin[other];
-        return a * scale;
-    }
-};
-
-// q, k, v have their tokens D apart and their heads `stride`s; queries are wanted there if q_stride is not 0. With a `width` all
-// are also put in halves, with zeros in the channels from D to it: half_q (H, n, width), half_k and half_v (G, capacity, width)
-// from token `first` on.
+// Splits the fused projection qkv (n, (H + 2 G) * D) of a token into heads, normalises and rotates queries and keys by the row of
+// their position, which is moved by the shift. q, k, v have their tokens D apart and their heads `stride`s; queries are wanted
+// there if q_stride is not 0. With a `width` all are also put in halves, with zeros in the channels from D to it: half_q (H, n,
+// width), half_k and half_v (G, capacity, width) from token `first` on. Grid (n, H + 2 G).
 extern "C" __global__ void __launch_bounds__(THREADS)
 split_rope(const float* qkv, const float* cos, const float* sin, int half, const int* shift, float* q, int q_stride,
            float* k, int k_stride, float* v, int v_stride, int n_heads, int n_kv_heads, int head_dim, float scale,
-           const float* q_norm, const float* k_norm, int normalised, float eps, u16* half_q, u16* half_k, u16* half_v,
+           const float* q_norm, const float* k_norm, int has_norm, float eps, u16* half_q, u16* half_k, u16* half_v,
            int width, int capacity, int first)
 {
     let_next_begin();
     wait_for_inputs();
-    Projected x(qkv, cos, sin, half, shift, n_heads, n_kv_heads, head_dim, scale, q_norm, k_norm, normalised, eps);
-    int token = blockIdx.x, head = blockIdx.y, g = head - n_heads - (x.is_value ? n_kv_heads : 0);
-    float* out = x.is_query ? q + (i64)head * q_stride : x.is_value ? v + (i64)g * v_stride : k + (i64)g * k_stride;
-    u16* half_out = x.is_query ? half_q + ((i64)head * gridDim.x + token) * width
-                               : (x.is_value ? half_v : half_k) + ((i64)g * capacity + first + token) * width;
-    bool is_wanted = q_stride || !x.is_query;
+    int token = blockIdx.x, head = blockIdx.y;
+    bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q_stride || !is_query;
+    int g = head - n_heads - (is_value ? n_kv_heads : 0);
+    const float *x = qkv + ((i64)token * gridDim.y + head) * head_dim, *norm = is_query ? q_norm : k_norm;
+    float* out = is_query ? q + (i64)head * q_stride : is_value ? v + (i64)g * v_stride : k + (i64)g * k_stride;
+    u16* half_out = is_query ? half_q + ((i64)head * gridDim.x + token) * width
+                             : (is_value ? half_v : half_k) + ((i64)g * capacity + first + token) * width;
+    if (half) cos += (i64)(token + *shift) * half, sin += (i64)(token + *shift) * half;
+    if (!is_query) scale = 1;
+    float square = 0, size = 1;
+    bool normed = has_norm && !is_value;
+    if (normed) {
+        for (int c = threadIdx.x; c < head_dim; c += THREADS) square += x[c] * x[c];
+        size = sqrtf(block_sum(square) / head_dim + eps);
+    }
     for (int c = threadIdx.x; c < most(head_dim, width); c += THREADS) {
-        float y = c < head_dim ? x[c] : 0;
-        if (is_wanted && c < head_dim) out[(i64)token * head_dim + c] = y;
-        if (width) half_out[c] = finite_half(y);
+        bool is_there = c < head_dim, turns = !is_value && c < 2 * half;
+        int other = c < half ? c + half : c - half;
+        float a = is_there ? x[c] : 0, b = turns ? x[other] : 0;
+        if (normed && is_there) a = a / size * norm[c];
+        if (normed && turns) b = b / size * norm[other];
+        if (turns) a = c < half ? a * cos[c] - b * sin[c] : a * cos[other] + b * sin[other];
+        if (is_wanted && is_there) out[(i64)token * head_dim + c] = a * scale;
+        if (width) half_out[c] = finite_half(a * scale);
     }
 }
 

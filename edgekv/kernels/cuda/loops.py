@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -53,27 +53,19 @@ def as_they_are(tools: Tools, codec: Any, q: Array) -> Queries:
     return Queries(q)
 
 
-class Fused(Protocol):
-    """A kernel for pairs of codecs in place of attend.cu's own: of the keys' codec and some of values."""
+class Fused(NamedTuple):
+    """A kernel for a pair of codecs in place of attend.cu's own, with ``macros`` beside those of all pairs.
+
+    A launch takes ``most_rows`` query rows, and a multiprocessor holds ``blocks``. Queries come as they are, with
+    codes and scale as in `Queries`.
+    """
 
     file: pathlib.Path
+    macros: Macros
     most_rows: int
-    """Query rows that a launch takes."""
-
-    def takes(self, driver: Driver, keys: Any, values: Any) -> bool:
-        """Whether it reads this pair of codecs on this device."""
-
-    def blocks_held(self, rows: int, keys: Reader, values: Reader) -> int:
-        """Blocks that a multiprocessor holds."""
-
-    def exact_tiles(self, tiles: int) -> int:
-        """Of a block that takes exact tokens, where one that takes packed ones has so many."""
-
-    def macros(self, rows: int, keys: Reader, values: Reader) -> Macros:
-        """Beside those of all pairs."""
-
-    def queries(self, keys: Any, q: Array) -> Queries:
-        """The queries (G, M, D) as it wants them."""
+    blocks: int
+    codes: Array
+    scale: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +74,8 @@ class Loops:
 
     keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
     queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., else
-    `Codec.encode` does. placed: whether that takes a token to a place that moves (a `Counter`). fused: of keys.
+    `Codec.encode` does. placed: whether that takes a token to a place that moves (a `Counter`). fused: of keys,
+    (driver, query rows, keys, values) -> the pair's own kernel, if there is one.
     """
 
     keys: Callable[[Any], Reader] | None = None
@@ -90,7 +83,7 @@ class Loops:
     queries: Callable[[Tools, Any, Array], Queries] = as_they_are
     encode: Callable[[Tools, Any, Array, int], None] | None = None
     placed: bool = False
-    fused: Fused | None = None
+    fused: Callable[[Driver, int, Any, Any], Fused | None] = lambda *pair: None
 
 
 def loops_of(codec: Any) -> Loops:

@@ -21,7 +21,7 @@ from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
-from edgekv.weights.quantize import dequantize
+from edgekv.weights.formats import WeightFormat
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
@@ -204,7 +204,7 @@ def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, 
     rng = np.random.default_rng(rows)
     w = normal(rng, 2 * (rows // 2), columns)
     codes, scales = quantize_numpy(w, bits, block)
-    w = dequantize(codes, scales, bits, block, columns).astype(np.float64)
+    w = WeightFormat("", bits, block).decode({"codes": codes, "scales": scales}, columns).astype(np.float64)
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
     bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
     plain = Matrix(len(w), columns, bits, block, scales.shape[1], device.up(codes), device.up(scales))

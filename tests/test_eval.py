@@ -16,11 +16,10 @@ from edgekv import Session
 from edgekv.checkpoint.checkpoint import open_checkpoint
 from edgekv.checkpoint.hub import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.cli import bench as bench_command
 from edgekv.cli import eval as eval_command
-from edgekv.cli import main, plots
+from edgekv.cli import main
 from edgekv.cli.demo import WRITTEN, Demo
-from edgekv.cli.terminal import WIDTH, fitted, table
+from edgekv.cli.terminal import WIDTH, fitted, plot, require_matplotlib, table
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model, Verdicts, needs_gate
@@ -399,8 +398,8 @@ TIMINGS = [Timing("onebit", 8192, 32, 10.0, 12.0, 5.0, 0.5, 1 << 20, 2.0, 1 << 2
 
 
 def test_a_picture_has_each_line(tmp_path: pathlib.Path) -> None:
-    plots.require_matplotlib()
-    plots.plot(str(tmp_path / "x.svg"), [("total", [0, 1], [3, 4]), ("cpu", [0, 1], [2, 2])], xlabel="seconds")
+    require_matplotlib()
+    plot(str(tmp_path / "x.svg"), [("total", [0, 1], [3, 4]), ("cpu", [0, 1], [2, 2])], xlabel="seconds")
     assert (tmp_path / "x.svg").read_bytes().count(b'<g id="line2d_') > 2
 
 
@@ -410,7 +409,7 @@ def test_tables_fit_and_name_schemes_in_full() -> None:
     verdicts = [judge(quality, (3, 20), GateLimits()) for quality in qualities]
     columns = eval_command.quality_columns(8192)
     narrow = table(columns, qualities)
-    for text in (narrow, table(bench_command.COLUMNS, TIMINGS), table(eval_command.GATE, verdicts)):
+    for text in (narrow, table(eval_command.TIMES, TIMINGS), table(eval_command.GATE, verdicts)):
         assert max(map(len, text.splitlines())) <= WIDTH
     assert "kivi2:bits=4 " in narrow
     rows = [["kv", "n", "what"], ["a", "10", "x" * 200]]
@@ -467,7 +466,6 @@ BAD = {
     "demo --ctx 100": "accepted: 1024 to",
     "demo --ctx 60000": "accepted: 1024 to",
     "demo --kv nope": "--kv nope is unknown",
-    "demo --text /no/file": "cannot be read",
 }
 
 

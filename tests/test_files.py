@@ -296,7 +296,6 @@ LONG, RUN = "n" * 300, ("run", "--prompt", "x")
         *((*RUN, "--json", path) for path in ("absent/x", ".")),
         (*RUN, "--session", LONG),
         ("run", "--prompt-file", "/dev/zero"),
-        ("demo", "--text", "pipe"),
         ("demo", "--device", "nosuch"),
         ("eval", "--text", "odd.csv", "--plot", "absent/x.png"),
         ("quantize", "--output", "pipe"),

@@ -27,7 +27,7 @@ COMMANDS = {
     "quantize": ("models", "write a model's weights as a store that the next start maps (run does it by itself)"),
     "warm": ("models", "compile kernels, and quantize the model's weights, so that the first run need not"),
     "eval": ("eval", "measure the quality of KV schemes on a text against the dense cache"),
-    "bench": ("bench", "time decoding at a depth, part by part, on a model or a shape"),
+    "bench": ("eval", "time decoding at a depth, part by part, on a model or a shape"),
     "board": ("board", "measure this machine in ten minutes, for a page that others can compare"),
     "power": ("power", "show what this machine draws; meter any command; say what can be measured"),
 }

@@ -239,9 +239,8 @@ class Terminal:
 
     def stats(self, rest: str) -> None:
         """tokens, times, bytes of the last answer"""
-        session = self.chat.session
+        session, report = self.chat.session, self.chat.session.report()
         say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
-        report = session.report()
         say("there is no answer yet" if report.time_to_first_token_s is None else in_flags(report.to_text()))
 
     def retry(self, rest: str) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.hub import shipped
-from edgekv.cli.options import add, option, read_text
+from edgekv.checks import refused
+from edgekv.cli.options import add, option
 from edgekv.cli.terminal import Bars, fitted
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
-from edgekv.errors import ContextError, EdgeKVError
+from edgekv.errors import EdgeKVError
 from edgekv.eval.needles import Prose, Reader, make_haystack
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
@@ -26,7 +27,6 @@ from edgekv.machine import blas_threads, format_bytes
 from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
-MODEL, PROSE = "demo", "demo/prose.txt"
 SCHEMES = "q4,q2"
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
@@ -69,12 +69,7 @@ class Demo:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
         most = min(len(tokens), decoder.config.max_positions) - WRITTEN
         if not LEAST_CTX <= ctx <= most:
-            accepted = (
-                f"{LEAST_CTX} to {most}" if most >= LEAST_CTX else f"a text of {LEAST_CTX + WRITTEN} or more"
-            )
-            has = f"the text has {len(tokens)} tokens, the model {decoder.config.max_positions} positions"
-            message = f"ctx={ctx}: {has}; accepted: {accepted}"
-            raise ContextError(message, field="ctx", value=ctx, accepted=[accepted])
+            raise refused("ctx", ctx, f"{LEAST_CTX} to {most}, as text and model go")
         self.reader = Reader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]
@@ -108,20 +103,21 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
         "kv ctx threads device",
         kv=option("LIST", "schemes beside f16 (default %(default)s)", default=SCHEMES),
         ctx={"default": 4096, "help": "tokens of text (default %(default)s)"},
-        text=option("FILE", "prose to hide the facts in (default: the demo model's own)"),
         seed=option("N", "which facts, and where (default: others each time)", type=int),
     )
 
 
 def demo_command(arguments: argparse.Namespace) -> int:
     specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
-    text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
+    prose = shipped("demo/prose.txt")
+    if prose is None:
+        raise EdgeKVError("demo/prose.txt did not come with this installation: install edgekv again")
     options = Options(threads=arguments.threads, device=arguments.device)
     seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
     with Bars() as bars:
-        loaded = load_model(options, open_model(MODEL, options), bars.update)
+        loaded = load_model(options, open_model("demo", options), bars.update)
         decoder, tokenizer = loaded.decoders[None], open_tokenizer(loaded.model)
-        demo = Demo(decoder, tokenizer, text, arguments.ctx, seed)
+        demo = Demo(decoder, tokenizer, prose.read_text(encoding="utf-8"), arguments.ctx, seed)
         fit = heads_bits(loaded.model, loaded.plan.weights, decoder, tokenizer, bars.update)
         specs = [fit(spec) for spec in specs]
         names = ["f16", *(spec.short for spec in specs[1:])]
@@ -131,13 +127,6 @@ def demo_command(arguments: argparse.Namespace) -> int:
     print(_table(values, trials))
     print(NEXT.format(kv=trials[1].kv))
     return 0
-
-
-def _prose() -> str:
-    path = shipped(PROSE)
-    if path is None:
-        raise EdgeKVError(f"{PROSE} did not come with this installation; give a text with --text FILE")
-    return read_text(str(path), "--text")
 
 
 def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:

@@ -1,4 +1,4 @@
-"""`edgekv eval`: loss of KV schemes on your own text, and the gate; `edgekv schemes`: what is known of them."""
+"""What KV schemes lose and take: `edgekv schemes`, `eval` on your own text, with the gate, and `bench`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from edgekv.cli.options import (
     SOURCE,
     add,
     count,
+    counts,
     in_flags,
     load_options,
     model_path,
@@ -24,10 +24,11 @@ from edgekv.cli.options import (
     read_text,
     yes,
 )
-from edgekv.cli.plots import plot, require_matplotlib
-from edgekv.cli.terminal import Bars, fitted, table, write_json
+from edgekv.cli.terminal import Bars, fitted, plot, require_matplotlib, say, table, write_json
+from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model, Verdicts, needs_gate
 from edgekv.errors import ConfigError
+from edgekv.eval.bench import Timing, bench, bench_prefill, shape_model
 from edgekv.eval.evaluate import EvalInput, Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
@@ -40,8 +41,8 @@ from edgekv.eval.gate import (
 from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.kvcache.choice import EXACT, published_results
-from edgekv.kvcache.registry import PRESETS, broken_schemes
-from edgekv.machine import format_bytes
+from edgekv.kvcache.registry import PRESETS, broken_schemes, suited
+from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
 LEAST_KL = 1e-7  # what is less, or nothing, is drawn there: the axis is logarithmic
 
@@ -53,18 +54,12 @@ def schemes_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def schemes_command(arguments: argparse.Namespace) -> int:
-    tell_left_out(broken_schemes())
+    without_left_out(([], broken_schemes()))
     if arguments.json:
         print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
     else:
         print(schemes_text())
     return 0
-
-
-def tell_left_out(reasons: Iterable[str]) -> None:
-    """Print a line for each scheme that a list lacks on standard error."""
-    for reason in reasons:
-        print(f"edgekv: left out: {in_flags(reason)}", file=sys.stderr)
 
 
 def is_named(kv: str | None) -> bool:
@@ -73,8 +68,9 @@ def is_named(kv: str | None) -> bool:
 
 
 def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
-    """Return the schemes that `suited` found, once what it left out is told on standard error."""
-    tell_left_out(found[1])
+    """Return the schemes that `suited` found, once each that it left out has its line on standard error."""
+    for reason in found[1]:
+        say(f"left out: {in_flags(reason)}")
     return found[0]
 
 
@@ -213,9 +209,8 @@ GATE: dict[str, Callable[[Verdict], str]] = {
 
 def warn_ungated(model: Model, spec: CacheSpec) -> None:
     """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
-    warning = Verdicts(model).warn_once(spec)
-    if warning:
-        print(f"edgekv: {in_flags(warning)}", file=sys.stderr)
+    if warning := Verdicts(model).warn_once(spec):
+        say(in_flags(warning))
 
 
 def _gated(kv: str | None) -> list[CacheSpec]:
@@ -248,11 +243,10 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
             progress=bars.update,
         )
     facts, best = measured.facts(ctx, arguments.windows), recommended(verdicts)
-    settings, kv = facts["settings"], EXACT if best is None else CacheSpec.parse(best.kv).short
-    windows = settings["windows"]
-    why = "no scheme passed"
+    settings, windows, kv, why = facts["settings"], facts["settings"]["windows"], EXACT, "no scheme passed"
     if best is not None:
-        why = f"the smallest cache that passed, {format_bytes(best.quality.cache_bytes)}"
+        kv, size = CacheSpec.parse(best.kv).short, format_bytes(best.quality.cache_bytes)
+        why = f"the smallest cache that passed, {size}"
     print(table(GATE, verdicts))
     for verdict in verdicts:
         if not verdict.passed:
@@ -278,3 +272,75 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     for spec, verdict in zip(specs, verdicts, strict=True):
         memory.remember(spec, verdict, known)
     return 1 if best is None else 0
+
+
+# edgekv bench
+
+TIMED = "dense,onebit,planes"
+TIMES: dict[str, Callable[[Timing], str]] = {
+    "kv": lambda t: CacheSpec.parse(t.kv).short,
+    "depth": lambda t: str(t.depth),
+    "ms/tok": lambda t: f"{t.token_ms:.2f}",
+    "matmul": lambda t: f"{t.matmul_ms:.2f}",
+    "att/layer": lambda t: f"{t.attention_ms_layer:.3f}",
+    "GB/s": lambda t: f"{t.gb_per_s:.1f}",
+    "cache": lambda t: format_bytes(t.cache_bytes),
+}
+"""A line per scheme and depth: time per token, a layer's attention and how fast it reads."""
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    shape = "random weights in a shape (see `edgekv budget`)"
+    add(parser.add_mutually_exclusive_group(), "model shape", shape=shape)
+    add(
+        parser,
+        "config weights kv threads json",
+        layers=count("layers of the shape (default: its own)"),
+        kv=option("LIST", f"schemes, comma-separated (default {TIMED})"),
+        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=counts(0), default="8192"),
+        prefill=option("LIST", "also time prompts of so many tokens", type=counts(1), default=""),
+        tokens=count("per scheme (default %(default)s)", default=32),
+    )
+
+
+def bench_command(arguments: argparse.Namespace) -> int:
+    asked = CacheSpec.parse_list(arguments.kv or TIMED)
+    depths, lengths = arguments.ctx, arguments.prefill
+    if arguments.shape is None and arguments.layers:
+        message = f"layers={arguments.layers}: only a `shape` can have other layers than its own"
+        raise ConfigError(message, field="layers")
+    with Bars() as bars:
+        room = arguments.tokens + 64
+        capacity = max([*depths, *lengths]) + room
+        if arguments.shape is None:
+            model = Model.open(model_path(arguments), config=arguments.config)
+        else:
+            model = shape_model(arguments.shape, arguments.layers, capacity, arguments.weights, bars.update)
+        form, n_layers = model.weight_format(arguments.weights), model.config.n_layers
+        if capacity > model.config.max_positions and not arguments.shape:
+            raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
+        specs = without_left_out(suited(asked, model.config, capacity, is_named(arguments.kv)))
+        needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + room) for spec in specs}
+        require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())
+        decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)
+        timings = bench(decoder, specs, depths, tokens=arguments.tokens, progress=bars.update)
+        prefills = bench_prefill(decoder, specs, lengths)
+    shape = f"{arguments.shape}, {n_layers} layers" if arguments.shape else model.name
+    print(f"{shape}, {form.name} weights, {decoder.threads} threads")
+    print(table(TIMES, timings))
+    for p in prefills:
+        print(
+            f"prompt of {p.tokens} tokens, {CacheSpec.parse(p.kv).short}: {p.tokens_per_s:.1f} tokens/s, "
+            f"{p.matmul_s / p.seconds:.0%} in weight products"
+        )
+    if arguments.json:
+        settings = {
+            "model": arguments.shape or model.name,
+            "layers": n_layers,
+            "weights": form.name,
+            "threads": decoder.threads,
+            "products": decoder.ops.threads and decoder.ops.threads._asdict(),
+        }
+        facts = {"timings": timings, "prefill": prefills, "settings": settings, "machine": machine_info()}
+        write_json(arguments.json, facts)
+    return 0

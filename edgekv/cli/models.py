@@ -54,12 +54,8 @@ def pull_command(arguments: argparse.Namespace) -> int:
     """Print where the model lies to standard output."""
     name = parse_name(arguments.model)
     if name is None:
-        raise CheckpointError(
-            f"{arguments.model!r} is no name on the Hub; give org/name, org/name@revision or org/name:file.gguf",
-            field="model",
-            value=arguments.model,
-            accepted=["org/name"],
-        )
+        accepted = "org/name, org/name@revision or org/name:file.gguf"
+        raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {accepted}")
     print(pull(name, say))
     print(f"next: edgekv chat --model {name}   or: edgekv budget --model {name} --ctx 8192", file=sys.stderr)
     return 0

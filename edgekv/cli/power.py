@@ -19,8 +19,7 @@ import time
 import numpy as np
 
 from edgekv.cli.options import METER, add, number, option, output_file, yes
-from edgekv.cli.plots import plot, require_matplotlib
-from edgekv.cli.terminal import print_rows, redraw
+from edgekv.cli.terminal import plot, print_rows, redraw, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
 from edgekv.machine import machine_info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import ipaddress
 import os
 import re
@@ -87,30 +87,21 @@ def serve_command(arguments: argparse.Namespace) -> int:
     from edgekv.server.engine import Engine
     from edgekv.server.limits import BoundedServer, ServerLimits
 
-    usual = parse_bytes(MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES)
-    max_request = arguments.max_request or usual
-    pool_bytes = available_memory_bytes() // 4 if arguments.prefix_cache is None else arguments.prefix_cache
+    usual = MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES
+    max_request = arguments.max_request or parse_bytes(usual)
     engine = Engine(
         session,
         open_template(arguments, session),
         queue_limit=arguments.queue,
-        pool_bytes=pool_bytes,
+        pool_bytes=available_memory_bytes() // 4 if arguments.prefix_cache is None else arguments.prefix_cache,
         max_new_tokens=arguments.max_new_tokens,
         power=source if arguments.slots == 1 else None,  # else no answer's own can be told
         slots=arguments.slots,
     )
-    limits = ServerLimits(max_request, arguments.client_timeout, arguments.max_connections)
-    limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 6 * limits.max_request))
-    app = build_app(
-        engine,
-        name,
-        api_key=api_key,
-        hosts=hosts,
-        limits=limits,
-        origins=arguments.cors,
-    )
-    server = BoundedServer(app, limits, engine.stop)
-    _listen(server, arguments, name)
+    bodies = max(ServerLimits.max_bodies, 6 * max_request)
+    limits = ServerLimits(max_request, arguments.client_timeout, arguments.max_connections, max_bodies=bodies)
+    app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits, origins=arguments.cors)
+    _listen(BoundedServer(app, limits, engine.stop), arguments, name)
     return 0
 
 
@@ -138,19 +129,13 @@ def _access(arguments: argparse.Namespace) -> tuple[str | None, list[str] | None
     api_key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
     if api_key is not None:
         return api_key, None
-    if not _is_loopback(arguments.host):
-        raise ConfigError(
-            f"--host {arguments.host} can be reached from other machines: set --api-key KEY (or {KEY_VARIABLE}), "
-            "or listen on 127.0.0.1"
-        )
-    return None, [*LOOPBACK_NAMES, arguments.host]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    with contextlib.suppress(ValueError):  # a name that is no address
+        if arguments.host == "localhost" or ipaddress.ip_address(arguments.host).is_loopback:
+            return None, [*LOOPBACK_NAMES, arguments.host]
+    raise ConfigError(
+        f"--host {arguments.host} can be reached from other machines: set --api-key KEY (or {KEY_VARIABLE}), "
+        "or listen on 127.0.0.1"
+    )
 
 
 def _require_uvicorn() -> None:

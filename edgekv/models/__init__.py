@@ -55,10 +55,8 @@ def find_family(model_type: object) -> type[Architecture]:
         for point in entry_points(group=GROUP, name=model_type):
             register_family(model_type, point.load())
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            f"config.json: architecture {short_repr(model_type)} is not supported; supported model_type values: "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
+        what = f"architecture {short_repr(model_type)} is not supported"
+        raise ConfigError(f"config.json: {what}; supported model_type values: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
     if isinstance(family, str):
         module, _, name = family.partition(":")
@@ -93,10 +91,8 @@ def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architectur
     family = find_family(model_type)
     prefixes = [p for p in family.prefixes if tensors is None or p + family.required_tensor in tensors]
     if not prefixes:
-        raise CheckpointError(
-            f"the checkpoint has no tensor {family.prefixes[0]}{family.required_tensor}: "
-            f"it is not the {model_type} model that its config.json describes"
-        )
+        what = f"the checkpoint has no tensor {family.prefixes[0]}{family.required_tensor}"
+        raise CheckpointError(f"{what}: it is not the {model_type} model that its config.json describes")
     return family(family.read_config(raw), prefixes[0])
 
 

@@ -23,48 +23,27 @@ T = TypeVar("T")
 class Ops(Protocol):
     """Operators on (n_tokens, channels) activations; weights are named as in `Architecture`.
 
-    `split` cuts the channels into parts of these sizes, `join` puts them side by side again. `soft_cap` is
-    cap * tanh(x / cap).
+    linear: x (n, columns) through a linear layer: (n, rows). add_linear: x plus the linear layer of y; may be x
+    itself, changed. rms_norm: x / sqrt(mean(x^2) + eps) times the vector ``name``. layer_norm: (x - mean) /
+    sqrt(variance + eps) times ``name.weight`` plus ``name.bias``. activation: silu, gelu, gelu_tanh, relu or
+    sigmoid. gated_linear: a linear layer, the activation of the first half of its channels times the second.
+    split: x cut along the channels, into parts of these sizes. join: the parts side by side. soft_cap: cap *
+    tanh(x / cap). add_experts: x plus what layer i's router and experts make of y, the last operator of a block.
     """
 
-    def linear(self, x: Any, name: str) -> Any:
-        """x (n, columns) through a linear layer: (n, rows)."""
-
-    def add_linear(self, x: Any, y: Any, name: str) -> Any:
-        """x plus the linear layer of y; may be x itself, changed."""
-
-    def rms_norm(self, x: Any, name: str, eps: float) -> Any:
-        """x / sqrt(mean(x^2) + eps) times the vector ``name``."""
-
-    def layer_norm(self, x: Any, name: str, eps: float) -> Any:
-        """(x - mean) / sqrt(variance + eps) times ``name.weight`` plus ``name.bias``."""
-
-    def activation(self, x: Any, kind: str) -> Any:
-        """kind: silu, gelu, gelu_tanh, relu or sigmoid."""
-
-    def gated_linear(self, x: Any, name: str, kind: str) -> Any:
-        """A linear layer: the activation of the first half of its channels times the second half."""
-
-    def split(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]:
-        """x cut along the channels."""
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """The parts side by side."""
-
-    def add(self, a: Any, b: Any) -> Any:
-        """a + b."""
-
-    def mul(self, a: Any, b: Any) -> Any:
-        """a * b, element by element."""
-
-    def scale(self, x: Any, factor: float) -> Any:
-        """x * factor."""
-
-    def soft_cap(self, x: Any, cap: float) -> Any:
-        """cap * tanh(x / cap)."""
-
-    def add_experts(self, x: Any, y: Any, i: int) -> Any:
-        """x plus what layer i's router and experts make of y: the last operator of a block."""
+    def linear(self, x: Any, name: str) -> Any: ...
+    def add_linear(self, x: Any, y: Any, name: str) -> Any: ...
+    def rms_norm(self, x: Any, name: str, eps: float) -> Any: ...
+    def layer_norm(self, x: Any, name: str, eps: float) -> Any: ...
+    def activation(self, x: Any, kind: str) -> Any: ...
+    def gated_linear(self, x: Any, name: str, kind: str) -> Any: ...
+    def split(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]: ...
+    def join(self, parts: Sequence[Any]) -> Any: ...
+    def add(self, a: Any, b: Any) -> Any: ...
+    def mul(self, a: Any, b: Any) -> Any: ...
+    def scale(self, x: Any, factor: float) -> Any: ...
+    def soft_cap(self, x: Any, cap: float) -> Any: ...
+    def add_experts(self, x: Any, y: Any, i: int) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +114,7 @@ class Architecture(abc.ABC):
     stacked_experts = False  # whether the checkpoint holds those of a layer in one tensor
     prefixes: tuple[str, ...]  # of the checkpoint's tensor names, the usual one first
     ignored: tuple[str, ...]  # patterns of checkpoint tensors that hold no weights
+    head_tensor = "lm_head.weight"  # of the language-model head, where it has one of its own
     required_tensor: str  # a tensor that every checkpoint of the family has, without its prefix
     norm_offset = 0.0  # is added to norm weights as the checkpoint has them
 
@@ -203,11 +183,6 @@ class Architecture(abc.ABC):
     def learned_positions(self) -> bool:
         """Whether positions are rows of a table, which are added to the embeddings."""
         return "positions" in self.tables()
-
-    @property
-    def head_tensor(self) -> str:
-        """The language-model head where it has a tensor of its own."""
-        return "lm_head.weight"
 
     @property
     def active_experts(self) -> int:

@@ -31,8 +31,6 @@ Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Taps = Annotated[int, Meta(ge=2, le=64)]
-
-
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -209,15 +207,8 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 
 
 def activation(name: str) -> str:
@@ -265,10 +256,8 @@ def _by_type(layer_types: Sequence[str], kind: str, value: T, n_layers: int) -> 
         raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
     unknown = sorted(set(layer_types) - {"full_attention", kind})
     if unknown:
-        raise ConfigError(
-            f"config.json: layer_types has {short_repr(unknown[0])}, which is not supported; supported: "
-            f"full_attention, {kind}"
-        )
+        what = f"layer_types has {short_repr(unknown[0])}, which is not supported"
+        raise ConfigError(f"config.json: {what}; supported: full_attention, {kind}")
     return tuple(value if each == kind else None for each in layer_types)
 
 

@@ -32,8 +32,6 @@ class GgufMetadata:
 
 
 Config = dict[str, Any]
-
-
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -61,6 +59,7 @@ LLAMA_KEYS = {
     "rope_theta": "rope.freq_base",
     "head_dim": "attention.key_length",
 }
+ROTATED = ("attn_q", "attn_k")
 POST_NORMS = {
     "blk.{i}.post_attention_norm": "model.layers.{i}.post_attention_layernorm",
     "blk.{i}.post_ffw_norm": "model.layers.{i}.post_feedforward_layernorm",

@@ -24,7 +24,7 @@ from edgekv.models.config import (
     check,
     head_size,
 )
-from edgekv.models.gguf import GgufNames
+from edgekv.models.gguf import ROTATED, GgufNames
 from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Share, Theta
 
 NO_BIASES = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
@@ -119,7 +119,7 @@ class Llama(Architecture):
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     schema = LlamaConfigSchema
     fixed: ClassVar[Raw] = {}  # fields of ModelConfig that do not depend on config.json
-    gguf = GgufNames("llama", "llama", interleaved=("attn_q", "attn_k"))
+    gguf = GgufNames("llama", "llama", interleaved=ROTATED)
     required_tensor = "embed_tokens.weight"
     norms: ClassVar[Mapping[str, str]] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
     """A layer's norms: before attention (norm_in) and behind it (norm_attention), before the MLP (norm_mlp) and

@@ -50,21 +50,18 @@ class Multimodal(Llama):
     def read_config(cls, raw: Raw) -> ModelConfig:
         text = read_fields(raw, MultimodalConfigSchema, "config.json", CONFIG_HINT).text_config
         if text is None:
-            raise ConfigError(
-                f"config.json: model_type {raw['model_type']} needs a text_config object; copy the model's own "
-                "config"
-            )
+            what = f"model_type {raw['model_type']} needs a text_config object"
+            raise ConfigError(f"config.json: {what}; copy the model's own config")
         kind = text.get("model_type", next(iter(cls.text_types)))
         if not isinstance(kind, str) or kind not in cls.text_types:
-            raise ConfigError(
-                f"config.json: text_config of model_type {short_repr(kind)} is not supported; supported: "
-                f"{', '.join(cls.text_types)}"
-            )
+            what = f"text_config of model_type {short_repr(kind)} is not supported"
+            raise ConfigError(f"config.json: {what}; supported: {', '.join(cls.text_types)}")
         return find_family(kind).read_config({**cls.text_types[kind], **text, "model_type": kind})
 
-    @property
-    def head_tensor(self) -> str:
-        return "language_model.lm_head.weight" if self.prefix == self.prefixes[0] else "lm_head.weight"
+    def __init__(self, config: ModelConfig, prefix: str) -> None:
+        super().__init__(config, prefix)
+        if prefix == "language_model.model.":
+            self.head_tensor = "language_model.lm_head.weight"
 
 
 class Llava(Multimodal):

@@ -128,18 +128,14 @@ class Qwen35(Llama):
         layers = file.num_hidden_layers
         types = file.layer_types or alternating(layers, file.full_attention_interval, "linear_attention")
         if (file.hidden_act or "silu") not in ("silu", "swish"):
-            raise ConfigError(
-                f"config.json: hidden_act {short_repr(file.hidden_act)} is not supported behind the convolutions "
-                "of qwen3_5_text; supported: silu"
-            )
+            what = f"hidden_act {short_repr(file.hidden_act)} is not supported behind convolutions"
+            raise ConfigError(f"config.json: {what}; supported: silu")
         heads = file.linear_num_key_heads, file.linear_num_value_heads
         dims = file.linear_key_head_dim, file.linear_value_head_dim
         delta = GatedDelta(*heads, *dims, file.linear_conv_kernel_dim, file.rms_norm_eps)
         if delta.value_heads % delta.key_heads:
-            raise ConfigError(
-                f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
-                "linear_num_key_heads evenly"
-            )
+            what = f"{delta.value_heads} linear_num_value_heads can't share {delta.key_heads} linear_num_key_heads"
+            raise ConfigError(f"config.json: {what} evenly")
         share, head_dim = file.partial_rotary_factor, file.head_dim or 0
         for name in ("rope_parameters", "rope_scaling"):
             rope = read_fields(getattr(file, name) or {}, RopeSchema, f"config.json: {name}")
@@ -193,7 +189,6 @@ class Qwen35WithVision(Multimodal, Qwen35):
     text_types: ClassVar[Mapping[str, Raw]] = {"qwen3_5_text": {}}
     prefixes: tuple[str, ...] = ("model.language_model.",)
     ignored = (*Qwen35.ignored, r"^model\.visual\.")
-    head_tensor = Qwen35.head_tensor
 
     @classmethod
     def read_config(cls, raw: Raw) -> ModelConfig:

@@ -12,7 +12,7 @@ from edgekv.checks import read_fields, short_repr
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Ops
 from edgekv.models.config import Layers, ModelConfig, Raw, head_size, sliding_layers
-from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, GgufMetadata, GgufNames, head_dim
+from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, ROTATED, GgufMetadata, GgufNames, head_dim
 from edgekv.models.llama import NO_BIASES, Llama, LlamaConfigSchema, SlidingConfigSchema, llama_rope
 from edgekv.models.rope import Factor, RopeConfig, RopeSchema
 
@@ -107,7 +107,7 @@ class SmolLM3(Llama):
 
     schema = SmolLM3ConfigSchema
     defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
-    gguf = GgufNames("smollm3", "smollm3", interleaved=("attn_q", "attn_k"))
+    gguf = GgufNames("smollm3", "smollm3", interleaved=ROTATED)
 
     @classmethod
     def model_config(cls, file: SmolLM3ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
@@ -147,23 +147,14 @@ class Granite(Llama):
 
     schema = GraniteConfigSchema
     gguf = GgufNames(
-        "granite",
-        "granite",
-        keys=LLAMA_KEYS | GRANITE_SCALES,
-        interleaved=("attn_q", "attn_k"),
-        finish=_granite_from_gguf,
+        "granite", "granite", LLAMA_NAMES, LLAMA_KEYS | GRANITE_SCALES, ROTATED, finish=_granite_from_gguf
     )
 
     @classmethod
     def model_config(cls, file: GraniteConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
-        return super().model_config(
-            file,
-            raw,
-            layer_scales=(file.attention_multiplier,) * file.num_hidden_layers,
-            embedding_scale=file.embedding_multiplier,
-            residual_scale=file.residual_multiplier,
-            logit_scale=1 / file.logits_scaling,
-        )
+        own["layer_scales"] = (file.attention_multiplier,) * file.num_hidden_layers
+        own |= {"embedding_scale": file.embedding_multiplier, "residual_scale": file.residual_multiplier}
+        return super().model_config(file, raw, logit_scale=1 / file.logits_scaling, **own)
 
 
 def _olmo2_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -205,10 +196,8 @@ def _phi3_rope(file: LlamaConfigSchema, head_dim: int) -> RopeConfig:
     found = file.rope_scaling or file.rope_parameters or {}
     kind = found.get("rope_type") or found.get("type") or "default"
     if not isinstance(kind, str) or kind not in PHI3_ROPES:
-        raise ConfigError(
-            f"config.json: {name} type {short_repr(kind)} is not supported in phi3; supported: "
-            f"{', '.join(PHI3_ROPES)}"
-        )
+        what = f"{name} type {short_repr(kind)} is not supported in phi3"
+        raise ConfigError(f"config.json: {what}; supported: {', '.join(PHI3_ROPES)}")
     own = read_fields(found, RopeSchema, f"config.json: {name}").partial_rotary_factor
     dim, positions = int(head_dim * (own or file.partial_rotary_factor)), file.max_position_embeddings
     found, original = {**found, "rope_type": PHI3_ROPES[kind]}, file.original_max_position_embeddings

@@ -47,16 +47,12 @@ class VisionModel(Protocol):
 
     @property
     def path(self) -> pathlib.Path: ...
-
     @property
     def raw_config(self) -> dict[str, Any]: ...
-
     @property
     def config(self) -> ModelConfig: ...
-
     @property
     def image_token(self) -> int | None: ...
-
     @property
     def weights(self) -> CheckpointWeights | WeightStore: ...
 

@@ -32,31 +32,22 @@ Ids = npt.NDArray[np.int64]
 class Weights(Protocol):
     """Read access to a model's weights, whatever they are stored as.
 
-    nbytes: of all that the model uses. token_bytes: those that one decode step reads.
+    nbytes: of all that the model uses. token_bytes: those that one decode step reads. matrix: a linear's weight
+    (rows, columns) float32. bias: (rows,), None: the linear has none. vector: a norm (size,). array: of
+    `Architecture.arrays`. rows: those of the table ``embed`` or ``positions`` by ``ids``, (n, hidden) float32.
     """
 
     arch: Architecture
 
     @property
     def nbytes(self) -> int: ...
-
     @property
     def token_bytes(self) -> int: ...
-
-    def matrix(self, name: str) -> F32:
-        """(rows, columns) float32: a linear's weight."""
-
-    def bias(self, name: str) -> F32 | None:
-        """(rows,) float32; None: the linear has none."""
-
-    def vector(self, name: str) -> F32:
-        """(size,) float32: a norm."""
-
-    def array(self, name: str) -> F32:
-        """float32: what a layer without attention has, of `Architecture.arrays`."""
-
-    def rows(self, table: str, ids: Ids) -> F32:
-        """(n, hidden) float32: rows ``ids`` of the table ``embed`` or ``positions``."""
+    def matrix(self, name: str) -> F32: ...
+    def bias(self, name: str) -> F32 | None: ...
+    def vector(self, name: str) -> F32: ...
+    def array(self, name: str) -> F32: ...
+    def rows(self, table: str, ids: Ids) -> F32: ...
 
 
 OFFSET_BLOCK = FORMATS["int4-32-offsets"].block

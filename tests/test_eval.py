@@ -29,13 +29,14 @@ from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
+    Prose,
     Verdict,
     default_ctx,
     gate,
     judge,
+    make_haystack,
     recommended,
 )
-from edgekv.eval.needles import Prose, make_haystack
 from edgekv.kvcache import CacheSpec
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from edgekv.cli.terminal import Bars, fitted
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.errors import EdgeKVError
-from edgekv.eval.needles import Prose, Reader, make_haystack
+from edgekv.eval.gate import Prose, Reader, make_haystack
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT

@@ -32,13 +32,13 @@ from edgekv.eval.bench import Timing, bench, bench_prefill, shape_model
 from edgekv.eval.evaluate import EvalInput, Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
+    NEEDLES,
     GateLimits,
     Verdict,
     default_ctx,
     gate,
     recommended,
 )
-from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.kvcache.choice import EXACT, published_results
 from edgekv.kvcache.registry import PRESETS, broken_schemes, suited

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.checks import refused
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import (
     Options,
@@ -25,7 +26,6 @@ from edgekv.engine.loading import (
     open_tokenizer,
 )
 from edgekv.engine.runner import copy_used
-from edgekv.errors import ContextError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState, rewind
@@ -79,12 +79,7 @@ def evaluate(
     """
     windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
     if not windows or ctx < 2:
-        raise ContextError(
-            f"the text has {len(tokens)} tokens: it must fill at least one window of ctx={ctx}",
-            field="ctx",
-            value=ctx,
-            accepted=[f"2 to {len(tokens)}"] if len(tokens) > 1 else [],
-        )
+        raise refused("ctx", ctx, f"2 or more; the text has {len(tokens)} tokens, and must fill a window")
     with memory_errors("measuring", decoder.backend.free_bytes):
         exact = [_hidden(decoder, window, CacheSpec.parse(REFERENCE), 0)[0] for window in windows]
         base = _compare(decoder, windows, exact, exact)
@@ -205,7 +200,7 @@ class EvalInput:
         return decoder, plan.ctx
 
     def fitted(
-        self, specs: Sequence[CacheSpec], decoder: Decoder, progress: TaskProgress | None = None
+        self, specs: Sequence[CacheSpec], decoder: Decoder, progress: TaskProgress | None
     ) -> list[CacheSpec]:
         """The schemes with what is found for them on this model."""
         weights = self.model.weight_format(self.options.weights).name

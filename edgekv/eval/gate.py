@@ -1,23 +1,272 @@
-"""The gate: whether a lossy KV scheme may be used with a model, measured on a user's text, and remembered."""
+"""The gate: whether a lossy KV scheme may be used with a model, by its loss on a user's text and by needles.
+
+Needles are facts hidden in the text: which of those that the dense cache finds a scheme finds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import DEFAULT_CTX
+from edgekv.engine.loading import DEFAULT_CTX, open_caches
 from edgekv.engine.model import needs_gate
 from edgekv.errors import ContextError
-from edgekv.eval.evaluate import Quality, evaluate
-from edgekv.eval.needles import NEEDLES, NeedleTest, Prose, Reader
+from edgekv.eval.evaluate import Quality, copy_cache, evaluate
+from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import LayerState
+from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.registry import PRESETS
+from edgekv.machine import blas_threads
 from edgekv.text import Tokenizer
-from edgekv.types import TaskProgress
+from edgekv.types import F32, I64, LayerProgress, TaskProgress
+
+Ids = npt.NDArray[Any]
+Rng = np.random.Generator
+
+COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
+THINGS = ("door", "gate", "house", "chest", "room", "box", "book", "boat")
+NEEDLES = 20
+PER_HAYSTACK = 10  # needles in one window
+SPACING = 100  # tokens of the window for each
+KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be tested so
+SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A needle: the digits to remember, and what they belong to (None: the pass key)."""
+
+    value: str
+    name: str | None = None
+
+    @property
+    def statement(self) -> str:
+        """The sentence that is hidden."""
+        if self.name is None:
+            return f"The pass key is {self.value}. Remember it."
+        return f"The code of the {self.name} is {self.value}."
+
+    @property
+    def question(self) -> str:
+        """The question that asks for it, up to where the digits come."""
+        if self.name is None:
+            return "What is the pass key? The pass key is"
+        return f"What is the code of the {self.name}? The code of the {self.name} is"
+
+
+def draw_value(rng: Rng) -> str:
+    """Five digits."""
+    return str(rng.integers(10_000, 100_000))
+
+
+def draw_names(rng: Rng, n: int) -> list[str]:
+    """Different coloured things, at most 64."""
+    return [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
+
+
+class Prose:
+    """A tokenised text to hide facts in: between its sentences; where it has few, between words; else anywhere.
+
+    tokens: (n_tokens,) ids of ``tokenizer``, without what it puts at the start of a text.
+    """
+
+    def __init__(self, tokens: Ids, tokenizer: Tokenizer) -> None:
+        self.tokens, self.tokenizer = tokens, tokenizer
+        self.start = tokenizer.encode("")  # BOS, where the model has one
+        self.breaks = _breaks(tokens, tokenizer)
+
+    def continuing(self, text: str) -> list[int]:
+        """Ids of text that follows other text: no BOS, and no space that is not in it."""
+        if not self.tokenizer.drops_first_space:
+            return self.tokenizer.encode(text, bos=False)
+        ids = self.tokenizer.encode("\n" + text, bos=False)
+        n, n_bytes = 0, 0
+        while n_bytes < len(b" \n"):
+            n_bytes += len(self.tokenizer.token_bytes(ids[n]))
+            n += 1
+        return ids[n:]
+
+    def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, I64]:
+        """Return ids (n_tokens,) from anywhere or the start of a sentence, and where in them sentences begin."""
+        n_starts = len(self.tokens) - n_tokens + 1
+        if n_starts < 1:
+            raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")
+        start = int(rng.integers(n_starts))
+        if rng.random() < 0.5:
+            start = int(self.breaks[max(0, np.searchsorted(self.breaks, start, side="right") - 1)])
+            start = min(start, n_starts - 1)
+        first, last = np.searchsorted(self.breaks, [start, start + n_tokens])
+        return self.tokens[start : start + n_tokens], self.breaks[first:last] - start
+
+    def weave(self, rng: Rng, pieces: Sequence[tuple[float, Sequence[int]]], length: int) -> tuple[Ids, I64]:
+        """BOS and prose with each piece of ids before the sentence after its place (0 to 1).
+
+        Returns (length,) ids, and (length,) which piece each is of: -1 is the prose.
+        """
+        room = length - len(self.start) - sum(len(ids) for _, ids in pieces)
+        text, breaks = self.stretch(rng, room)
+        cuts = np.append(breaks, room)
+        row, owners = [np.array(self.start, self.tokens.dtype)], [np.full(len(self.start), -1)]
+        done = 0
+        for i in sorted(range(len(pieces)), key=lambda i: pieces[i][0]):
+            place, ids = pieces[i]
+            cut = int(cuts[np.searchsorted(cuts, min(place, 1.0) * room)])
+            row += [text[done:cut], np.array(ids, self.tokens.dtype)]
+            owners += [np.full(cut - done, -1), np.full(len(ids), i)]
+            done = cut
+        row.append(text[done:])
+        owners.append(np.full(room - done, -1))
+        return np.concatenate(row), np.concatenate(owners)
+
+
+def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
+    """Where a fact may stand: indexes of tokens that begin a sentence, or a word, or all."""
+    used = np.unique(tokens)
+    ends, words = np.zeros((2, int(used.max(initial=0)) + 1), bool)
+    for token in used.tolist():
+        piece = tokenizer.token_bytes(token)
+        ends[token] = piece.rstrip(b"\"'").endswith((b".", b"?", b"!"))
+        words[token] = piece.startswith((b" ", b"\n"))
+    sentence = ends[tokens[:-1]] & words[tokens[1:]]
+    for found in (sentence, words[tokens[1:]]):
+        if found.sum() * SPARSE >= len(tokens):
+            return np.flatnonzero(found) + 1
+    return np.arange(1, max(len(tokens), 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Ids that ask for a fact, and how many tokens its digits take."""
+
+    fact: Fact
+    ids: list[int]
+    n_answer: int
+
+    def is_answered(self, text: str) -> bool:
+        """Whether a text begins with the answer."""
+        return text.startswith(self.fact.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Haystack:
+    """A text with several facts in it, to be read once and asked for each of them."""
+
+    ids: list[int]
+    questions: tuple[Question, ...]
+
+
+def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
+    """Hide a pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
+
+    The text leaves room for the longest question and its answer in ``ctx`` tokens.
+    """
+    pieces, questions = [], []
+    depths = ((rng.permutation(n) + 0.5) / n).tolist()
+    facts = [Fact(draw_value(rng), name) for name in (None, *draw_names(rng, n - 1))]
+    for depth, fact in zip(depths, facts, strict=True):
+        asked, digits = prose.continuing("\n\n" + fact.question), prose.continuing(" " + fact.value)
+        questions.append(Question(fact, asked, len(digits)))
+        pieces.append((depth, prose.continuing(" " + fact.statement)))
+    room = max(len(question.ids) + question.n_answer for question in questions)
+    return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), tuple(questions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads texts into caches of ``ctx`` tokens, and asks for what was hidden in them."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    ctx: int
+    adapter: Adapter | None = None
+
+    def open(self, spec: CacheSpec) -> list[LayerState]:
+        """Return empty caches of a scheme."""
+        return open_caches(self.decoder, spec, self.ctx, self.adapter)
+
+    def read(self, ids: Sequence[int], caches: Sequence[LayerState], progress: LayerProgress | None = None) -> F32:
+        """Return the logits (vocab,) after the ids, which enter the caches."""
+        with blas_threads(self.decoder.threads):
+            hidden = self.decoder.prefill(self.decoder.embed(ids, caches[0].n_seen), caches, progress)
+            logits: F32 = to_host(self.decoder.head(hidden[-1:]))[0]
+            return logits
+
+    def ask(self, haystack: Haystack, caches: Sequence[LayerState], spec: CacheSpec) -> list[str]:
+        """Return the likeliest text after each question, as long as its answer; ``caches`` stay as they are."""
+        texts = []
+        for question in haystack.questions:
+            own = self.open(spec)
+            for source, target in zip(caches, own, strict=True):
+                copy_cache(source, target)
+            tokens = [int(self.read(question.ids, own).argmax())]
+            with blas_threads(1):
+                while len(tokens) < question.n_answer:
+                    tokens.append(int(to_host(self.decoder.step(tokens[-1], own)).argmax()))
+            said = b"".join(map(self.tokenizer.token_bytes, tokens))
+            texts.append(said.decode("utf-8", errors="replace").lstrip())
+        return texts
+
+    def answers(self, haystack: Haystack, spec: CacheSpec) -> list[bool]:
+        """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
+
+        The text is read as a prompt is, and compressed before any question is known; no question sees another.
+        """
+        if not haystack.questions:
+            return []
+        caches = self.open(spec)
+        self.read(haystack.ids, caches)
+        said = self.ask(haystack, caches, spec)
+        return [question.is_answered(text) for question, text in zip(haystack.questions, said, strict=True)]
+
+
+class NeedleTest:
+    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked.
+
+    n: needles to hide, at most `PER_HAYSTACK` in a window of the reader's ctx, and fewer in a short one.
+    """
+
+    def __init__(self, reader: Reader, prose: Prose, n: int, progress: TaskProgress | None = None) -> None:
+        self.reader, self.haystacks = reader, list[Haystack]()
+        per_haystack = min(PER_HAYSTACK, reader.ctx // SPACING)
+        sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
+        rng = np.random.default_rng([0, reader.ctx])
+        self.n_hidden = sum(sizes)
+        for haystack in [make_haystack(rng, prose, reader.ctx, size) for size in sizes]:
+            right = reader.answers(haystack, CacheSpec.parse(EXACT))
+            asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)
+            self.haystacks.append(Haystack(haystack.ids, asked))
+            if progress:
+                progress("needles, dense", len(self.haystacks), len(sizes))
+        self.n_known = sum(len(haystack.questions) for haystack in self.haystacks)
+        # Whether the dense cache finds enough of them to say something about other schemes.
+        self.applies = self.n_known > 0 and self.n_known >= KNOWN_SHARE * self.n_hidden
+
+    @property
+    def note(self) -> str:
+        """How many needles the dense cache finds, or why the test says nothing."""
+        if not self.n_hidden:
+            return f"not applicable: none were hidden in windows of {self.reader.ctx} tokens"
+        found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
+        return f"{found}; schemes are asked for those" if self.applies else f"not applicable: {found}"
+
+    def score(self, spec: CacheSpec, progress: TaskProgress | None = None) -> int:
+        """Count the known needles that the scheme finds."""
+        n = 0
+        for i, haystack in enumerate(self.haystacks, 1):
+            n += sum(self.reader.answers(haystack, spec))
+            if progress:
+                progress(f"needles, {spec.scheme.name}", i, len(self.haystacks))
+        return n
+
+
+# Verdicts
 
 LEAST_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter text tells nothing
 

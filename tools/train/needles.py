@@ -1,4 +1,4 @@
-"""Facts hidden in prose: rows that teach retrieval, in more wordings than `edgekv.eval.needles` asks in."""
+"""Facts hidden in prose: rows that teach retrieval, in more wordings than `edgekv.eval.gate` asks in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.eval import needles
-from edgekv.eval.needles import COLOURS, THINGS, Prose, Rng, draw_names, draw_value
+from edgekv.eval import gate
+from edgekv.eval.gate import COLOURS, THINGS, Prose, Rng, draw_names, draw_value
 
 Ids = npt.NDArray[np.uint16]
 Labels = npt.NDArray[np.uint8]
@@ -38,7 +38,7 @@ IGNORED, PROSE, COPY, ANSWER = range(4)  # what a token of a training row is to 
 
 
 @dataclasses.dataclass(frozen=True)
-class Fact(needles.Fact):
+class Fact(gate.Fact):
     """A fact in one of three wordings at either end; scores use the first ones."""
 
     statement_wording: int = 0

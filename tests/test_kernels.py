@@ -18,7 +18,7 @@ from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import arrays, cpu, interface, reference, threads
 from edgekv.kernels.cpu import compile as jit
-from edgekv.kernels.cpu import launch, ranges, rope, rows, scalar
+from edgekv.kernels.cpu import launch, ranges, rope, scalar
 from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.softmax import _softmax_rows
@@ -177,8 +177,8 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         s = np.zeros((2, n_rows, n + gap), np.float32)[:, :, :n]
         q, x, out = normal(rng, 2, n_rows, d), normal(rng, 2, n, d), normal(rng, 2, n_rows, d)
         store = np.zeros((2, 128, d), np.uint16)
-        cpu.encode_f16(x, store, 0)
         keys = codec("f16", store.shape, {"half": store})
+        cpu.encode(keys, x, 0)
         cpu.scores(keys, q, 0, n, s)
         cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))
         cpu.sums(keys, s, 0, n, out)
@@ -187,7 +187,6 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         empty = np.empty(0, np.float32)
         cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for items in (
-        rows._encode_tokens,
         rope._split_tokens,
         ranges._score_items,
         ranges._sum_items,

@@ -24,7 +24,8 @@ from kernel_cases import (
 )
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import launch, scalar, simd
+from edgekv.kernels.cpu import emit, launch, scalar
+from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.scalar import as_float, float_to_half
 
 CASES = cases(HEAD_DIMS)
@@ -126,12 +127,21 @@ def test_conversions_without_processor_support(monkeypatch: pytest.MonkeyPatch) 
     """What an x86 without F16C runs: every float16, and float32 of every exponent."""
     monkeypatch.setattr(scalar, "HAS_INSTRUCTIONS", False)
 
+    @intrinsic
+    def widen_eight(context: Any, bits: Any, x: Any, i: Any) -> Any:
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            source, target = (emit.address(context, b, *each) for each in ((bits, args[::2]), (x, args[1:])))
+            emit.store(b, scalar.widen(b, emit.load(b, emit.vector(emit.I16, 8), source)), target)
+            return context.get_dummy_value()
+
+        return numba.types.none(bits, x, numba.types.intp), build
+
     @numba.njit
     def widen(bits, scalars, vectors):
         for i in range(len(bits)):
             scalars[i] = as_float(bits[i])
-        for i in range(0, len(bits), simd.LANES):
-            simd.store(vectors, i, simd.load(bits, i))
+        for i in range(0, len(bits), 8):
+            widen_eight(bits, vectors, i)
 
     @numba.njit
     def narrow(x, bits):

@@ -9,10 +9,9 @@ import numpy as np
 from edgekv.codecs.planes import CENTRE, CENTRES, GAUSS_STEP
 from edgekv.codecs.planes.cpu_keys import KEYS
 from edgekv.codecs.planes.cpu_values import VALUES
-from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, sign_bits
 from edgekv.kernels.interface import BLOCK, LARGEST_F16
 from edgekv.types import F32, U8, U16
 
@@ -70,9 +69,6 @@ def _encode_mean(
             put(x, i + d, get(x, i + d) - get(scratch, mean + d))
 
 
-LANES = simd.LANES
-
-
 def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
     """Stores x (G, n, D) in planes (G, cap / 64, B, GROUPS, D / 8, 16); scale (G, cap)."""
     n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
@@ -106,10 +102,8 @@ def _encode_keys(first: int, last: int, args: Args) -> None:
                 put(scratch, left + width + d, ZERO)
             for p in range(bits):
                 weight = np.float32(1 << (bits - 1 - p))
-                for d in range(0, width, LANES):
-                    signs = simd.load_signs(scratch, left + d)
-                    for i in range(0, LANES, 8):
-                        put(planes, place + 2 * (p * 4 * width + d + i), np.uint8(signs >> np.uint64(i)))
+                for d in range(0, width, 8):
+                    put(planes, place + 2 * (p * 4 * width + d), sign_bits(scratch, left + d))
                 for d in range(left, left + width):
                     sign = ONE if get(scratch, d) >= ZERO else -ONE
                     put(scratch, width + d, get(scratch, width + d) + sign * weight)

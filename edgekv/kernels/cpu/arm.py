@@ -1,4 +1,4 @@
-"""What Arm processors add to the explicit vectors: products of bytes, and counts of bits, register by register."""
+"""What Arm processors add to the explicit vectors: products of bytes, register by register."""
 
 import functools
 import platform
@@ -47,30 +47,9 @@ def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> 
     return by_register(builder, functools.partial(_dot if has_dot() else _pairs, builder, sign), a, b, so_far)
 
 
-def counts_type(lanes: int) -> Any:
-    """What holds the counts of `lanes` words of 64 bits: two parts of a word, or four, to be added at the end."""
-    return ir.VectorType(_I32, 2 * lanes) if has_dot() else ir.VectorType(_I16, 4 * lanes)
-
-
-def add_counts(builder: Any, words: Value, so_far: Value) -> Value:
-    """so_far, of `counts_type`, + the 1 bits of words."""
-    return by_register(builder, functools.partial(_count, builder), words, so_far)
-
-
-def total_counts(builder: Any, counts: Value) -> Value:
-    """Of `counts_type`, as one int32 per word."""
-    if counts.type.element == _I16:
-        name = "llvm.aarch64.neon.uaddlp.v4i32.v8i16"
-        counts = by_register(builder, functools.partial(_call, builder, name, _FOUR), counts)
-    even, odd = (
-        builder.shuffle_vector(counts, counts, _places(range(first, counts.type.count, 2))) for first in (0, 1)
-    )
-    return builder.add(even, odd)
-
-
 def _dot(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
     a, b = builder.bitcast(a, _BYTES16), builder.bitcast(b, _BYTES16)
-    return _call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", _FOUR, so_far, a, b)
+    return call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", _FOUR, so_far, a, b)
 
 
 def _pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
@@ -79,16 +58,9 @@ def _pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
     products = []
     for half in (_places(range(8)), _places(range(8, 16))):
         low, high = builder.shuffle_vector(a, a, half), builder.shuffle_vector(b, b, half)
-        products.append(_call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", _EIGHT, low, high))
-    pairs = _call(builder, "llvm.aarch64.neon.addp.v8i16", _EIGHT, *products)
-    return builder.add(so_far, _call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", _FOUR, pairs))
-
-
-def _count(builder: Any, words: Value, so_far: Value) -> Value:
-    ones = _call(builder, "llvm.ctpop.v16i8", _BYTES16, builder.bitcast(words, _BYTES16))
-    if has_dot():
-        return _dot(builder, "u", ones, ir.Constant(_BYTES16, [1] * 16), so_far)
-    return builder.add(so_far, _call(builder, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", _EIGHT, ones))
+        products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", _EIGHT, low, high))
+    pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", _EIGHT, *products)
+    return builder.add(so_far, call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", _FOUR, pairs))
 
 
 def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
@@ -116,6 +88,6 @@ def _bits(element: Any) -> int:
     return width
 
 
-def _call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
+def call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
     function_type = ir.FunctionType(kind, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)

@@ -6,8 +6,7 @@ from typing import Any
 
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES
-from edgekv.kernels.cpu.emit import Value
-from edgekv.kernels.cpu.simd import LANES
+from edgekv.kernels.cpu.emit import LANES, Value
 
 INTS = emit.vector(emit.I32, LANES)
 

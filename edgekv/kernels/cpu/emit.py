@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from edgekv.kernels.cpu import arm
-from edgekv.kernels.cpu.compile import CPU_FEATURES
+from edgekv.kernels.cpu.compile import CPU_FEATURES, intrinsic
+from edgekv.kernels.cpu.scalar import pointer_to
 
 Value = Any  # an llvmlite value
 Kind = Any  # an llvmlite type
@@ -21,6 +23,7 @@ I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 _VOID = ir.VoidType()
 REGISTER = 16 if "+avx512f" in CPU_FEATURES else 8 if "+avx" in CPU_FEATURES else 4  # float32 in one register
+LANES = 16 if REGISTER == 16 else 8  # float32 that are worked on side by side
 FEW_REGISTERS = not (arm.IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
 LINE = 64
 CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
@@ -44,6 +47,11 @@ def like(x: Value, element: Kind) -> Kind:
 def constant(kind: Kind, x: float) -> Value:
     """x in every lane."""
     return ir.Constant(kind, [x] * kind.count if isinstance(kind, ir.VectorType) else x)
+
+
+def address(context: Any, builder: Any, array: Any, args: Sequence[Value]) -> Value:
+    """Of element args[1] of args[0], whose Numba type is ``array``: an array, or a pointer."""
+    return builder.ptrtoint(pointer_to(context, builder, array, args), I64)
 
 
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
@@ -172,6 +180,17 @@ def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str]
     """Calls a function by name, an LLVM intrinsic say, that returns ``kind``."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in args]), name)
     return builder.call(function, args, fastmath=flags)
+
+
+@intrinsic
+def prefetch_element(context: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of element `index`, which may lie beyond the array's end."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, address(context, builder, array, args), 1)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), build
 
 
 class Turn:

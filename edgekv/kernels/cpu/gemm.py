@@ -37,10 +37,9 @@ from numba import types
 from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
 from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
-from edgekv.kernels.cpu.emit import Value
+from edgekv.kernels.cpu.emit import LANES, Value
 from edgekv.kernels.cpu.launch import caller
 from edgekv.kernels.cpu.loops import Loop
-from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile

@@ -218,7 +218,7 @@ def _pointer(kind: Any) -> Any:
     return pointer
 
 
-# The memory at an address, for `scalar.get`, `scalar.put` and `simd`.
+# The memory at an address, for `scalar.get` and `scalar.put`.
 floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
 chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
 signed_chars = _pointer(types.int8)

@@ -4,10 +4,15 @@ A head's matrix (64 KiB of float32, as a rule) is worked on in groups of columns
 of the core that works on the head, whatever the number of tokens.
 """
 
-import numpy as np
+import functools
+from typing import Any
 
-from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.compile import Args, fast_jit
+import numpy as np
+from numba import types
+from numba.core import cgutils
+
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import Args, fast_jit, intrinsic
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid
@@ -15,7 +20,8 @@ from edgekv.types import F32
 
 NONE = np.empty(0, np.float32)
 CHANNELS = 128  # of a convolution, per item of work
-LANES = simd.LANES
+LANES = emit.LANES
+VECTOR = emit.vector(emit.F32, LANES)
 WIDTH = 4 * LANES  # columns of a matrix that are worked on together
 ZERO, ONE, LENGTH_EPS = np.array([0, 1, 1e-6], np.float32)
 
@@ -143,42 +149,11 @@ def _delta_heads(first: int, last: int, args: Args) -> None:
             put(rates, rate + 3 * t + 1, sigmoid(get(x, b)))
             put(rates, rate + 3 * t + 2, same)
         state, value, to = head * key_dim * value_dim, 2 * n_keys + head * value_dim, head * value_dim
+        places = channels, key_head, n_keys, value, key_dim, value_dim, state, rate, to, n_values
         for a in range(0, whole, WIDTH):
-            _columns(
-                n,
-                y,
-                channels,
-                key_head,
-                n_keys,
-                value + a,
-                key_dim,
-                value_dim,
-                matrix,
-                state + a,
-                rates,
-                rate,
-                out,
-                to + a,
-                n_values,
-            )
+            _columns(n, a, y, matrix, rates, out, places)
         for a in range(whole, value_dim):
-            _column(
-                n,
-                y,
-                channels,
-                key_head,
-                n_keys,
-                value + a,
-                key_dim,
-                value_dim,
-                matrix,
-                state + a,
-                rates,
-                rate,
-                out,
-                to + a,
-                n_values,
-            )
+            _column(n, a, y, matrix, rates, out, places)
         for t in range(n):
             here, z, squares = t * n_values + to, t * projected + channels + to, ZERO
             for d in range(value_dim):
@@ -190,104 +165,93 @@ def _delta_heads(first: int, last: int, args: Args) -> None:
                 put(out, here + d, get(out, here + d) * factor * get(norm, d) * gate)
 
 
-@fast_jit
-def _columns(
-    n: int,
-    y: F32,
-    channels: int,
-    query_at: int,
-    n_keys: int,
-    value_at: int,
-    key_dim: int,
-    value_dim: int,
-    matrix: F32,
-    state: int,
-    rates: F32,
-    rate: int,
-    out: F32,
-    to: int,
-    n_values: int,
-) -> None:
-    """WIDTH columns of a head's matrix, through all tokens: they stay in the nearest cache.
+@intrinsic
+def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, out: Any, places: Any) -> Any:
+    """WIDTH columns of a head's matrix from the first on, through all tokens: they stay in the nearest cache.
 
     With the matrix S before a token, q times the one behind it is decay * (q S) + (q k) * change, where the change
-    is what the key gets. The matrix is written as the next token reads it.
+    is what the key gets. The matrix is written as the next token reads it. places: as `_column` takes them apart.
     """
-    decay = simd.splat(ONE)
-    change_0, change_1, change_2, change_3 = decay, decay, decay, decay
-    for t in range(n):
-        query, key = t * channels + query_at, t * channels + query_at + n_keys
-        k_0 = k_1 = k_2 = k_3 = q_0 = q_1 = q_2 = q_3 = simd.splat(ZERO)
-        for d in range(key_dim):
-            row = state + d * value_dim
-            s_0, s_1 = simd.load(matrix, row), simd.load(matrix, row + LANES)
-            s_2, s_3 = simd.load(matrix, row + 2 * LANES), simd.load(matrix, row + 3 * LANES)
-            if t:
-                k = simd.broadcast(y, key - channels + d)
-                s_0 = simd.multiply_add(s_0, decay, simd.multiply(k, change_0))
-                s_1 = simd.multiply_add(s_1, decay, simd.multiply(k, change_1))
-                s_2 = simd.multiply_add(s_2, decay, simd.multiply(k, change_2))
-                s_3 = simd.multiply_add(s_3, decay, simd.multiply(k, change_3))
-                simd.store(matrix, row, s_0)
-                simd.store(matrix, row + LANES, s_1)
-                simd.store(matrix, row + 2 * LANES, s_2)
-                simd.store(matrix, row + 3 * LANES, s_3)
-            k, q = simd.broadcast(y, key + d), simd.broadcast(y, query + d)
-            k_0, k_1 = simd.multiply_add(s_0, k, k_0), simd.multiply_add(s_1, k, k_1)
-            k_2, k_3 = simd.multiply_add(s_2, k, k_2), simd.multiply_add(s_3, k, k_3)
-            q_0, q_1 = simd.multiply_add(s_0, q, q_0), simd.multiply_add(s_1, q, q_1)
-            q_2, q_3 = simd.multiply_add(s_2, q, q_2), simd.multiply_add(s_3, q, q_3)
-        rate_t, v, o = rate + 3 * t, t * channels + value_at, t * n_values + to
-        decay, minus = simd.splat(get(rates, rate_t)), simd.splat(-get(rates, rate_t))
-        beta, same = simd.splat(get(rates, rate_t + 1)), simd.splat(get(rates, rate_t + 2))
-        change_0 = simd.multiply(beta, simd.multiply_add(minus, k_0, simd.load(y, v)))
-        change_1 = simd.multiply(beta, simd.multiply_add(minus, k_1, simd.load(y, v + LANES)))
-        change_2 = simd.multiply(beta, simd.multiply_add(minus, k_2, simd.load(y, v + 2 * LANES)))
-        change_3 = simd.multiply(beta, simd.multiply_add(minus, k_3, simd.load(y, v + 3 * LANES)))
-        simd.store(out, o, simd.multiply_add(decay, q_0, simd.multiply(same, change_0)))
-        simd.store(out, o + LANES, simd.multiply_add(decay, q_1, simd.multiply(same, change_1)))
-        simd.store(out, o + 2 * LANES, simd.multiply_add(decay, q_2, simd.multiply(same, change_2)))
-        simd.store(out, o + 3 * LANES, simd.multiply_add(decay, q_3, simd.multiply(same, change_3)))
-    last = (n - 1) * channels + query_at + n_keys
-    for d in range(key_dim):
-        row, k = state + d * value_dim, simd.broadcast(y, last + d)
-        s_0, s_1 = simd.load(matrix, row), simd.load(matrix, row + LANES)
-        s_2, s_3 = simd.load(matrix, row + 2 * LANES), simd.load(matrix, row + 3 * LANES)
-        simd.store(matrix, row, simd.multiply_add(s_0, decay, simd.multiply(k, change_0)))
-        simd.store(matrix, row + LANES, simd.multiply_add(s_1, decay, simd.multiply(k, change_1)))
-        simd.store(matrix, row + 2 * LANES, simd.multiply_add(s_2, decay, simd.multiply(k, change_2)))
-        simd.store(matrix, row + 3 * LANES, simd.multiply_add(s_3, decay, simd.multiply(k, change_3)))
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        n, first, y, matrix, rates, out, packed = args
+        channels, query, n_keys, value, key_dim, value_dim, state, rate, to, n_values = cgutils.unpack_tuple(
+            b, packed
+        )
+
+        def element(kind: Any, array: Any, *indices: Any) -> Any:
+            return emit.address(context, b, kind, (array, functools.reduce(b.add, indices)))
+
+        parts, (_, _, of_y, of_matrix, of_rates, of_out, _) = range(WIDTH // LANES), signature.args
+        token_bytes, row_bytes = b.mul(channels, emit.I64(4)), b.mul(value_dim, emit.I64(4))
+        queries, values = element(of_y, y, query), element(of_y, y, value, first)
+        rows, rates = element(of_matrix, matrix, state, first), element(of_rates, rates, rate)
+        outs = element(of_out, out, to, first)
+
+        def splat(address: Any, offset: int = 0) -> Any:
+            return emit.splat(b, emit.load(b, emit.F32, address, offset), LANES)
+
+        def row_after(d: Any, query: Any, before: list[Any]) -> list[Any]:
+            """Row d of the columns, written behind the token whose query lies at an address."""
+            place = b.add(rows, b.mul(d, row_bytes))
+            k = splat(b.add(query, b.mul(b.add(n_keys, d), emit.I64(4))))
+            row = []
+            for part, change in zip(parts, before[1:], strict=True):
+                x = emit.load(b, VECTOR, place, 4 * LANES * part)
+                row.append(emit.multiply_add(b, x, before[0], b.fmul(k, change)))
+                emit.store(b, row[-1], place, 4 * LANES * part)
+            return row
+
+        def token(t: Any, before: list[Any]) -> list[Any]:
+            """The token's decay and changes; before: those of the one before it."""
+            query = b.add(queries, b.mul(t, token_bytes))
+            with emit.loop(b, emit.I64(0), key_dim, 1, [emit.constant(VECTOR, 0)] * (2 * len(parts))) as turn:
+                if before:
+                    row = row_after(turn.i, b.sub(query, token_bytes), before)
+                else:
+                    place = b.add(rows, b.mul(turn.i, row_bytes))
+                    row = [emit.load(b, VECTOR, place, 4 * LANES * part) for part in parts]
+                q = splat(b.add(query, b.mul(turn.i, emit.I64(4))))
+                k = splat(b.add(query, b.mul(b.add(n_keys, turn.i), emit.I64(4))))
+                pairs = [(x, k) for x in row] + [(x, q) for x in row]
+                turn.following = [
+                    emit.multiply_add(b, *pair, x) for pair, x in zip(pairs, turn.values, strict=True)
+                ]
+            known, found = turn.values[: len(parts)], turn.values[len(parts) :]
+            decay, beta, same = (splat(b.add(rates, b.mul(t, emit.I64(12))), 4 * i) for i in range(3))
+            v, o = b.add(values, b.mul(t, token_bytes)), b.add(outs, b.mul(b.mul(t, n_values), emit.I64(4)))
+            changes = []
+            for part in parts:
+                wanted = emit.load(b, VECTOR, v, 4 * LANES * part)
+                changes.append(b.fmul(beta, emit.multiply_add(b, b.fneg(decay), known[part], wanted)))
+                result = emit.multiply_add(b, decay, found[part], b.fmul(same, changes[-1]))
+                emit.store(b, result, o, 4 * LANES * part)
+            return [decay, *changes]
+
+        with emit.loop(b, emit.I64(1), n, 1, token(emit.I64(0), [])) as turn:
+            turn.following = token(turn.i, turn.values)
+        last = b.add(queries, b.mul(b.sub(n, emit.I64(1)), token_bytes))
+        with emit.loop(b, emit.I64(0), key_dim, 1) as row:
+            row_after(row.i, last, turn.values)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp, y, matrix, rates, out, places), build
 
 
 @fast_jit
-def _column(
-    n: int,
-    y: F32,
-    channels: int,
-    query_at: int,
-    n_keys: int,
-    value_at: int,
-    key_dim: int,
-    value_dim: int,
-    matrix: F32,
-    state: int,
-    rates: F32,
-    rate: int,
-    out: F32,
-    to: int,
-    n_values: int,
-) -> None:
+def _column(n: int, first: int, y: F32, matrix: F32, rates: F32, out: F32, places: tuple[int, ...]) -> None:
     """One column, as `_columns`."""
+    channels, query_at, n_keys, value, key_dim, value_dim, state, rate, to, n_values = places
     for t in range(n):
         query, key = t * channels + query_at, t * channels + query_at + n_keys
         found, total = ZERO, ZERO
         for d in range(key_dim):
-            number = get(matrix, state + d * value_dim)
+            number = get(matrix, state + first + d * value_dim)
             found += number * get(y, key + d)
             total += number * get(y, query + d)
         decay, beta, same = (get(rates, rate + 3 * t), get(rates, rate + 3 * t + 1), get(rates, rate + 3 * t + 2))
-        change = beta * (get(y, t * channels + value_at) - decay * found)
-        put(out, t * n_values + to, decay * total + same * change)
+        change = beta * (get(y, t * channels + value + first) - decay * found)
+        put(out, t * n_values + to + first, decay * total + same * change)
         for d in range(key_dim):
-            i = state + d * value_dim
+            i = state + first + d * value_dim
             put(matrix, i, get(matrix, i) * decay + get(y, key + d) * change)

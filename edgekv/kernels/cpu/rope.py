@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import types
 
-from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.loops import address_of
@@ -85,9 +86,10 @@ def _rotate(cos: F32, sin: F32, i: int, half: int, x: F32, j: int) -> None:
         put(x, j + half + d, x2 * c + x1 * s)
 
 
-LANES = simd.LANES
+LANES = emit.LANES
+VECTOR = emit.vector(emit.F32, LANES)
 ROW_WORK = 2  # of one element, in multiply-adds
-ZERO, MINUS_ONE = np.float32(0), np.float32(-1)
+ZERO = np.float32(0)
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
@@ -176,12 +178,8 @@ def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, r
 @fast_jit
 def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
     """a[i:][:n] times b[j:][:n]."""
-    whole = n // LANES * LANES
-    sums = simd.splat(ZERO)
-    for d in range(0, whole, LANES):
-        sums = simd.multiply_add(simd.load(a, i + d), simd.load(b, j + d), sums)
-    total = simd.total(sums)
-    for d in range(whole, n):
+    total = ZERO
+    for d in range(n):
         total += get(a, i + d) * get(b, j + d)
     return total
 
@@ -200,13 +198,11 @@ def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
     while distance >= LANES:
         for pair in range(start, start + width, 2 * distance):
             for i in range(pair, pair + distance, LANES):
-                a, b = simd.load(x, i), simd.load(x, i + distance)
-                simd.store(x, i, simd.add(a, b))
-                simd.store(x, i + distance, simd.multiply_add(simd.splat(MINUS_ONE), b, a))
+                _add_and_subtract(x, i, distance)
         distance //= 2
     if width >= LANES:
         for i in range(start, start + width, LANES):
-            simd.store(x, i, simd.multiply(simd.splat(scale), _transform_vector(simd.load(x, i))))
+            _transform_vector(x, i, scale)
         return
     while distance:
         for pair in range(start, start + width, 2 * distance):
@@ -220,17 +216,33 @@ def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
 
 
 @intrinsic
-def _transform_vector(context: Any, x: Any) -> Any:
-    """H x of one vector."""
+def _add_and_subtract(context: Any, x: Any, i: Any, distance: Any) -> Any:
+    """Vectors a at x[i:] and b behind, ``distance`` elements apart, become a + b and a - b."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, distance = args[0], LANES // 2
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        one = emit.address(context, b, x, args)
+        other = b.add(one, b.mul(args[2], emit.I64(4)))
+        first, second = emit.load(b, VECTOR, one), emit.load(b, VECTOR, other)
+        emit.store(b, b.fadd(first, second), one)
+        emit.store(b, b.fsub(first, second), other)
+        return context.get_dummy_value()
+
+    return types.none(x, types.intp, types.intp), build
+
+
+@intrinsic
+def _transform_vector(context: Any, x: Any, i: Any, scale: Any) -> Any:
+    """The vector v at x[i:] becomes scale * H v."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        place, distance = emit.address(context, b, x, args), LANES // 2
+        value = emit.load(b, VECTOR, place)
         while distance:
-            lanes = [lane ^ distance for lane in range(LANES)]
-            signs = [-1.0 if lane & distance else 1.0 for lane in range(LANES)]
-            other = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(ir.IntType(32), LANES), lanes))
-            value = builder.fadd(other, builder.fmul(value, ir.Constant(value.type, signs)))
+            other = emit.lanes(b, value, [lane ^ distance for lane in range(LANES)])
+            signs = ir.Constant(VECTOR, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+            value = b.fadd(other, b.fmul(value, signs))
             distance //= 2
-        return value
+        emit.store(b, b.fmul(emit.splat(b, args[2], LANES), value), place)
+        return context.get_dummy_value()
 
-    return simd.vector(simd.vector), build
+    return types.none(x, types.intp, types.float32), build

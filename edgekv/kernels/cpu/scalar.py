@@ -90,6 +90,19 @@ def count_ones(context: Any, word: Any) -> Any:
     return types.uint64(types.uint64), build
 
 
+@intrinsic
+def sign_bits(context: Any, x: Any, i: Any) -> Any:
+    """A byte whose bit j is 1 where x[i + j] >= 0, of a flat float32 array."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        eight = ir.VectorType(ir.FloatType(), 8)
+        pointer = builder.bitcast(pointer_to(context, builder, x, args), eight.as_pointer())
+        signs = builder.fcmp_ordered(">=", builder.load(pointer, align=4), ir.Constant(eight, [0.0] * 8))
+        return builder.bitcast(signs, ir.IntType(8))
+
+    return types.uint8(x, types.intp), build
+
+
 def pointer_to(context: Any, builder: Any, kind: Any, args: Any) -> Any:
     """The element args[1] of args[0], which is of the Numba type `kind`: an array or an `address`."""
     start, index = args[:2]

@@ -7,15 +7,11 @@ from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.arrays import zeros
-from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.compile import fast_jit, parallel_jit
-from edgekv.kernels.cpu.scalar import address, put
+from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32
 
 PROBE_BYTES = 256 << 20  # far beyond any cache
-LANES = simd.LANES
-LINE, AHEAD = 4 * LANES, 1024  # elements to a round, and fetched ahead
-ZERO = np.float32(0)
 
 
 class Bandwidth:
@@ -36,21 +32,17 @@ class Bandwidth:
     def sample(self) -> None:
         """Reads the probe once more; ``best`` is the most bytes per second so far."""
         begin = time.perf_counter()
-        n_items, arrays = PROBE_BYTES // 4 // LINE, (self._elements, self._sums)
+        n_items, arrays = PROBE_BYTES // 4, (self._elements, self._sums)
         threads.run_parallel(_sum_parallel, self._n, n_items, *arrays, n_threads=self._n)
         self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))
 
 
 @fast_jit
 def _sum_items(first: int, last: int, elements: F32, sums: F32) -> None:
-    elements, sums = address(elements), address(sums)
-    a = b = c = d = simd.splat(ZERO)
-    for i in range(first * LINE, last * LINE, LINE):
-        simd.prefetch(elements, i + AHEAD)
-        a, b = simd.add(a, simd.load(elements, i)), simd.add(b, simd.load(elements, i + LANES))
-        i += 2 * LANES
-        c, d = simd.add(c, simd.load(elements, i)), simd.add(d, simd.load(elements, i + LANES))
-    put(sums, 0, simd.total(simd.add(simd.add(a, b), simd.add(c, d))))
+    total = np.float32(0)
+    for i in range(first, last):
+        total += get(elements, i)
+    put(sums, 0, total)
 
 
 @parallel_jit

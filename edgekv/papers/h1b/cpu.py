@@ -1,20 +1,22 @@
 """Sign sketches: one bit per element, 64 to a word, compared by XOR and a count of bits."""
 
+import functools
 from typing import Any
 
 import numpy as np
+from numba import types
 
-from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.compile import Args, Scalar, jit
+from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu.compile import Args, Scalar, intrinsic, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
 from edgekv.kernels.cpu.rope import multiply_row
-from edgekv.kernels.cpu.scalar import count_ones, get, put
+from edgekv.kernels.cpu.scalar import count_ones, get, put, sign_bits
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U64
 
 WORD_BITS = 64
-LANES = simd.LANES
+LANES = emit.LANES
 TILE = 4 * LANES
 BLOCKS_AHEAD = 4
 ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
@@ -49,7 +51,7 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
     queries, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     key = (g * n_blocks + t // BLOCK) * n_words * BLOCK + t % BLOCK
     for j in range(0, n_words * BLOCK, WORDS_PER_LINE):
-        simd.prefetch(codes, key + BLOCKS_AHEAD * n_words * BLOCK + j)
+        emit.prefetch_element(codes, key + BLOCKS_AHEAD * n_words * BLOCK + j)
     for m in range(rows):
         _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * gap, n)
 
@@ -121,8 +123,8 @@ def _pack_tokens(first: int, last: int, args: Args) -> None:
 @jit
 def _pack_word(x: F32, start: int) -> Scalar:
     word = np.uint64(0)
-    for bit in range(0, WORD_BITS, LANES):
-        word |= simd.load_signs(x, start + bit) << np.uint64(bit)
+    for bit in range(0, WORD_BITS, 8):
+        word |= np.uint64(sign_bits(x, start + bit)) << np.uint64(bit)
     return word
 
 
@@ -131,28 +133,67 @@ def _score_block(
     q: U64, query: int, n_words: int, codes: U64, key: int, scale: Scalar, s: F32, row: int, n: int
 ) -> None:
     """s[row:][:n] = scale * (b - 2 * popcount(q XOR k)) for the n tokens from codes[key] on."""
-    n_bits = np.float32(WORD_BITS * n_words)
     whole = n // TILE * TILE
     for i in range(0, whole, TILE):
-        a0 = a1 = a2 = a3 = simd.no_counts()
-        for w in range(n_words):
-            word, j = get(q, query + w), key + w * BLOCK + i
-            a0 = simd.count_differing(word, codes, j, a0)
-            a1 = simd.count_differing(word, codes, j + LANES, a1)
-            a2 = simd.count_differing(word, codes, j + 2 * LANES, a2)
-            a3 = simd.count_differing(word, codes, j + 3 * LANES, a3)
-        simd.store(s, row + i, _as_scores(a0, n_bits, scale))
-        simd.store(s, row + i + LANES, _as_scores(a1, n_bits, scale))
-        simd.store(s, row + i + 2 * LANES, _as_scores(a2, n_bits, scale))
-        simd.store(s, row + i + 3 * LANES, _as_scores(a3, n_bits, scale))
+        _score_tile(q, query, codes, key + i, n_words, scale, s, row + i)
     for i in range(whole, n):
         differing = np.uint64(0)
         for w in range(n_words):
             differing += count_ones(get(q, query + w) ^ get(codes, key + w * BLOCK + i))
-        put(s, row + i, scale * (n_bits + MINUS_TWO * np.float32(differing)))
+        put(s, row + i, scale * (np.float32(WORD_BITS * n_words) + MINUS_TWO * np.float32(differing)))
 
 
-@jit
-def _as_scores(differing: simd.Vector, n_bits: Scalar, scale: Scalar) -> simd.Vector:
-    agreeing = simd.multiply_add(simd.splat(MINUS_TWO), simd.as_vector(differing), simd.splat(n_bits))
-    return simd.multiply(simd.splat(scale), agreeing)
+@intrinsic
+def _score_tile(
+    context: Any, q: Any, query: Any, codes: Any, key: Any, n_words: Any, scale: Any, s: Any, i: Any
+) -> Any:
+    """`_score_block` of TILE tokens."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        query, key, to = (emit.address(context, b, *x) for x in ((q, args), (codes, args[2:]), (s, args[6:])))
+        zeros = [emit.constant(COUNTS, 0)] * (TILE // LANES)
+        with emit.loop(b, emit.I64(0), args[4], 1, zeros) as word:
+            one = emit.splat(b, emit.load(b, emit.I64, b.add(query, b.mul(word.i, emit.I64(8)))), LANES)
+            place = b.add(key, b.mul(word.i, emit.I64(8 * BLOCK)))
+            words = (emit.load(b, WORDS, place, 8 * LANES * k) for k in range(TILE // LANES))
+            word.following = [_count(b, b.xor(x, one), count) for x, count in zip(words, word.values, strict=True)]
+        bits = emit.splat(b, b.sitofp(b.mul(args[4], emit.I64(WORD_BITS)), emit.F32), LANES)
+        for k, counts in enumerate(word.values):
+            agreeing = b.fsub(bits, b.fmul(emit.constant(FLOATS, 2), _as_floats(b, counts)))
+            emit.store(b, b.fmul(emit.splat(b, args[5], LANES), agreeing), to, 4 * LANES * k)
+        return context.get_dummy_value()
+
+    whole = types.intp
+    return types.none(q, whole, codes, whole, whole, types.float32, s, whole), build
+
+
+# Counts of the bits of LANES words: a number to each; on Arm two parts of a word, or four, added up at the end.
+WORDS, FLOATS, INTS = (emit.vector(kind, LANES) for kind in (emit.I64, emit.F32, emit.I32))
+COUNTS = WORDS
+if arm.IS_ARM:
+    COUNTS = emit.vector(emit.I32, 2 * LANES) if arm.has_dot() else emit.vector(emit.I16, 4 * LANES)
+BYTES16, EIGHT, FOUR = emit.vector(emit.I8, 16), emit.vector(emit.I16, 8), emit.vector(emit.I32, 4)
+
+
+def _count(b: Any, words: Any, so_far: Any) -> Any:
+    """so_far + the 1 bits of words."""
+    if arm.IS_ARM:
+        return arm.by_register(b, functools.partial(_count_on_arm, b), words, so_far)
+    return b.add(emit.call(b, f"llvm.ctpop.v{LANES}i64", WORDS, words), so_far)
+
+
+def _count_on_arm(b: Any, words: Any, so_far: Any) -> Any:
+    ones = emit.call(b, "llvm.ctpop.v16i8", BYTES16, b.bitcast(words, BYTES16))
+    if arm.has_dot():
+        return arm.add_products(b, ones, emit.constant(BYTES16, 1), so_far, "u")
+    return b.add(so_far, emit.call(b, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", EIGHT, ones))
+
+
+def _as_floats(b: Any, counts: Any) -> Any:
+    if not arm.IS_ARM:
+        return b.sitofp(b.trunc(counts, INTS), FLOATS)
+    if not arm.has_dot():
+        add_pairs = functools.partial(emit.call, b, "llvm.aarch64.neon.uaddlp.v4i32.v8i16", FOUR)
+        counts = arm.by_register(b, add_pairs, counts)
+    even, odd = (emit.lanes(b, counts, range(first, 2 * LANES, 2)) for first in (0, 1))
+    return b.sitofp(b.add(even, odd), FLOATS)

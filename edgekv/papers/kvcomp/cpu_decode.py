@@ -8,10 +8,9 @@ must wait for the one before it.
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
-from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.scalar import get
 from edgekv.kernels.interface import BLOCK
@@ -115,15 +114,12 @@ def _total(bits: U16, start: int, n: int) -> Scalar:
     return total
 
 
-_I64 = ir.IntType(64)
-
-
 @intrinsic
 def load_word(context: Any, array: Any, index: Any) -> Any:
     """Bytes index..index + 8 of a flat uint8 array as a uint64, the first byte lowest."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(simd._pointer(context, builder, array, args, _I64), align=1)
+        return emit.load(builder, emit.I64, emit.address(context, builder, array, args))
 
     return types.uint64(array, types.uint64), build
 
@@ -133,7 +129,7 @@ def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
     """Writes a uint64 to bytes index..index + 8 of a flat uint8 array, the lowest byte first."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], simd._pointer(context, builder, array, args, _I64), align=1)
+        emit.store(builder, args[2], emit.address(context, builder, array, args))
         return context.get_dummy_value()
 
     return types.none(array, types.uint64, types.uint64), build

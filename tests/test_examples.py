@@ -1,5 +1,6 @@
-"""The examples run as they stand."""
+"""The examples run as they stand, and the first minutes as a script that a newcomer could have typed."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -59,3 +60,12 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
     np.testing.assert_allclose(scaled / np.linalg.norm(scaled), logits / np.linalg.norm(logits), atol=1e-4)
     with pytest.raises(ContextError, match="accepted: 1 to"):
         session.embed([1] * 65)
+
+
+def test_a_newcomer_arrives() -> None:
+    """With the installed command; `tests/newcomer.sh --install` begins with `pip install .`."""
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command, environment = ["bash", ROOT / "tests" / "newcomer.sh"], os.environ | {"PATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "a newcomer arrives"

@@ -287,20 +287,3 @@ def test_the_gate(name: str, folder: Folder, tmp_path: pathlib.Path, capsys: pyt
     capsys.readouterr()
     assert main(["run", *asked[:2], "--prompt", "It", "--max-new-tokens", "4", "--kv", facts["recommended"]]) == 0
     assert "never gated" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
-def test_the_commands(name: str, folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the options that they have by themselves."""
-    model = ["--model", str(folder(name))]
-
-    def out(*command: str) -> str:
-        assert main([command[0], *model, *command[1:]]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    assert "planes: " in out("warm")
-    assert "kv budget 300" in out("budget", "--kv-budget", "300k", "--kv", "auto", "--ctx", "512")
-    assert "onebit" in out("bench", "--ctx", "64", "--tokens", "2")
-    assert json.loads(out("info", "--json"))["sliding_window"] == 40
-    for option in (["--kv-budget", "600k"], ["--kv", "auto"], ["--kv", "auto", "--kv-budget", "300k"]):
-        assert out("run", "--prompt", "It was", "--max-new-tokens", "4", *option)

@@ -77,6 +77,11 @@ def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
     held = more.tokens + PROMPT
     kept = held[:SINK] + held[SINK - (CTX - CTX // 4) :]
     assert text(more, PROMPT, 20) == text(loaded.fork(), kept, 20)
+    assert more.report().prefill_tokens == CTX - CTX // 4
+    state = more._state
+    before = list(state.tokens), state.n_cached, state.n_dropped, state.sampler
+    more.generate(PROMPT, temperature=1.0).close()
+    assert (state.tokens, state.n_cached, state.n_dropped, state.sampler) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -100,22 +105,6 @@ def test_a_long_prompt_that_is_interrupted_drops_nothing(loaded: Session, error:
     assert text(session, PROMPT, 20) == text(other, PROMPT, 20)
     assert session.tokens == other.tokens
     assert session.n_dropped == other.n_dropped > 0
-
-
-def test_a_long_prompt_that_is_not_begun_changes_nothing(loaded: Session) -> None:
-    session = loaded.fork()
-    text(session, PROMPT, 20)
-    state = session._state
-    before = list(state.tokens), state.n_cached, state.n_dropped, state.sampler
-    session.generate(PROMPT, temperature=1.0).close()
-    assert (state.tokens, state.n_cached, state.n_dropped, state.sampler) == before
-
-
-def test_a_slide_counts_what_it_reads(loaded: Session) -> None:
-    session = loaded.fork()
-    text(session, PROMPT, 20)
-    text(session, PROMPT, 1)
-    assert session.report().prefill_tokens == CTX - CTX // 4
 
 
 def test_a_chat_drops_its_oldest_turns() -> None:

@@ -156,6 +156,12 @@ def test_who_does_not_come_is_not_waited_for(decoder: Slow, schedule: BatchSched
     assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
 
 
+def test_within_its_own_turn_a_thread_does_not_wait_for_itself(decoder: Slow) -> None:
+    for schedule in (BatchScheduler(1), SerialScheduler(1)):
+        with schedule.exclusive(), pytest.raises(SessionError):
+            schedule.steps(decoder, [1], ())
+
+
 def test_a_failed_pass_is_told_to_all(decoder: Slow, schedule: BatchScheduler) -> None:
     decoder.fails = MemoryError("no room")
 
@@ -219,39 +225,15 @@ def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchSche
 
 
 def test_an_interrupted_prompt_keeps_nobody_out(decoder: Slow, schedule: BatchScheduler) -> None:
-    """One that waits for its turn, and one that waits because it let tokens go first."""
+    """One that waits for its turn while a token is computed, which then has it."""
     decoder.may_end.clear()
-
-    def write(token: int) -> None:
-        schedule.steps(decoder, [token], ())[0]
-        schedule.finish()
-
-    threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
-    threads[0].start()
+    thread = threading.Thread(target=schedule.steps, args=(decoder, [1], ()))
+    thread.start()
     until(lambda: bool(decoder.passes))
-    with (
-        pytest.raises(KeyboardInterrupt),
-        InterruptedThread(lambda: schedule._has_prompt, decoder),
-        schedule.exclusive(),
-    ):
-        pass
-    threads[0].join()
-
-    def read() -> None:
-        with schedule.exclusive() as pause:
-            decoder.may_end.clear()
-            threads[1].start()
-            until(lambda: n_waiting(schedule) == 1)
-            pause()
-
-    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 2):
-        read()
-    threads[2].start()
-    until(lambda: n_waiting(schedule) == 1)  # the pass goes on, and has its turn
-    decoder.may_end.set()
-    for thread in threads:
-        thread.join()
-    assert decoder.passes == [[1], [2], [3]]
+    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: schedule._has_prompt, decoder):
+        schedule.exclusive().__enter__()
+    thread.join()
+    np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -298,11 +280,3 @@ def test_an_interrupt_is_one_threads(
         decoder.may_end.set()
         monkeypatch.undo()
         np.testing.assert_array_equal(schedule.steps(decoder, [3], ())[0], [3, 3])
-
-
-def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
-    decoder = Slow()
-    for schedule in (BatchScheduler(1), SerialScheduler(1)):
-        with schedule.exclusive(), pytest.raises(SessionError):
-            schedule.steps(decoder, [1], ())[0]
-        np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])

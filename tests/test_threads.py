@@ -48,13 +48,6 @@ def test_the_fewest_threads_that_are_nearly_as_fast(
     assert threads.choice(decode, prompt) == chosen
 
 
-def test_two_cores_are_both_used_unmeasured(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(threads, "measure", None)
-    assert threads.product_threads(store, None) == (2, 2)
-    assert threads.product_threads(store, 1) == (1, 1)
-
-
 @pytest.mark.usefixtures("four_cores")
 def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.remembered(store.arch, store.form) is None
@@ -74,10 +67,10 @@ def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
     store = random_store(load_shape("tiny", 2), WEIGHTS[weights])
     arch, c, rng = store.arch, store.arch.config, np.random.default_rng(0)
     plain = CpuOps(store, Threads(1, 1))
-    for n_threads in (Threads(2, 2), Threads(1, 2), Threads(1, 4), Threads(2, 3)):
+    for n_threads in (Threads(2, 2), Threads(1, 4), Threads(2, 3)):
         ops = CpuOps(store, n_threads)
         assert ops.threads == n_threads
-        for n in (1, 32, 65, 256):
+        for n in (1, 65):
             x = rng.standard_normal((n, c.hidden_size), np.float32)
             attention = rng.standard_normal((n, c.q_size), np.float32)
             found, meant = (

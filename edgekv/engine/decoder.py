@@ -314,7 +314,9 @@ class Decoder:
             if not (exact and isinstance(cache, KVCache)):
                 for a in range(0, n, self.chunk):
                     part = slice(a, a + self.chunk)
-                    x[part] = self._layer(i, x[part], cache, rotation.rows(a, a + self.chunk))
+                    projected = self.attention_in(i, x[part])
+                    attn_out = self._attend(i, projected, cache, rotation.rows(a, a + self.chunk))
+                    x[part] = self.attention_out(i, x[part], attn_out)
                     pause()
             elif not self.backend.prompt_layer(i, cache, x, rotation, self._norms[i]):
                 self._exact_layer(i, cache, x, rotation, pause)
@@ -340,10 +342,6 @@ class Decoder:
                 merged.append(self._merge(q, part).copy())
             x = self.attention_out(i, x, np.concatenate(merged))
         return x
-
-    def _layer(self, i: int, x: F32, cache: LayerState, rotation: RopeRotation) -> F32:
-        """Layer i's result (n, hidden) of x (n, hidden), which may be changed; the tokens enter its cache."""
-        return self.attention_out(i, x, self._attend(i, self.attention_in(i, x), cache, rotation))
 
     def attention_in(self, i: int, x: F32) -> F32:
         """x (n, hidden) before layer i -> queries, keys and values (n, width), as a rule."""

@@ -32,43 +32,11 @@ class DraftCounts:
     accepted: int = 0
 
 
-class DraftLength:
-    """A running share of right guesses, and how many of them it is worth to check.
-
-    It counts and reads no clock, so that the same text has the same passes on every run.
-    """
-
-    def __init__(self) -> None:
-        self.share = PRIOR
-
-    def length(self, most: int) -> int:
-        """The number of guesses, 0 to ``most``, with the most tokens for the time.
-
-        k guesses give 1 + s + ... + s^k tokens for 1 + k * ROW_COST passes, s being the share.
-        """
-        best, best_gain, expected = 0, 1.0, 1.0
-        for k in range(1, most + 1):
-            expected += self.share**k
-            gain = expected / (1 + k * ROW_COST)
-            if gain > best_gain:
-                best, best_gain = k, gain
-        if not best:
-            self.share += RECOVERY * (PRIOR - self.share)
-        return best
-
-    def learn(self, n_checked: int, n_right: int) -> None:
-        """Takes in a pass: of the guesses that were checked, the first ``n_right`` were right."""
-        for _ in range(n_right):
-            self.share += RATE * (1 - self.share)
-        if n_right < n_checked:
-            self.share -= RATE * self.share
-
-
 class NGramDrafts:
     """Guesses what followed where the latest tokens stood before, in the prompt or in the text: prompt lookup.
 
     Of the latest places behind the same token, the one with the longest match is taken. A match of one token
-    counts where that is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have an estimate each.
+    counts where that is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have a running share of right guesses each.
     """
 
     name = NGRAM
@@ -80,8 +48,8 @@ class NGramDrafts:
         """Begins a text behind these tokens: forgets what was learned before."""
         self._latest: dict[int, int] = {}  # token -> the latest place behind it
         self._earlier: list[int] = []  # place -> the one before it behind the same token, or 0
-        self._estimates = {length: DraftLength() for length in (1, 2, 3, 4, LONGEST_MATCH)}
-        self._estimate = self._estimates[1]
+        self._shares = dict.fromkeys((1, 2, 3, 4, LONGEST_MATCH), PRIOR)  # of right guesses, by the match's length
+        self._matched = 1
         self._index(tokens)
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -90,14 +58,32 @@ class NGramDrafts:
         place, length = self._longest_match(tokens)
         if not place:
             return []
-        self._estimate = self._estimates[max(known for known in self._estimates if known <= length)]
-        n = self._estimate.length(most)
+        self._matched = max(known for known in self._shares if known <= length)
+        n = self._worthwhile(most)
         period = len(tokens) - place  # a repetition shorter than the draft goes on repeating
         return [tokens[place + i % period] for i in range(n)]
 
     def learn(self, n_checked: int, n_right: int) -> None:
         """Takes in what became of the latest guesses: of ``n_checked`` the first ``n_right`` were right."""
-        self._estimate.learn(n_checked, n_right)
+        share = self._shares[self._matched]
+        for _ in range(n_right):
+            share += RATE * (1 - share)
+        self._shares[self._matched] = share if n_right == n_checked else share - RATE * share
+
+    def _worthwhile(self, most: int) -> int:
+        """The number of guesses, 0 to ``most``, with the most tokens for the time.
+
+        k guesses give 1 + s + ... + s^k tokens for 1 + k * ROW_COST passes, s being the share. No clock is read,
+        so that the same text has the same passes on every run.
+        """
+        share, expected, gains = self._shares[self._matched], 0.0, []
+        for k in range(most + 1):
+            expected += share**k
+            gains.append(expected / (1 + k * ROW_COST))
+        best = gains.index(max(gains))
+        if not best:
+            self._shares[self._matched] += RECOVERY * (PRIOR - share)
+        return best
 
     def _index(self, tokens: Sequence[int]) -> None:
         latest, earlier = self._latest, self._earlier

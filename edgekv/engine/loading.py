@@ -174,12 +174,8 @@ class SessionPlan:
         c = model.config
         ctx = default_ctx(c) if ctx is None else ctx
         if not 1 <= ctx <= c.max_positions:
-            raise ContextError(
-                f"ctx={ctx}: this model has {c.max_positions} positions; accepted: 1 to that",
-                field="ctx",
-                value=ctx,
-                accepted=[f"1 to {c.max_positions}"],
-            )
+            what = f"ctx={ctx}: this model has {c.max_positions} positions; accepted: 1 to that"
+            raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
         held = weights_bytes - idle
@@ -350,12 +346,8 @@ class LoadedModel:
     def fork_plan(self, kv: str | CacheSpec, ctx: int, kv_budget: int | None) -> SessionPlan:
         """The plan of another conversation on these weights. Raises as `Session.fork`."""
         if ctx > self.plan.ctx:
-            raise ContextError(
-                f"ctx={ctx}: the session that it shares weights with has {self.plan.ctx}; load it with that many",
-                field="ctx",
-                value=ctx,
-                accepted=[f"1 to {self.plan.ctx}"],
-            )
+            what = f"ctx={ctx}: the session that it shares weights with has {self.plan.ctx}; load it with more"
+            raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {self.plan.ctx}"])
         weights = self.plan.weights
         fit = heads_bits(self.model, weights, self.decoders[None], self.tokenizer)
         plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)

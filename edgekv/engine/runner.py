@@ -275,9 +275,7 @@ class Runner:
     def require_free(self) -> None:
         """Raises SessionError while another thread, or a caller, computes this conversation."""
         if self._lock.locked():
-            raise SessionError(
-                "this conversation is being computed: let it end first, or give each thread a `fork`"
-            )
+            raise SessionError("this conversation is being computed: let it end, or give each thread a `fork`")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -332,23 +330,18 @@ class Runner:
             if self.state.n_draft:  # else all drafts were taken back meanwhile
                 self.state.n_draft -= 1
             return self._ready
+        state, drafts = self.state, list[int]()
         with self._alone():
             self._make_room()
-            drafts = self._drafted()
-            ids = [*self.state.pending, *drafts]
+            if self.drafts is not None and len(state.pending) == 1:  # as many as can be taken back
+                room = min(self.ctx - len(state.tokens), self.decoder.max_draft_tokens(state.caches) - 1, MOST)
+                drafts = self.drafts.propose(state.tokens, room) if room > 0 else []
+            ids = [*state.pending, *drafts]
             first: F32 = (self._steps(ids, len(drafts)) if drafts else self._logits([], 1))[0]
         self._n_drafted = len(drafts)
         self.counts.passes += 1
         self.counts.proposed += len(drafts)
         return first
-
-    def _drafted(self) -> list[int]:
-        """Guesses at the tokens behind the one that is pending, as many as can be taken back."""
-        state = self.state
-        if self.drafts is None or len(state.pending) != 1:
-            return []
-        room = min(self.ctx - len(state.tokens), self.decoder.max_draft_tokens(state.caches) - 1, MOST)
-        return self.drafts.propose(state.tokens, room) if room > 0 else []
 
     def append(
         self, ids: Sequence[int], spans: Spans, *, n_logits: int = 1, progress: LayerProgress | None = None

@@ -48,13 +48,8 @@ class SerialScheduler:
     @contextlib.contextmanager
     def _turn(self, threads: int) -> Iterator[None]:
         if self._lock.locked():
-            raise SessionError(
-                "slots=1: these weights are computing for another conversation; let one wait for the other, or "
-                "load with slots=2 or more, one for each thread",
-                field="slots",
-                value=1,
-                accepted=["2 or more"],
-            )
+            what = "slots=1: these weights are computing for another conversation; load with slots=2 or more"
+            raise SessionError(what, field="slots", value=1, accepted=["2 or more"])
         with self._lock, blas_threads(threads):  # an interrupt before or behind it leaves nothing locked
             yield
 

@@ -384,12 +384,8 @@ class Session:
         runner, ctx = self._runner, self.plan.ctx
         runner.read_prompt(ids, n_pending=1)
         if not 1 <= len(ids) <= ctx:
-            raise ContextError(
-                f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}",
-                field="text",
-                value=len(ids),
-                accepted=[f"1 to {ctx} tokens"],
-            )
+            what = f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}"
+            raise ContextError(what, field="text", value=len(ids), accepted=[f"1 to {ctx} tokens"])
         with self.exclusive():
             decoder, weights = runner.decoder, runner.decoder.weights
             caches = open_caches(decoder, CacheSpec.parse(EXACT), len(ids))

@@ -18,10 +18,10 @@ from edgekv.models.config import (
     Vocabulary,
     Width,
     activation,
-    check,
     head_size,
 )
 from edgekv.models.gguf import GgufNames
+from edgekv.models.llama import LlamaConfigSchema, llama_config
 from edgekv.models.rope import Positions
 
 GPT2_NAMES = {
@@ -86,29 +86,12 @@ class GPT2(Architecture):
             raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
         scale = head_dim**-0.5 if file.scale_attn_weights else 1.0
         divisors = [i + 1 if file.scale_attn_by_inverse_layer_idx else 1 for i in range(layers)]
-        return check(
-            ModelConfig(
-                model_type="gpt2",
-                vocab_size=file.vocab_size,
-                hidden_size=hidden,
-                intermediate_size=file.n_inner or 4 * hidden,
-                n_layers=layers,
-                n_heads=heads,
-                n_kv_heads=heads,
-                head_dim=head_dim,
-                max_positions=positions,
-                norm_eps=file.layer_norm_epsilon,
-                activation=activation(file.activation_function or "gelu_new"),
-                tied_embeddings=file.tie_word_embeddings,
-                qkv_bias=True,
-                out_bias=True,
-                mlp_bias=True,
-                qk_norm=False,
-                layer_ropes=(None,) * layers,
-                layer_windows=(None,) * layers,
-                layer_scales=tuple(scale / divisor for divisor in divisors),
-            )
-        )
+        own = {"max_positions": positions, "norm_eps": file.layer_norm_epsilon, "qkv_bias": True, "out_bias": True}
+        own |= {"mlp_bias": True, "tied_embeddings": file.tie_word_embeddings, "layer_ropes": (None,) * layers}
+        own |= {"layer_scales": tuple(scale / divisor for divisor in divisors)}
+        own["activation"] = activation(file.activation_function or "gelu_new")
+        sizes = hidden, file.n_inner or 4 * hidden, layers, heads, file.vocab_size
+        return llama_config("gpt2", LlamaConfigSchema(*sizes), **own)
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

@@ -75,9 +75,8 @@ class RopeConfig:
         kind = params.rope_type or params.type or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in ROPE_TYPES:
-            raise ConfigError(
-                f"config.json: {name} type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-            )
+            known = ", ".join(ROPE_TYPES)
+            raise ConfigError(f"config.json: {name} type {kind!r} is not supported; supported: {known}")
         original = original or params.original_max_position_embeddings or positions
         if kind == "yarn" and params.factor is None and "factor" in raw:
             params.factor = positions / original  # null

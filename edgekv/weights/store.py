@@ -176,10 +176,7 @@ def open_or_build(
     progress: TaskProgress | None,
     rounding: Rounding | None = None,
 ) -> WeightStore:
-    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable.
-
-    rounding: see `build`.
-    """
+    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identify(progress), form)
     if is_store(folder):
         try:

@@ -22,8 +22,7 @@ import edgekv
 from edgekv.codecs.planes.cuda import encode_program
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
-from edgekv.kernels.cuda.kernels import attend_program, range_program
-from edgekv.kernels.cuda.loops import ENCODE, loops_of, read_keys, read_values
+from edgekv.kernels.cuda.kernels import ENCODE, attend_program, loops_of, range_program, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs

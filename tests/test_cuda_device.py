@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -137,10 +136,3 @@ def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: s
     driver._kernels[launch.program, launch.kernel] = failing(text)
     with pytest.raises(kind, match=text.split(":")[0]):
         driver.launch(launch)
-
-
-def test_scalars_reach_a_kernel_as_its_own_types() -> None:
-    early = [cupy_driver._ctypes_argument(x) for x in (3, 0.5)]
-    assert [(type(x), x.value) for x in early] == [(ctypes.c_int, 3), (ctypes.c_float, 0.5)]
-    values = [cupy_driver._argument(x) for x in (3, 0.5, None)]
-    assert [type(x) for x in values] == [np.int32, np.float32, type(None)]

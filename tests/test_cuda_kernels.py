@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from test_cuda_attend import PAIRS
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
-from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, packed_matvec
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
@@ -35,24 +34,6 @@ Arrays = dict[str, np.ndarray]
 
 def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return normal(rng, *shape).astype(np.float16).view(np.uint16)
-
-
-def check_keys(device: OnDevice, case: Case, kind: str, arrays: Arrays, **parameters: Any) -> None:
-    """Scores with a range of tokens, and nothing written beside them."""
-    keys = codec(kind, (case.g, case.capacity, case.d), arrays, **parameters)
-    q = normal(generator(case), case.g, case.m, case.d)
-    s = np.full((case.g, case.m, case.length + 5), np.nan, np.float32)
-    device.check_scores(keys, q, case.t0, case.t1, s)
-
-
-def check_values(
-    device: OnDevice, case: Case, kind: str, arrays: dict[str, np.ndarray], **parameters: Any
-) -> None:
-    """Sums over a range of tokens, added to what is there; weights of others are NaN."""
-    values, rng = codec(kind, (case.g, case.capacity, case.d), arrays, **parameters), generator(case)
-    p = np.full((case.g, case.m, case.length + 5), np.nan, np.float32)
-    p[:, :, 2:-3] = rng.random((case.g, case.m, case.length)) ** 8
-    device.check_sums(values, p, case.t0, case.t1, normal(rng, case.g, case.m, case.d))
 
 
 def test_every_kernel_has_the_signature_of_the_specification() -> None:
@@ -110,15 +91,7 @@ def test_softmax(device: OnDevice, columns: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "groups", "n", "d", "half", "normed"), [(4, 2, 3, 16, 8, True), (3, 3, 1, 80, 10, False)]
 )
-def test_split_rope(
-    device: OnDevice,
-    heads: int,
-    groups: int,
-    n: int,
-    d: int,
-    half: int,
-    normed: bool,
-) -> None:
+def test_split_rope(device: OnDevice, heads: int, groups: int, n: int, d: int, half: int, normed: bool) -> None:
     rng = np.random.default_rng(d)
     norms = [normal(rng, d if normed else 0) for _ in range(2)]
     tables = normal(rng, 2, n, half)
@@ -139,7 +112,10 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     q = normal(rng, case.g, rows, bits)
     device.check("pack_sign_rows", q, kind="signs")
     tau, projection = rng.random((case.g, rows), np.float32) + 1, normal(rng, bits, case.d)
-    check_keys(device, case, "signs", {"signs": codes}, bits=bits, tau=tau, projection=projection)
+    shape = case.g, case.capacity, case.d
+    keys = codec("signs", shape, {"signs": codes}, bits=bits, tau=tau, projection=projection)
+    q = normal(rng, case.g, case.m, case.d)
+    device.check_scores(keys, q, case.t0, case.t1, np.full((case.g, case.m, case.length + 5), np.nan, np.float32))
     device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
 
 
@@ -223,3 +199,79 @@ def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, 
     found = packed_matvec(driver, there, plain, norm=(device.up(norm), 1e-5), gate=0)
     gate, up = np.split(normed, 2, axis=1)
     close(found, gate / (1 + np.exp(-gate)) * up)
+
+
+HALF_ERROR = 2e-3  # of attention over values of size 1; measured: 1.1e-3
+
+
+def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+    """Attention in float64 of the last n of m tokens: q (H, n, D), k and v (G, m, D) -> (n, H * D)."""
+    (n_heads, n, d), (n_kv_heads, m, _) = q.shape, k.shape
+    k, v = (np.repeat(x.astype(np.float64), n_heads // n_kv_heads, axis=0) for x in (k, v))
+    at, token = np.arange(m - n, m)[:, None], np.arange(m)
+    seen = (token <= at) & (token > at - (window or m))
+    s = np.where(seen, q.astype(np.float64) @ k.transpose(0, 2, 1), -np.inf)
+    p = np.exp(s - s.max(axis=2, keepdims=True))
+    out = (p / p.sum(axis=2, keepdims=True)) @ v
+    return out.transpose(1, 0, 2).reshape(n, n_heads * d)
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_kv_heads", "n", "earlier", "head_dim", "window"),
+    [
+        (2, 1, 130, 0, 64, None),
+        (1, 1, 70, 61, 128, None),
+        (2, 2, 100, 0, 24, 20),
+        (1, 1, 40, 100, 80, 33),
+        (2, 1, 35, 0, 256, None),
+        (1, 1, 9, 30, 7, 1),
+    ],
+)
+def test_attention_in_tiles(
+    device: OnDevice, n_heads: int, n_kv_heads: int, n: int, earlier: int, head_dim: int, window: int | None
+) -> None:
+    """Borders of tiles, grouped queries, windows, heads that are padded, queries that follow earlier tokens."""
+    rng, width, spare = np.random.default_rng(0), padded_width(head_dim), 5
+    m = earlier + n
+    q = (rng.standard_normal((n_heads, n, head_dim)) * 2 / np.sqrt(head_dim)).astype(np.float16)
+    k, v = (rng.standard_normal((n_kv_heads, m, head_dim)).astype(np.float16) for _ in range(2))
+    padded = [np.pad(x, ((0, 0), (0, 0), (0, width - head_dim))) for x in (q, k, v)]
+    padded[1:] = [np.pad(x, ((0, 0), (0, spare), (0, 0)), constant_values=np.nan) for x in padded[1:]]
+    out = device.driver.empty((n, n_heads * head_dim), np.float16)
+    device.kernels.attend_prompt(*map(device.up, padded), earlier, window, out)
+    np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, k, v, window), atol=HALF_ERROR, rtol=0)
+
+
+def test_scores_of_any_size(device: OnDevice) -> None:
+    """A softmax that is one token, and one whose largest score comes last."""
+    rng = np.random.default_rng(1)
+    q = np.full((1, 80, 16), 16, np.float16)
+    k = np.repeat(np.linspace(-40, 40, 80, dtype=np.float16)[None, :, None], 16, axis=2)
+    v = rng.standard_normal((1, 80, 16)).astype(np.float16)
+    for keys in (k, k[:, ::-1].copy()):
+        out = device.driver.empty((80, 16), np.float16)
+        device.kernels.attend_prompt(device.up(q), device.up(keys), device.up(v), 0, None, out)
+        np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, keys, v, None), atol=HALF_ERROR)
+
+
+def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
+    rng, (n, h, g, d) = np.random.default_rng(0), (5, 4, 2, 12)
+    qkv, cos, sin = (
+        device.up(rng.standard_normal((n, size), dtype=np.float32)) for size in ((h + 2 * g) * d, d // 2, d // 2)
+    )
+    norm = device.up(rng.standard_normal(d, dtype=np.float32))
+    plain = [device.driver.empty((heads, n, d), np.float32) for heads in (h, g, g)]
+    device.kernels.split_rope(qkv, cos, sin, *plain, 0.5, norm, norm, 1e-5)
+    half_q = device.driver.empty((h, n, 16), np.float16)
+    half_k, half_v = (device.driver.empty((g, n + 3, 16), np.float16) for _ in range(2))
+    for keeps in (True, False):
+        both = [device.driver.zeros((heads, n, d), np.float32) for heads in (h, g, g)]
+        halves = Halves(half_q, half_k, half_v, 2)
+        queries = both[0] if keeps else None
+        device.kernels.split_rope(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
+        for x, y in zip(plain[0 if keeps else 1 :], both[0 if keeps else 1 :], strict=True):
+            np.testing.assert_array_equal(to_host(x), to_host(y))
+        assert keeps or not to_host(both[0]).any()
+    for x, y in zip(plain, (half_q, half_k[:, 2 : n + 2], half_v[:, 2 : n + 2]), strict=True):
+        np.testing.assert_array_equal(to_host(y)[:, :, :d], to_host(x).astype(np.float16))
+        assert not to_host(y)[:, :, d:].any()

@@ -10,7 +10,7 @@ from helpers import raises
 from kernel_cases import CODECS
 
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.loops import loops_of as cuda_loops
+from edgekv.kernels.cuda.kernels import loops_of as cuda_loops
 from edgekv.kernels.registry import find_loops
 
 ONLY_PLANES = """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
-from edgekv.kernels.cuda.loops import ENCODE, THREADS, Loops, Reader, Tools, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CudaKernels, Loops, Reader, per_head
 
 
 def _loops(element: str, array: str, halves: int) -> Loops:
@@ -19,7 +19,7 @@ def _loops(element: str, array: str, halves: int) -> Loops:
 
         return make
 
-    def encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+    def encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
         (n_kv_heads, n, d), store = x.shape, codec.arrays[array]
         if n:  # SinkWindowCache may have nothing left over
             x, stride = per_head(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
-from edgekv.kernels.cuda.loops import ENCODE, Loops, Reader, Tools, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, CudaKernels, Loops, Reader, per_head
 
 
 def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int, meaning: str) -> Reader:
@@ -19,7 +19,7 @@ def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int
     )
 
 
-def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     n_kv_heads, n, d = x.shape
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
     x, stride = per_head(x)

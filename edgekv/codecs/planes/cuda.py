@@ -13,15 +13,15 @@ import numpy as np
 
 from edgekv.codecs.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, place
-from edgekv.kernels.cuda.loops import (
+from edgekv.kernels.cuda.kernels import (
     MOST_CHANNELS,
     THREADS,
     TILE,
+    CudaKernels,
     Fused,
     Loops,
     Queries,
     Reader,
-    Tools,
     check_width,
 )
 
@@ -29,7 +29,7 @@ FOLDER = pathlib.Path(__file__).parent
 WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries that tiled.cu takes
 
 
-def encode_centres(tools: Tools, x: Array, codes: Array, step: Array, t0: int) -> None:
+def encode_centres(tools: CudaKernels, x: Array, codes: Array, step: Array, t0: int) -> None:
     """Stores the means of x (G, n, D) from token t0 on and takes them off x."""
     n_kv_heads, n, d = x.shape
     check_width(d)
@@ -37,7 +37,7 @@ def encode_centres(tools: Tools, x: Array, codes: Array, step: Array, t0: int) -
     tools.driver.launch(launch, x, d, codes, step, step.shape[1], *place(tools.driver, t0))
 
 
-def encode_keys(tools: Tools, x: Array, planes: Array, scale: Array, t0: int) -> None:
+def encode_keys(tools: CudaKernels, x: Array, planes: Array, scale: Array, t0: int) -> None:
     """Stores x (G, n, D) in planes (G, blocks, bits, 4, D / 8, 16) from token t0 on."""
     n_kv_heads, n, d = x.shape
     bits = planes.shape[2]
@@ -46,7 +46,7 @@ def encode_keys(tools: Tools, x: Array, planes: Array, scale: Array, t0: int) ->
     tools.driver.launch(launch, x, d, bits, *store, *place(tools.driver, t0))
 
 
-def encode_interleaved(tools: Tools, x: Array, codes: Array, scale: Array, t0: int) -> None:
+def encode_interleaved(tools: CudaKernels, x: Array, codes: Array, scale: Array, t0: int) -> None:
     """Stores x (G, n, D) in codes (G, blocks, 2 * bits, D, 4) from token t0 on."""
     n_kv_heads, n, d = x.shape
     bits = codes.shape[2] // 2
@@ -74,7 +74,7 @@ def _read_keys(codec: Any) -> Reader:
     return Reader("RowKeys<PlaneRow, 16>", FOLDER / "read", arrays, a["scale"].shape[1], codec.width, macros)
 
 
-def _rounded(tools: Tools, codec: Any, q: Array) -> Queries:
+def _rounded(tools: CudaKernels, codec: Any, q: Array) -> Queries:
     """q (G, M, D) rotated, as it is and in whole numbers: (G, M, 2 * width)."""
     x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
     out = tools.driver.empty((*q.shape[:2], 2 * codec.width), np.float32)
@@ -102,11 +102,11 @@ def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
     return Fused(FOLDER / "tiled", macros, MOST_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 
-def _encode_keys(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+def _encode_keys(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     codec.encode_by(functools.partial(encode_centres, tools), functools.partial(encode_keys, tools), x, t0)
 
 
-def _encode_values(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+def _encode_values(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     codec.encode_by(functools.partial(encode_interleaved, tools), x, t0)
 
 

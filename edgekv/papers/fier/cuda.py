@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.kernels.cuda.loops import Loops, Reader
+from edgekv.kernels.cuda.kernels import Loops, Reader
 
 
 def _read(index: Any) -> Reader:

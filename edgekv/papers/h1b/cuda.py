@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.driver import Array, Launch, Program, place
-from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools, per_head
+from edgekv.kernels.cuda.kernels import THREADS, CudaKernels, Loops, Queries, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program((FOLDER / "encode",))
 ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
 
 
-def pack_signs(tools: Tools, x: Array, codes: Array, t0: int) -> None:
+def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
     """As `edgekv.papers.h1b.reference.pack_signs`: x (G, n, bits), codes (G, blocks, words, tokens of a block)."""
     n_kv_heads, n, bits = x.shape
     x, stride = per_head(x)
@@ -24,14 +24,14 @@ def pack_signs(tools: Tools, x: Array, codes: Array, t0: int) -> None:
     tools.driver.launch(launch, x, stride, bits, *store, *place(tools.driver, t0))
 
 
-def pack_sign_rows(tools: Tools, x: Array) -> Array:
+def pack_sign_rows(tools: CudaKernels, x: Array) -> Array:
     """As `edgekv.papers.h1b.reference.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
     words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
     pack_signs(tools, x, words, 0)
     return words[..., 0]
 
 
-def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     for a in range(0, x.shape[1], ENCODE_TOKENS):
         projected = tools.project(codec.centred(x[:, a : a + ENCODE_TOKENS]), codec.projection)
         pack_signs(tools, projected, codec.arrays["signs"], t0 + a)
@@ -43,7 +43,7 @@ def _read(codec: Any) -> Reader:
     return Reader("SignKeys", FOLDER / "keys", (signs,), blocks * tile, 64 * words, tiles=4)
 
 
-def _sketches(tools: Tools, codec: Any, q: Array) -> Queries:
+def _sketches(tools: CudaKernels, codec: Any, q: Array) -> Queries:
     """H1B-KV, equations 3 and 5: row r * n + j has the temperature of head r."""
     codes = pack_sign_rows(tools, tools.project(q, codec.projection))
     scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)

@@ -7,13 +7,13 @@ from typing import Any
 
 from edgekv.codecs.ints.cuda import read_integers
 from edgekv.kernels.cuda.driver import Array, Launch, Program, place
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
+from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
 
 
-def encode_int4(tools: Tools, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
+def encode_int4(tools: CudaKernels, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
     """As `edgekv.papers.int4.reference.encode_int4`. x (G, n, D)."""
     n_kv_heads, n, d = x.shape
     x, stride = per_head(x)
@@ -21,7 +21,7 @@ def encode_int4(tools: Tools, x: Array, codes: Array, delta: Array, zero: Array,
     tools.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], *place(tools.driver, t0))
 
 
-def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     encode_int4(tools, x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
 
 

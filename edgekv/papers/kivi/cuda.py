@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.codecs.ints.cuda import read_integers
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.loops import Loops, Reader
+from edgekv.kernels.cuda.kernels import Loops, Reader
 
 
 def _read_keys(codec: Any) -> Reader:

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Launch, Program
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
+from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Reader
 from edgekv.papers.kvcomp.codebook import TABLE_BITS
 
 FOLDER = pathlib.Path(__file__).parent
@@ -17,7 +17,7 @@ PACK_THREADS = 256
 
 
 def huffman_pack(
-    tools: Tools,
+    tools: CudaKernels,
     codes: Array,
     words: Array,
     lengths: Array,

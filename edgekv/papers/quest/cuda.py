@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.driver import Array
-from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
+from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Queries, Reader
 
 
 def _read(index: Any) -> Reader:
@@ -15,7 +15,7 @@ def _read(index: Any) -> Reader:
     return Reader("RowKeys<Numbers<u16>>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
 
 
-def _parts(tools: Tools, index: Any, q: Array) -> Queries:
+def _parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
     """The positive part meets the largest key of a page, the negative part the smallest."""
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 

@@ -29,7 +29,7 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import NO_CHANGES, CudaOps, DeviceWeights, refuse_experts
+from edgekv.weights.cuda import NO_CHANGES, CudaOps, DeviceWeights
 from edgekv.weights.formats import WeightFormat
 
 SCORES = 1 << 24  # float32 alive at once
@@ -183,12 +183,10 @@ class CudaBackend(Backend):
 
 def require_layers(config: ModelConfig) -> None:
     """Raises ConfigError for a model with layers that do not attend, or with experts."""
-    if config.experts:
-        raise refuse_experts()
-    if config.recurrences:
+    others = f"the layers of {config.model_type} that do not attend" if config.recurrences else None
+    if what := "mixtures of experts" if config.experts else others:
         raise ConfigError(
-            f"device='cuda': it has no kernels for the layers of {config.model_type} that do not attend; use "
-            "device='cpu'",
+            f"device='cuda': it has no kernels for {what}; use device='cpu' or device='numpy'",
             field="device",
             value="cuda",
             accepted=["cpu", "numpy"],

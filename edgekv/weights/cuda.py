@@ -246,17 +246,3 @@ class CudaOps(NumpyOps):
     def scale(self, x: Array | Normed, factor: float) -> Array:
         """Return x (n, channels) times a number."""
         return self._plain(x) * np.float32(factor)
-
-    def add_experts(self, x: Array, y: Array | Normed, i: int) -> Array:
-        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
-        raise refuse_experts()
-
-
-def refuse_experts() -> ConfigError:
-    """The error for a mixture of experts on the device."""
-    return ConfigError(
-        "device='cuda': mixtures of experts do not run on it; use device='cpu' or device='numpy'",
-        field="device",
-        value="cuda",
-        accepted=["cpu", "numpy"],
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
@@ -28,17 +29,10 @@ def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(tools.driver, t0))
 
 
-def _keys(codec: Any) -> Reader:
-    return _read("RowKeys", codec)
-
-
-def _values(codec: Any) -> Reader:
-    return _read("RowValues", codec)
-
-
 def _read(rows: str, codec: Any) -> Reader:
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
     return read_integers(rows, codes, (scale,), codec.head_dim, "FROM_MIDDLE")
 
 
-LOOPS = dict.fromkeys(("int8", "symmetric4"), Loops(_keys, _values, encode=_encode, placed=True))
+READERS = functools.partial(_read, "RowKeys"), functools.partial(_read, "RowValues")
+LOOPS = dict.fromkeys(("int8", "symmetric4"), Loops(*READERS, encode=_encode, placed=True))

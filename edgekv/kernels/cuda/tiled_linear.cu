@@ -98,19 +98,6 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
     return square;
 }
 
-// The first AHEAD spans of a warp; where the next one is.
-__device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weights, const float* scales, int tiles, int outputs,
-                                            int second, int last, int chunks, int blocks, int spans, int& tile, int& s)
-{
-    int warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
-    UNROLL for (int a = 0; a < AHEAD; ++a) {
-        int row[2] = {least(tile * outputs + i, last), least(tile * outputs + i + second, last)};
-        if (tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * s + 2 * j);
-        s += WARPS_OF_BLOCK;
-        if (s >= spans) s = warp, tile += gridDim.x;
-    }
-}
-
 // y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. With a norm x[n, k] is times
 // norm[k], over the root of the mean square of x[n] plus eps. `gate` 0 or more: row r's activation of that number times
 // row `rows` + r. Grid (any, n).
@@ -130,7 +117,12 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     int row[2], fours = spans * 8 * FOURS;
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
     let_next_begin();
-    load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    UNROLL for (int a = 0; a < AHEAD; ++a) {
+        row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
+        if (then < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * then_s + 2 * j);
+        then_s += WARPS_OF_BLOCK;
+        if (then_s >= spans) then_s = warp, then += gridDim.x;
+    }
     wait_for_inputs();
     float v[BATCH][4], weight[BATCH][4], square = 0;
     UNROLL for (int k = 0; k < BATCH; ++k) {

@@ -96,7 +96,7 @@ class Shifted(RandomWeights):
         return self._normal(*shape)
 
 
-@pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "int4-zeros"])
+@pytest.mark.parametrize("name", ["int4-32-offsets", "int4-zeros"])
 def test_blocks_of_experts_are_shifted(name: str, tmp_path: pathlib.Path) -> None:
     weights = Shifted(golden_cases.QWEN3_MOE)
     form = per_linear_format("several", dict.fromkeys(weights.arch.linears(), name))
@@ -145,8 +145,6 @@ def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
         for name in ("0.experts_up", "2.experts_down"):
             np.testing.assert_array_equal(store.matrix(name), reference.weights.matrix(name))
     assert "MXFP4 were quantized a second time" in str(model.weights_note(model.weight_format("int4-32")))
-    both = [logits_of(packed, device, "auto") for device in ("cpu", "numpy")]
-    assert relative(*both) < 0.06, relative(*both)  # measured: 0.036
 
 
 def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:

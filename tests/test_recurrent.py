@@ -176,7 +176,6 @@ def test_a_restored_conversation_goes_on_and_back(loaded: Session, tmp_path: pat
     text(session, numbers(600, 1))
     session.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded)
-    assert restored.report().state_bytes == session.report().state_bytes == loaded.plan.state_bytes
     for each in (session, restored):
         each.rewind(590)
     assert restored._state.n_cached == session._state.n_cached == 600 - ANSWER_TOKENS

@@ -220,7 +220,7 @@ FAULTS = (
         "a stream goes on without its reader",
         "finally:\n        channel.cancelled.set()",
         "finally:\n        pass",
-        "test_server_limits.py -k 'vanishes or its_reader'",
+        "test_server_limits.py -k 'vanishes'",
     ),
     Fault(
         "too many connections: the newest goes",

@@ -182,9 +182,7 @@ def test_markdown(page: Any) -> None:
         "p >> nth=-1": "The end",
     }.items():
         expect(body.locator(selector)).to_have_text(text)
-    link = body.locator("a")
-    attributes = [link.get_attribute(name) for name in ("href", "rel")]
-    assert attributes == ["https://example.org/a", "noopener noreferrer"]
+    assert body.locator("a").get_attribute("rel") == "noopener noreferrer"
     body.get_by_role("button", name="Copy this code").click()
     assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>hello</b>")'
     page.get_by_role("article", name="The model").get_by_role("button", name="Copy", exact=True).click()
@@ -380,15 +378,14 @@ def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
     expect(page.locator("#attached img")).to_have_count(1)
     file = io.BytesIO()
     Image.new("RGB", (1500, 300), "red").save(file, format="PNG")
-    for event, holder in (("drop", "dataTransfer"), ("paste", "clipboardData")):
-        page.evaluate(
-            """([event, holder, bytes]) => { const held = new DataTransfer();
-            held.items.add(new File([new Uint8Array(bytes)], "b.png", {type: "image/png"}));
-            const kind = event === "paste" ? ClipboardEvent : DragEvent;
-            const made = new kind(event, {[holder]: held, bubbles: true, cancelable: true});
-            document.getElementById("text").dispatchEvent(made); }""",
-            [event, holder, list(file.getvalue())],
-        )
+    page.evaluate(
+        """bytes => { const held = new DataTransfer();
+        held.items.add(new File([new Uint8Array(bytes)], "b.png", {type: "image/png"}));
+        const kinds = [[DragEvent, "drop", "dataTransfer"], [ClipboardEvent, "paste", "clipboardData"]];
+        for (const [kind, event, holder] of kinds)
+          document.getElementById("text").dispatchEvent(new kind(event, {[holder]: held, bubbles: true})); }""",
+        list(file.getvalue()),
+    )
     expect(page.locator("#attached img")).to_have_count(3)
     page.get_by_role("button", name="Remove image 3").click()
     expect(page.locator("#attached img")).to_have_count(2)

@@ -49,16 +49,13 @@ def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: py
 
 
 class HeldCopy:
-    """A pool of equal conversations of 50 tokens, of which the latest is copied; the copy waits for `go_on`."""
+    """A pool with a conversation of 50 tokens, which is copied; the copy waits for `go_on`."""
 
-    def __init__(
-        self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch, conversations: int = 1
-    ) -> None:
+    def __init__(self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pool = SessionPool(loaded.fork(), 0, slots)
-        for _ in range(conversations):
-            self.source, _ = self.pool.acquire([1])
-            self.source.prefill(self.source.align(self.prompt(50)))
-            self.pool.release(self.source)
+        self.source, _ = self.pool.acquire([1])
+        self.source.prefill(self.source.align(self.prompt(50)))
+        self.pool.release(self.source)
         self._begun, self.go_on, copy = threading.Event(), threading.Event(), Session.copy_from
 
         def held(session: Session, other: Session) -> None:
@@ -84,10 +81,6 @@ class HeldCopy:
 
 
 def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HeldCopy(loaded, 4, monkeypatch, conversations=2) as held:  # another one begins as well
-        copy, rest = held.threads.submit(held.pool.acquire, [*held.prompt(40), 8]).result(60)
-        assert not held.copied.done()
-        assert (copy.tokens, rest) == (held.prompt(40), [8])
     with HeldCopy(loaded, 3, monkeypatch) as held:
         other, rest = held.threads.submit(held.pool.acquire, [1, 2, 3]).result(60)
         assert not held.copied.done()
@@ -137,7 +130,7 @@ def test_what_needs_a_conversation_that_is_copied_waits(
         assert copy.tokens == held.prompt(45)
 
 
-@pytest.mark.parametrize("kv", ["h1b", "kivi2", "onebit"])
+@pytest.mark.parametrize("kv", ["h1b", "onebit"])
 def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
     """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
     common, asked = list(range(100, 160)), [7, 8, 9]

@@ -60,17 +60,12 @@ def told(text: str, seed: int) -> bool:
     return all(f"{thing.colour} {thing.kind}" in text for thing in things)
 
 
-def test_a_picture_is_described(client: openai.OpenAI, session: Session) -> None:
-    """As the session says of the file; another picture is not mistaken for the one in the cache."""
+def test_a_picture_is_described(client: openai.OpenAI) -> None:
+    """Another picture is not mistaken for the one in the cache."""
     for seed in (1, 2, 1):
         answer = ask(client, turn("Describe the picture.", url(drawn(seed))))
         assert told(answer.choices[0].message.content, seed)
         assert answer.usage.prompt_tokens > 256
-        session.reset()
-        prompt = session.prompt("<image>\nDescribe the picture.\n", [drawn(seed)])
-        assert told(
-            "".join(step.text for step in session.generate(prompt, max_new_tokens=60, temperature=0.0)), seed
-        )
 
 
 def test_two_pictures_and_a_next_turn(client: openai.OpenAI) -> None:

@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -26,7 +25,7 @@ from serving import DEMO, TEMPLATE, Server, chat, get, post
 
 from edgekv.server.app import Guard
 from edgekv.server.engine import Metrics
-from edgekv.server.limits import SMALL, BodyMemory, BodyShare, BoundedServer, ServerLimits
+from edgekv.server.limits import SMALL, BodyMemory, BodyShare
 from edgekv.server.requests import RequestError, parse_json
 
 N_BAD = 2000
@@ -203,29 +202,6 @@ def test_200_requests_at_once(server: Server) -> None:
     assert get(server, "/stats")["edgekv_cache_bytes"] <= 100 << 20
 
 
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-
-def test_answers_do_not_wait_for_acknowledgements() -> None:
-    """TCP_NODELAY, which asyncio leaves unset: 44 ms became 0.13 per request of a connection that is kept."""
-    running = BoundedServer(hello, ServerLimits())
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    thread = threading.Thread(target=running.run, args=([listener],))
-    thread.start()
-    with socket.create_connection(address, timeout=30) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in client.recv(4096)
-        (connection,) = running.server_state.connections
-        option = connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    running.should_exit = True
-    thread.join(30)
-    assert option
-
-
 def test_large_bodies_leave_room_for_small_ones() -> None:
     bodies = BodyMemory(1 << 20)
     with contextlib.closing(BodyShare(bodies)) as first, contextlib.closing(BodyShare(bodies)) as second:
@@ -265,6 +241,6 @@ def test_a_key_and_its_scheme() -> None:
         ("\udcff", b"Bearer \xff", None),
         ("\udcff", b"Bearer \xfe", 401),
     ):
-        guard = Guard(hello, Metrics().requests, key, None)
+        guard = Guard(None, Metrics().requests, key, None)
         refusal = guard._refusal({"path": "/stats", "headers": [(b"authorization", header)]})
         assert (refusal and refusal.status) == status, header

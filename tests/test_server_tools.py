@@ -16,7 +16,7 @@ from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
 from edgekv.server.answers import Answer, AnswerParser
 from edgekv.server.engine import Piece
-from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, find_format, tools_grammar
+from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, tools_grammar
 from edgekv.server.requests import ChatRequest, Function, Tools, read
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatTemplate
@@ -82,51 +82,26 @@ def test_a_forced_call_follows_its_schema(client: openai.OpenAI) -> None:
         (call,) = answer.message.tool_calls
         assert call.id
         check(call, name)
-    names = set()
-    for seed in range(8):
-        (call,) = ask(client, tool_choice="required", seed=seed).choices[0].message.tool_calls
-        check(call, call.function.name)
-        names.add(call.function.name)
-        if len(names) == 2:
-            break
-    assert names == {"weather", "clock"}
+    (call,) = ask(client, tool_choice="required", seed=0).choices[0].message.tool_calls
+    check(call, call.function.name)
 
 
-def test_a_streamed_call(client: openai.OpenAI) -> None:
-    whole = ask(client, tool_choice=named("weather"), seed=1).choices[0].message.tool_calls[0]
-    chunks = list(ask(client, tool_choice=named("weather"), seed=1, stream=True))
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
-    assert not any(delta.content for delta in deltas)
-    assert (calls[0].function.name, calls[0].index, bool(calls[0].id)) == ("weather", 0, True)
-    assert [call.function.arguments for call in calls] == [whole.function.arguments]
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-@pytest.mark.parametrize("n", [1, 5, 20])
+@pytest.mark.parametrize("n", [1, 5, 20, 120])
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(n: int, client: openai.OpenAI) -> None:
-    """Whole and streamed, however early it is cut."""
+    """Whole and streamed, however early it is cut, if at all."""
     whole = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1).choices[0]
     (call,) = whole.message.tool_calls
-    assert (whole.finish_reason, whole.message.content, call.function.name) == ("length", None, "weather")
+    reason = "length" if n < 120 else "tool_calls"
+    assert (whole.finish_reason, whole.message.content, call.function.name) == (reason, None, "weather")
     stream = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1, stream=True)
     chunks = [chunk.choices[0] for chunk in stream]
     calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
     assert not any(chunk.delta.content for chunk in chunks)
-    assert (chunks[-1].finish_reason, calls[0].name) == ("length", "weather")
-    assert "".join(each.arguments for each in calls) == call.function.arguments
+    assert chunks[-1].finish_reason == reason
+    assert [(each.name, each.arguments) for each in calls] == [("weather", call.function.arguments)]
     if n == 1:
         either = ask(client, tool_choice="required", max_tokens=n).choices[0]
         assert (either.finish_reason, either.message.content, either.message.tool_calls) == ("length", "", None)
-
-
-def test_without_a_call(client: openai.OpenAI) -> None:
-    """The demo model never calls: with "auto" it answers as it does without tools in its grammar."""
-    answer = ask(client, max_tokens=12, temperature=0)
-    assert answer.choices[0].message.tool_calls is None
-    assert len(answer.choices[0].message.content) > 10
-    none = ask(client, max_tokens=12, temperature=0, tool_choice="none")
-    assert none.choices[0].message.content == answer.choices[0].message.content
 
 
 def test_an_agents_loop_with_two_tools(client: openai.OpenAI) -> None:
@@ -352,10 +327,3 @@ def test_a_template_is_rendered_for_the_latest_answers_alone(
     (prompt,) = prompts.encode(read({"model": "m", "messages": messages}, ChatRequest))
     assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
     assert n_rendered <= KNOWN + 2
-
-
-def test_the_formats_of_known_templates() -> None:
-    assert find_format(TEMPLATE) is TOOL_FORMATS["hermes"]
-    assert find_format("{{ '[TOOL_CALLS]' }}") is TOOL_FORMATS["mistral"]
-    assert find_format("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is TOOL_FORMATS["mistral-args"]
-    assert find_format("""{% if tools %}{{ '"parameters": ' }}{% endif %}""") is TOOL_FORMATS["llama3"]

@@ -407,6 +407,7 @@ class Engine:
     def _forget_gone(self) -> None:
         """Drop the requests whose clients are gone."""
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())
+        self._count_jobs()
 
     def _count_jobs(self) -> None:
         self.metrics.record(queue_length=len(self._queue), active=len(self._active))

@@ -556,7 +556,7 @@ class Battery(FileMeter):
     """Power in uW, or current (uA) times voltage (uV); some drivers count discharging as negative."""
 
     name = "battery"
-    summary = "battery"
+    summary = "laptop battery"
     covers = "the whole machine with its display; a slow average, good for minutes rather than seconds"
     max_hz = 1.0
     remedy = "only a discharging battery whose driver reports power, or current and voltage, shows the machine's"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -81,7 +81,7 @@ def either_way(cases: Sequence[Any]) -> Any:
     return pytest.mark.parametrize(("case", "min_parallel_work"), ways, ids=str)
 
 
-def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:
     """Few cases, a value of each axis in each, in which every two values of two axes meet: for `parametrize`."""
     n = [len(values) for values in axes.values()]
     two = itertools.combinations(range(len(n)), 2)
@@ -99,7 +99,7 @@ def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
                 case[i] = -max(gains)[2]
         apart -= set(itertools.combinations(sorted(case.items()), 2))
         cases.append(case)
-    values = list(axes.values())
+    values = [list(each) for each in axes.values()]
     return [tuple(values[i][case[i]] for i in range(len(n))) for case in cases]
 
 

@@ -105,7 +105,6 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
         cache = make(f"planes:{options},v_bits=4", heads, n)
         cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
         errors.append(relative(cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]), exact))
-    print(errors)
     assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
 
 
@@ -245,14 +244,6 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
         assert text(restored, [], 20) == straight
     with raises(SessionError, field="kv"):
         Session.restore(tmp_path / "session", loaded, kv="planes:k_bits=1.25,v_bits=1.5")
-
-
-def test_rewound_it_says_the_same(loaded: Session) -> None:
-    with loaded.fork() as session:
-        first = text(session, PROMPT)
-        session.rewind(len(session.tokens) - 100)
-        session.rewind(0)
-        assert text(session, PROMPT) == first
 
 
 def test_a_short_context_and_prompt(

@@ -5,7 +5,6 @@ import pytest
 from cache_cases import F32, F64, make, normal
 
 from edgekv.errors import CacheError
-from edgekv.kvcache import CacheSpec
 from edgekv.papers.h1b import FIT_TAUS, H1B
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
@@ -145,6 +144,8 @@ def test_short_prompts_and_given_taus_are_not_fitted() -> None:
     assert (given.tau == 0.125).all()
     assert short.notes()[0] == "h1b: tau 0.05 (default, no prompt was long enough to fit it), b = 256"
     assert "tau 0.125 (set by tau=)" in given.notes()[0]
+    given.load_adapter({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
+    assert (given.tau == 0.125).all()
 
 
 def test_notes_say_whose_tau_it_is() -> None:
@@ -165,13 +166,6 @@ def test_notes_say_whose_tau_it_is() -> None:
         assert not cache.exact_prefill
 
 
-def test_a_given_tau_comes_before_an_adapters() -> None:
-    cache = make("h1b:tau=0.125", (4, 2, 64), 50)
-    cache.load_adapter({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
-    assert (cache.tau == 0.125).all()
-    assert cache.notes() == ["h1b: tau 0.125 (set by tau=), b = 256"]
-
-
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
     with pytest.raises(CacheError, match=r"^kv='dense' takes no adapter x: nothing in it is trained"):
@@ -189,11 +183,3 @@ def test_only_four_bit_values_need_an_even_head_size() -> None:
     with pytest.raises(CacheError, match=r"^kv='h1b' packs two values to a byte: head_dim 15 must be even$"):
         make("h1b", (2, 2, 15), 10)
     make("sign_keys", (2, 2, 15), 10)
-
-
-@pytest.mark.parametrize(
-    "kv", ["h1b", "h1b:sketch_bits=64,tau=0.1,fit=head,keys_only=1", "h1b:keys_only=false", "sign_keys:seed=3"]
-)
-def test_a_spec_is_parsed_from_what_it_prints(kv: str) -> None:
-    spec = CacheSpec.parse(kv)
-    assert CacheSpec.parse(str(spec)) == spec

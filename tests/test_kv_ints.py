@@ -34,20 +34,6 @@ def test_attention_is_that_of_the_rounded_tokens(
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_eight_bits_are_nearly_dense_and_four_are_not() -> None:
-    shape, n = (8, 2, 64), 300
-    q, k, v = normal(shape, n, n)
-    exact = attention(q[:, -8:], k.astype(float), v.astype(float), None)
-    errors = []
-    for kv in TOP:
-        cache = make(kv, shape, n)
-        cache.append_prompt(k[:, :-8], v[:, :-8])
-        errors.append(
-            np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact) / np.linalg.norm(exact)
-        )
-    assert errors[1] < 0.02 < 5 * errors[1] < errors[0] < 0.5
-
-
 @pytest.mark.parametrize(("kv", "bits"), [("int4", 4), ("dense:dtype=q8", 8)])
 @pytest.mark.parametrize("capacity", [1, 32, 1000])
 def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
@@ -57,14 +43,6 @@ def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * capacity * token
     cache.n_seen = capacity
     assert cache.bytes_read() == n_kv_heads * capacity * token
-
-
-def test_a_scale_per_token_is_ruined_by_an_outlier_channel() -> None:
-    """What the scheme gives up, and KIVI's channels do not."""
-    _, k, _ = normal((1, 1, 64), 200, 200)
-    plain = np.abs(rounded(k, 7) - k).mean()
-    k[:, :, 5] = 30
-    assert np.abs(rounded(k, 7) - k)[:, :, :5].mean() > 3 * plain
 
 
 def test_odd_head_size_is_refused() -> None:

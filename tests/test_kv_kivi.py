@@ -93,27 +93,8 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
     assert cache.bytes_read() == n_kv_heads * (packed * token + cache.config.residual_length * 4 * head_dim)
 
 
-def test_more_bits_and_smaller_value_groups_are_closer() -> None:
-    shape, n = (8, 2, 128), 500
-    q, k, v = normal(shape, n, n)
-    v[:, :, 7] = 20  # an outlier channel, which a range of its own span keeps from the others
-    exact = attention(q[:, -8:], k.astype(float), v.astype(float), None)
-    errors = []
-    for kv in ("kivi2", "kivi2:vgroup=32", "kivi2:bits=4"):
-        cache = make(kv, shape, n)
-        cache.append_prompt(k[:, :-8], v[:, :-8])
-        errors.append(np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact))
-    assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
-
-
-@pytest.mark.parametrize(
-    ("kv", "head_dim", "message"),
-    [
-        ("kivi2:vgroup=24", 64, "vgroup=24': accepted: a divisor of head_dim 64"),
-        ("kivi2", 10, "head_dim 10 must be a multiple of 4"),
-    ],
-)
-def test_options_are_checked(kv: str, head_dim: int, message: str) -> None:
-    with pytest.raises(CacheError, match=message) as error:
-        make(kv, (2, 2, head_dim), 300)
-    assert "\n" not in str(error.value)
+def test_options_that_the_heads_do_not_fit_are_refused() -> None:
+    with pytest.raises(CacheError, match="vgroup=24': accepted: a divisor of head_dim 64"):
+        make("kivi2:vgroup=24", (2, 2, 64), 300)
+    with pytest.raises(CacheError, match="head_dim 10 must be a multiple"):
+        make("kivi2", (2, 2, 10), 300)

@@ -10,8 +10,6 @@ import numpy.typing as npt
 import pytest
 from cache_cases import BACKENDS
 
-from edgekv.errors import CacheError
-from edgekv.kvcache import CacheSpec
 from edgekv.papers.kvcomp import KVComp
 from edgekv.papers.kvcomp.codebook import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
 
@@ -217,17 +215,3 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     np.testing.assert_array_equal(
         cache.attend(q[:, :1], k[:, :1], v[:, :1]), other.attend(q[:, :1], k[:, :1], v[:, :1])
     )
-
-
-def test_notes_name_the_bits() -> None:
-    cache = make()
-    cache.prefill(*draw(500))
-    (note,) = cache.notes()
-    assert note.startswith("kvcomp: ")
-    assert "bits per key element" in note
-
-
-@pytest.mark.parametrize("option", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "residual_length=-1"])
-def test_bad_options(option: str) -> None:
-    with pytest.raises(CacheError, match=f"kvcomp:{option.split('=')[0]}=.*accepted"):
-        CacheSpec.parse(f"kvcomp:{option}")

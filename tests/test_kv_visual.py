@@ -1,46 +1,26 @@
-"""visual1: marked spans in few bits between the quantiles of their group, text in f16."""
+"""visual1 and visual=planes: marked spans in few bits, each as its paper or codec says, text in f16."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, F32, F64
-from kernel_cases import (
-    EITHER_WAY,
-    Case,
-    bound,
-    generator,
-    inside,
-    normal,
-    pairs,
-    poisoned_scores,
-)
+from cache_cases import BACKENDS, F32, F64, relative
+from kernel_cases import pairs
 
+from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.errors import CacheError
-from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import launch
+from edgekv.kernels.arrays import zeros
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache
-from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_levels
+from edgekv.kvcache.planes import KEY_SCALES
+from edgekv.papers.visual.codec import GROUPS, encode_levels
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
 POISON = 0xAB
-
-CASES = [
-    (Case(d=8, length=1, g=1, r=1, n=1, t0=0, s0=0), 1),
-    (Case(d=12, length=65, g=2, r=5, n=1, t0=3, s0=5), 3),
-    (Case(d=16, length=200, g=3, r=1, n=3, t0=64, s0=0), 1),
-    (Case(d=64, length=63, g=1, r=8, n=1, t0=1, s0=5), 8),
-    (Case(d=80, length=127, g=2, r=2, n=3, t0=0, s0=0), 2),
-    (Case(d=100, length=3, g=3, r=4, n=1, t0=31, s0=5), 5),
-    (Case(d=128, length=513, g=2, r=1, n=1, t0=3, s0=0), 1),
-    (Case(d=256, length=64, g=1, r=7, n=1, t0=64, s0=5), 4),
-]
 
 
 def make(kv: str, backend: str = "numba", capacity: int = 320, window: int | None = None) -> KVCache:
@@ -88,10 +68,12 @@ def attention(
     return cache_cases.attention(q, k, v, window)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("bits", "quantile"), [(1, 0.2), (3, 0.02), (8, 0.0)])
-def test_marked_spans_are_quantised_by_group(group: str, bits: int, quantile: float, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "of_bits", "backend"),
+    pairs(group=GROUPS, of_bits=[(1, 0.2), (3, 0.02), (8, 0.0)], backend=BACKENDS),
+)
+def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, float], backend: str) -> None:
+    bits, quantile = of_bits
     q, k, v = draw(303)
     cache = make(f"visual1:bits={bits},group={group},quantile={quantile}", backend)
     cache.mark_images(SPANS)
@@ -185,10 +167,9 @@ def test_a_second_prompt_may_mark_too() -> None:
         ("channel", KV_HEADS * HEAD_DIM),
     ],
 )
-@pytest.mark.parametrize("bits", [1, 4])
-def test_bytes(bits: int, group: str, ends: int) -> None:
+def test_bytes(group: str, ends: int) -> None:
     """What a span needs, and text for the rest of the context; f16 copies only while a span is incomplete."""
-    capacity, n_bytes = 320, -(-HEAD_DIM // 8)
+    bits, capacity, n_bytes = 3, 320, -(-HEAD_DIM // 8)
     cache = make(f"visual1:bits={bits},group={group}", capacity=capacity)
     q, k, v = draw(200)
     cache.mark_images([(10, 40), (50, 110)])
@@ -243,37 +224,12 @@ def test_an_incomplete_span_is_forgotten_whole() -> None:
     assert cache.nbytes == make("dense").nbytes
 
 
-def test_every_context_can_be_filled_to_the_last_token() -> None:
-    q, k, v = draw(64)
-    cache = make("visual1", capacity=64)
-    cache.mark_images([(0, 64)])
-    assert cache.text_bytes == 0
-    assert np.isfinite(cache.attend(q, k, v)).all()
-    with pytest.raises(CacheError, match="raise `ctx`"):
-        cache.attend(q[:, :1], k[:, :1], v[:, :1])
-
-
 @pytest.mark.parametrize(
     "spans", [[(5, 5)], [(-1, 4)], [(0, 10), (5, 20)], [(30, 40), (0, 10)], [(0, 321)]], ids=str
 )
 def test_bad_spans(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(CacheError, match=r"visual1': span -?\d+\.\.\d+ does not fit: give"):
         make("visual1").mark_images(spans)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        *("bits=0", "bits=9", "group=row", "quantile=0.5", "quantile=-0.1", "text=q8"),
-        *(
-            "k_range=0.0",
-            "v_range=1.5",
-        ),
-    ],
-)
-def test_bad_options(option: str) -> None:
-    with pytest.raises(CacheError, match=f"visual1:{option}': accepted"):
-        CacheSpec.parse(f"visual1:{option}")
 
 
 @pytest.mark.parametrize("name", ["dense", "h1b"])
@@ -304,74 +260,6 @@ def test_one_bit_is_the_nearer_end_and_more_bits_are_planes() -> None:
         assert not bits[10:].any()
 
 
-def read(backend: Any, codec: Any, case: Case, q: F32, p: F32, out: F32) -> tuple[F32, F32]:
-    """Scores of the case's tokens, beside which the poison stays, and ``out`` with their weighted sums."""
-    s, weights = (poisoned_scores(case, contiguous=case.g == 1) for _ in range(2))
-    sums = out.copy()
-    weights[:, :, inside(case)] = p
-    backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
-    backend.sums(codec, weights[:, :, inside(case)], case.t0, case.t1, sums)
-    assert np.isnan(s[:, :, : case.s0]).all()
-    assert np.isnan(s[:, :, case.s0 + case.length :]).all()
-    return s[:, :, inside(case)], sums
-
-
-@pytest.mark.parametrize(
-    ("of_case", "group", "way"),
-    pairs(of_case=CASES, group=["tensor", "head", "head+token", "channel"], way=EITHER_WAY),
-)
-def test_numba_equals_numpy(
-    of_case: tuple[Case, int], group: str, way: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
-    case, n_bits = of_case
-    rng = generator(case)
-    each = {"tensor": (1, 1), "head": (case.g, 1), "head+token": (case.g, case.capacity)}
-    size = each.get(group, (case.g, case.d))
-    low = rng.uniform(-2, -1, size).astype(np.float16).view(np.uint16)
-    step = (rng.uniform(1, 3, size) / (2**n_bits - 1)).astype(np.float16).view(np.uint16)
-    step.flat[-1] = 0
-    x = normal(rng, case.g, case.length, case.d)
-    planes = np.full((case.g, case.capacity, n_bits, -(-case.d // 8)), POISON, np.uint8)
-    if group == "channel":
-        planes[:] = np.random.default_rng(case.d).integers(0, 256, planes.shape, np.uint8)
-    else:
-        encode_levels(x, low, step, planes, case.t0)
-    codes = np.unpackbits(planes, axis=3, count=case.d, bitorder="little").astype(float)
-    codes = (codes * 2.0 ** np.arange(n_bits)[:, None]).sum(2)
-    ends = (
-        np.expand_dims(end.view(np.float16).astype(float), 1 if group == "channel" else 2) for end in (low, step)
-    )
-    least, of_code = ends
-    decoded = (least + of_code * codes)[:, case.t0 : case.t1]
-    q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
-    p = rng.random((case.g, case.m, case.length), np.float32)
-    kind, of = (ChannelLevels, ()) if group == "channel" else (LevelSpan, (group,))
-    codec = bound(kind(case.g, case.capacity, case.d, n_bits, *of), planes=planes, low=low, step=step)
-    for backend in (cpu, reference):
-        s, sums = read(backend, codec, case, q, p, out)
-        np.testing.assert_allclose(s, q @ decoded.transpose(0, 2, 1), atol=1e-4)
-        np.testing.assert_allclose(sums, out + p.astype(float) @ decoded, rtol=2e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize(("text", "n_bytes"), [("f16", 2), ("f32", 4)])
-def test_text_is_kept_as_it_is_asked_for(text: str, n_bytes: int) -> None:
-    """The text's store is laid out anew when spans are marked: what is in it stays."""
-    q, k, v = draw(303)
-    dense, cache = make(f"dense:dtype={text}"), make(f"visual1:quantile=0.2,text={text}")
-    for each in (dense, cache):
-        each.prefill(q[:, :120], k[:, :120], v[:, :120])
-    part = slice(120, 130)
-    expected = dense.attend(q[:, part], k[:, part], v[:, part]).copy()
-    np.testing.assert_array_equal(cache.attend(q[:, part], k[:, part], v[:, part]), expected)
-    cache.mark_images([(20, 160)])
-    cache.attend(q[:, 130:300], k[:, 130:300], v[:, 130:300])
-    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    expected = attention(q[:, 300:], k, v, [(150, 290)], group="head", bits=1, quantile=0.2)
-    np.testing.assert_allclose(got, expected, atol=3e-3)
-    assert cache.text_bytes == (320 - 140) * KV_HEADS * HEAD_DIM * 2 * n_bytes
-
-
 def test_marks_whose_tokens_never_came_are_forgotten() -> None:
     cache, (q, k, v) = make("visual1"), draw(60)
     cache.mark_images([(5, 50), (60, 70)])
@@ -379,3 +267,113 @@ def test_marks_whose_tokens_never_came_are_forgotten() -> None:
     assert [(span.start, span.stop) for span in cache.spans] == [(0, 40)]
     assert cache.text_bytes == (320 - 40) * KV_HEADS * HEAD_DIM * 4
     assert np.isfinite(cache.attend(q, k, v)).all()
+
+
+WIDE = (6, 2, 64)
+CAPACITY = 500
+PICTURES = ((10, 138), (150, 280), (300, 340))  # two blocks; two and two tokens; none
+PACKED = [slice(10, 138), slice(150, 278)]
+
+
+def planes(options: str = "", backend: str = "numba") -> KVCache:
+    return cache_cases.make(f"visual=planes:{options}", WIDE, CAPACITY, backend)
+
+
+def filled(cache: KVCache, n: int = 400) -> tuple[F32, F32, F32]:
+    """n tokens of a prompt with PICTURES; returns those and ten more."""
+    q, k, v = cache_cases.draw(WIDE, n + 10)
+    cache.mark_images(PICTURES)
+    cache.prefill(q[:, :n], k[:, :n], v[:, :n])
+    return q, k, v
+
+
+def by_hand(q: F32, k: F32, v: F32, k_bits: int, v_bits: int, total: int, kept: int | None = None) -> F64:
+    """Attention of the last queries of ``total`` tokens, PACKED through the codecs of `planes`, exact elsewhere.
+
+    kept: of what was packed only these first tokens stand, then exact ones again.
+    """
+    kernels, (g, _, head_dim) = BACKENDS["numpy"](None), k.shape
+    n, rows = q.shape[1], q.shape[0] // g * q.shape[1]
+    kept = total if kept is None else kept
+    queries = np.ascontiguousarray(q.reshape(g, rows, head_dim))
+    k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
+    scores, stores = queries @ k[:, :total].transpose(0, 2, 1), []
+    for part in PACKED:
+        shape, scale = (g, part.stop - part.start, head_dim), KEY_SCALES[k_bits]
+        keys = CentredPlanes(*shape, bits=k_bits, key_scale=scale, seed=0)
+        values = InterleavedValues(*shape, bits=v_bits, seed=0)
+        for codec, x in ((keys, k), (values, v)):
+            codec.bind({name: zeros(*spec) for name, spec in codec.layout().items()}, kernels)
+            codec.encode(np.ascontiguousarray(x[:, part]), 0)
+        stands = slice(part.start, min(part.stop, kept))
+        if stands.start < stands.stop:
+            kernels.scores(keys, queries, 0, stands.stop - stands.start, scores[:, :, stands])
+            stores.append((stands, values))
+    position = np.tile(np.arange(total - n, total), rows // n)[:, None]
+    scores[:, np.arange(total) > position] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    exact = p.copy()
+    for stands, _ in stores:
+        exact[:, :, stands] = 0
+    out = exact @ v[:, :total]
+    for stands, values in stores:
+        kernels.sums(values, np.ascontiguousarray(p[:, :, stands]), 0, stands.stop - stands.start, out)
+    return out.reshape(q.shape).astype(float)
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits", "backend"), [(1, 1, "numba"), (2, 2, "numpy")])
+def test_whole_blocks_of_a_picture_are_packed_and_the_rest_is_text(k_bits: int, v_bits: int, backend: str) -> None:
+    cache = planes(f"k_bits={k_bits},v_bits={v_bits}", backend)
+    q, k, v = filled(cache)
+    got = cache.attend(q[:, 400:], k[:, 400:], v[:, 400:])
+    expected = by_hand(q[:, 400:], k, v, k_bits, v_bits, 410)
+    exact = cache_cases.attention(q[:, 400:], k, v)
+    assert relative(got, expected) < 0.01  # weights of values in 8 bits
+    assert relative(got, exact) > 0.05
+
+
+def test_bytes_of_planes() -> None:
+    """Of a packed token and KV head at head_dim 64 with 1 and 1 bits: 22.66, and 256 of a text token."""
+    cache = planes()
+    filled(cache)
+    a_block = 64 * (8 + 2) + 5 * (32 + 2) + 64 * (8 + 2)
+    assert cache.image_bytes == 2 * 4 * a_block
+    assert cache.text_bytes == 2 * (CAPACITY - 256) * 256
+    assert cache.nbytes == cache.planned_bytes() == cache.image_bytes + cache.text_bytes
+    assert cache.bytes_read() == 2 * 4 * a_block + 2 * (400 - 256) * 256
+    assert "visual=planes: a layer's 256 image tokens take 11.3 KiB" in cache.notes()[0]
+
+
+@pytest.mark.parametrize("n", [290, 278, 100, 5])
+def test_rewinding_into_a_picture_keeps_what_is_packed(n: int) -> None:
+    cache = planes()
+    q, k, v = filled(cache)
+    assert cache.truncate(n) == n
+    new = slice(n, n + 4)
+    got = cache.attend(q[:, new], k[:, new], v[:, new])
+    kept = [(part.start, min(part.stop, n)) for part in PACKED if part.start < n]
+    assert [(span.start, span.stop) for span in cache.spans] == kept
+    assert relative(got, by_hand(q[:, new], k, v, 1, 1, n + 4, kept=n)) < 0.01
+    assert cache.text_bytes == 2 * (CAPACITY - sum(stop - start for start, stop in kept)) * 256
+
+
+def test_a_state_goes_on_as_if_it_had_not_stopped() -> None:
+    cache, other = planes(), planes()
+    q, k, v = filled(cache)
+    state = cache.state()
+    arrays = other.restore(state.counters, state.extra)
+    for name, array in arrays.items():
+        array[...] = state.arrays[name]
+    assert other.counters_valid()
+    part = slice(400, 410)
+    expected = cache.attend(q[:, part], k[:, part], v[:, part])
+    np.testing.assert_array_equal(other.attend(q[:, part], k[:, part], v[:, part]), expected)
+    with pytest.raises(ValueError, match="span"):
+        planes().load_extra_state({"spans": [(10, 138, 130, 0)]})  # no whole blocks
+
+
+def test_it_is_found_by_name_in_lists_too() -> None:
+    names = "dense,visual=planes,visual=planes:k_bits=2,v_bits=2,visual_planes:seed=3"
+    shown = [spec.short for spec in CacheSpec.parse_list(names)]
+    assert shown == ["f16", "visual=planes", "visual=planes:k_bits=2,v_bits=2", "visual=planes:seed=3"]

@@ -33,7 +33,7 @@ PRESETS = {
 """What users type -> the scheme with its options; most bytes and least loss first."""
 RENAMED = {"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": "sketch_bits"}
 """Options by the names that they had before."""
-RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678")}
+RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678"), "text": ("f16",)}
 """Options that there were -> values that changed nothing, or do not any more."""
 REMOVED = {
     "bitplane": "reading the likely tokens in a second stage gained nothing; use kv='q4'",

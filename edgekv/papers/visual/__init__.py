@@ -10,7 +10,7 @@ from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.config import Config, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span
-from edgekv.papers.visual.image_spans import TEXTS, ImageSpans
+from edgekv.papers.visual.image_spans import ImageSpans
 from edgekv.types import F32
 
 
@@ -27,7 +27,6 @@ class VisualConfig(Config):
     k_range: float, default 1. Of keys: how far from the middle of these two ends towards them the outer levels
         lie, 0.01 to 1. CalibQuant's calibration, with quantile=0: 0.5.
     v_range: float, default 1. The same of values; CalibQuant: 0.3.
-    text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
     scheme: ClassVar[str] = "visual1"
@@ -37,7 +36,6 @@ class VisualConfig(Config):
     quantile: float = number(0.1, 0, 0.499)
     k_range: float = number(1.0, 0.01, 1)
     v_range: float = number(1.0, 0.01, 1)
-    text: str = one_of("f16", TEXTS)
 
 
 class Visual1(ImageSpans):
@@ -45,8 +43,8 @@ class Visual1(ImageSpans):
 
     Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
     and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), KV head
-    and token (head+token), or 8 * head_dim per span and KV head (channel). A text token takes 4 * head_dim bytes
-    (text=f32: 8). Without a marked span this is `dense`.
+    and token (head+token), or 8 * head_dim per span and KV head (channel). A text token takes 4 * head_dim bytes.
+    Without a marked span this is `dense`.
 
     The groups: "layer", K and V of all heads of this layer together; "tensor", K or V of all heads; "head", K or V
     of one KV head; "head+token", one token of that; "channel", one channel of that. Each is taken over one span,
@@ -73,7 +71,8 @@ class Visual1(ImageSpans):
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
         """Packs a span's keys and values (n_kv_heads, n_tokens, head_dim)."""
-        encode_span(packed, keys, values, self.config)
+        config = self.config
+        encode_span(packed, keys, values, config.quantile, (config.k_range, config.v_range))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,6 @@ class VisualPlanesConfig(Config):
     v_bits: int, default 1. Bits of a value's element: 1, 2, 3 or 4.
     key_scale: float, default 0. As of `planes`: factor of the estimated scores, 0 takes the best for the bits.
     seed: int, default 0. Of the random rotation of keys and values.
-    text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
     scheme: ClassVar[str] = "visual=planes"
@@ -93,14 +91,13 @@ class VisualPlanesConfig(Config):
     v_bits: int = one_of(1, KEY_SCALES)
     key_scale: float = number(0.0, 0, 2)
     seed: int = seed()
-    text: str = one_of("f16", TEXTS)
 
 
 class VisualPlanes(ImageSpans):
     """`planes` for the spans that `mark_images` names, in whole blocks of 64 tokens; f16 for the rest.
 
     An image token of a KV head takes what a packed token of `planes` takes: 22.7 bytes with 1 and 1 bits at
-    head_dim 64. What of a picture fills no block stays in f16, and so does text (4 * head_dim bytes; text=f32: 8).
+    head_dim 64. What of a picture fills no block stays in f16, and so does text (4 * head_dim bytes).
     Without a marked span this is `dense`.
     """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, in_package
@@ -115,24 +113,12 @@ def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
     return numbers
 
 
-class Levels(Protocol):
-    """Where levels lie: fields of `VisualConfig`."""
-
-    @property
-    def quantile(self) -> float: ...
-    @property
-    def k_range(self) -> float: ...
-    @property
-    def v_range(self) -> float: ...
-
-
-def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, levels: Levels) -> None:
+def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, quantile: float, ranges: tuple[float, float]) -> None:
     """Packs a whole span, k and v (n_kv_heads, n, head_dim), between the quantiles of each group of elements."""
-    for codec, x, share in zip(packed, (k, v), (levels.k_range, levels.v_range), strict=True):
+    for codec, x, share in zip(packed, (k, v), ranges, strict=True):
         assert isinstance(codec, LevelSpan)
         shared = np.stack([k, v]) if codec.group == "layer" else x
-        quantiles = levels.quantile, 1 - levels.quantile
-        lowest, highest = np.quantile(shared, quantiles, axis=AXES[codec.group]).astype(np.float32)
+        lowest, highest = np.quantile(shared, (quantile, 1 - quantile), axis=AXES[codec.group]).astype(np.float32)
         if share < 1:
             middle, reach = (lowest + highest) / 2, np.float32(share / 2) * (highest - lowest)
             lowest, highest = middle - reach, middle + reach

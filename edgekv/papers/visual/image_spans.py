@@ -1,4 +1,4 @@
-"""A policy: each picture in codecs of its own, packed when its last token has come; text in f16 or f32."""
+"""A policy: each picture in codecs of its own, packed when its last token has come; text in f16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from edgekv.codecs.codec import Codec
-from edgekv.codecs.f16 import F16, Float32
+from edgekv.codecs.f16 import F16
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import zeros
@@ -54,7 +54,6 @@ def runs(spans: Sequence[Span], start: int, stop: int) -> Iterator[Run]:
         yield Run(start, stop, start - n_image, None)
 
 
-TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 ENDS = ("key", "value")
 
 
@@ -62,7 +61,7 @@ class ImageSpans(CodecStore):
     """Packs the spans that `mark_images` names, each by itself; without a marked span this is `dense`.
 
     A scheme says with `span_codecs` what a span is packed in and with `pack` how. ``block``: a span is packed as
-    far as whole blocks of so many tokens reach, and the rest of it is text. Config need ``text``, one of TEXTS.
+    far as whole blocks of so many tokens reach, and the rest of it is text.
     """
 
     is_lossless_when_short = True
@@ -80,7 +79,7 @@ class ImageSpans(CodecStore):
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
         self.spans: list[Span] = []
-        self._text = self._text_stores(geometry.capacity)
+        self._text = self._f16_stores(geometry.capacity)
 
     @abc.abstractmethod
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
@@ -91,9 +90,8 @@ class ImageSpans(CodecStore):
         for codec, x in zip(packed, (keys, values), strict=True):
             self.kernels.encode(codec, x, 0)
 
-    def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
-        shape, store = self._shape(capacity), TEXTS[self.config.text]
-        return store(*shape), store(*shape)
+    def _f16_stores(self, capacity: int) -> tuple[F16, F16]:
+        return F16(*self._shape(capacity)), F16(*self._shape(capacity))
 
     def _shape(self, capacity: int) -> tuple[int, int, int]:
         return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
@@ -125,7 +123,7 @@ class ImageSpans(CodecStore):
         small = type(self)(self.geometry.cut(n_tokens), self.config)
         spans = [span for span in self.spans if span.start < n_tokens]
         small.spans = [dataclasses.replace(span, stop=min(span.stop, n_tokens)) for span in spans]
-        small._text = small._text_stores(small._n_text)
+        small._text = small._f16_stores(small._n_text)
         return small
 
     @property
@@ -175,7 +173,7 @@ class ImageSpans(CodecStore):
         capacity = self._n_text
         if capacity != self._text[0].capacity:
             n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
-            old, self._text = self._text, self._text_stores(capacity)
+            old, self._text = self._text, self._f16_stores(capacity)
             for source, target in zip(old, self._text, strict=True):
                 self._take_memory(target)
                 for name, array in target.arrays.items():
@@ -194,11 +192,11 @@ class ImageSpans(CodecStore):
     def append_prompt(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
-        before = self.n_seen
-        for run in self._runs(before, before + keys.shape[1]):
-            part = slice(run.start - before, run.stop - before)
-            self._append(run, keys[:, part], values[:, part])
-            self._pack_if_complete(run)
+        while keys.shape[1]:
+            n = min(keys.shape[1], self.max_append_tokens())
+            self.append(keys[:, :n], values[:, :n])
+            self.flush()
+            keys, values = keys[:, n:], values[:, n:]
 
     def rollback_tokens(self) -> int:
         """None while an image is to come."""
@@ -235,7 +233,7 @@ class ImageSpans(CodecStore):
         self.n_seen = run.stop
 
     def _open_exact(self, span: Span, capacity: int) -> None:
-        span.exact = F16(*self._shape(capacity)), F16(*self._shape(capacity))
+        span.exact = self._f16_stores(capacity)
         for codec in span.exact:
             self._take_memory(codec)
 
@@ -288,7 +286,7 @@ class ImageSpans(CodecStore):
     def notes(self) -> list[str]:
         n_image = sum(span.stop - span.start for span in self.spans)
         if not n_image:
-            return [f"{self.name}: no span is marked visual, all tokens are in {self.config.text}"]
+            return [f"{self.name}: no span is marked visual, all tokens are in f16"]
         exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
         return [
             f"{self.name}: a layer's {n_image} image tokens take {format_bytes(self.image_bytes)} "

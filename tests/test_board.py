@@ -129,6 +129,10 @@ def test_an_interrupted_run_goes_on(
     assert (calls[2], len(calls), len(second.rows(Decode))) == (calls[3], 5, 4)
     assert capsys.readouterr().out.split() == [str(file), str(file.with_suffix(".md"))]
     assert "on a table" in file.with_suffix(".md").read_text()
+    log = tmp_path / "log.csv"
+    log.write_text("time,watts\n1000000000,2.5\n1000000001,2.5\n")
+    assert main([*command, "--power-csv", str(log)]) == 0
+    assert "covers no measurement" in capsys.readouterr().err
     for name, changed in (
         ("plan", msgspec.structs.replace(second, plan=FULL)),
         ("machine", msgspec.structs.replace(second, machine=second.machine | {"ram_bytes": 1})),

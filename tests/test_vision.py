@@ -187,20 +187,6 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
     assert again[0] == again[1] == again[2]
 
 
-def test_sliding_drops_an_image_whole(base: Session) -> None:
-    ctx = 40
-    session = base.fork(ctx=ctx)
-    pieces = base.prompt(TEXT, IMAGES[:2])
-    with raises(ContextError, field="ctx"):
-        base.fork(ctx=30).generate(pieces, temperature=0.0)
-    session._runner.slides = True
-    assert len(text(session, pieces, 12)) == 12
-    # 39 tokens and the first two made fit; the third makes room: of 4 first and the latest 16 the text stays
-    assert session._state.spans == []
-    assert session.tokens[:6] == [1, 17, 4, 33, 34, 60]
-    assert session.n_dropped == 2 * N + 1
-
-
 def test_no_text_has_the_token_of_an_image(base: Session) -> None:
     """However likely the model finds it: the next prompt would have more places than images."""
     session, sampling = base.fork(), SamplingParams(0.0, logit_bias={cases.IMAGE_TOKEN: 100})

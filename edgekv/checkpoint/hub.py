@@ -306,8 +306,8 @@ def shipped(name: str) -> pathlib.Path | None:
 
 def shipped_model(name: str) -> pathlib.Path | None:
     """The folder of a model that ships with edgekv: demo, scenes."""
-    config = shipped(f"{name}/config.json")
-    return config and config.parent
+    found = shipped(f"{name}/config.json")
+    return found and found.parent
 
 
 def find_model(path: str | os.PathLike[str]) -> pathlib.Path:

@@ -22,7 +22,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.kernels import reference
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.kernels import CudaKernels, read_values
 from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import DeviceWeights
 
@@ -101,8 +101,9 @@ class OnDevice:
     def check_sums(self, codec: Any, p: np.ndarray, t0: int, t1: int, out: np.ndarray) -> None:
         """Sums of values weighted by a slice of p (G, M, columns), here and in the oracle."""
         expected, actual = out.copy(), self.up(out)
-        reference.sums(codec, p[:, :, 2 : 2 + t1 - t0], t0, t1, expected)
-        self.kernels.sums(self.twin(codec), self.up(p)[:, :, 2 : 2 + t1 - t0], t0, t1, actual)
+        expected += codec.sums(p[:, :, 2 : 2 + t1 - t0], t0, t1)
+        columns = self.up(p)[:, :, 2 : 2 + t1 - t0]
+        self.kernels.launch_values(read_values(self.twin(codec)), columns, t0, t1, actual)
         assert_close(to_host(actual), expected)
 
 

@@ -15,6 +15,9 @@ from helpers import HAS_PAPERS
 
 from edgekv.codecs.codec import Codec
 from edgekv.kernels import reference
+from edgekv.kernels.cpu.attend import as_numbers
+from edgekv.kernels.cpu.loops import address_of
+from edgekv.kernels.cpu.loops import bound as bound_to
 from edgekv.kvcache import schemes
 from edgekv.weights.formats import SHRINK, n_blocks
 
@@ -115,6 +118,25 @@ def own(backend: Any, kind: str) -> Any:
     """A backend's file beside a kind of codec."""
     package = CODECS[kind].backends["cpu"].rpartition(".")[0]
     return import_module(f"{package}.{backend.__name__.rpartition('.')[2]}")
+
+
+def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> None:
+    """out (G, M, D) += p (G, M, t1 - t0) times the values: as the codec says, or by its compiled loops."""
+    if backend is reference:
+        out += codec.sums(p, t0, t1)
+        return
+    codec = as_numbers(codec, t0, t1)
+    state, (n_groups, rows, _) = bound_to(codec), out.shape
+    loops, step = state.loops, max(state.loops.block(codec), state.loops.at_once)
+    scratch, store = np.empty(loops.scratch(codec, rows) + 64, np.uint8), address_of(state.numbers)
+    for g in range(n_groups):
+        sums = np.zeros((rows, loops.width(codec)), np.float32) if loops.finish else out[g]
+        for t in range(t0 // step * step, t1, step):
+            first, stop = max(t, t0), min(t + step, t1)
+            weights = p[g, :, first - t0 :].__array_interface__["data"][0], p.strides[1] // 4
+            loops.add.call(store, *weights, rows, g, first, stop - first, *map(address_of, (sums, scratch)))
+        if loops.finish:
+            loops.finish.call(store, address_of(sums), address_of(out[g]), rows)
 
 
 def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:

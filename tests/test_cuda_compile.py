@@ -22,7 +22,7 @@ import edgekv
 from edgekv.codecs.planes.cuda import encode_program
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
-from edgekv.kernels.cuda.kernels import ENCODE, attend_program, loops_of, range_program, read_keys, read_values
+from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
@@ -72,7 +72,7 @@ def programs() -> dict[Program, str]:
     tiled = (1, 128, "signs"), (1, 128, "2-bit keys, 3-bit values"), (1, 64, "signs"), (4, 128, "signs")
     for rows, width, pair in (*tiled, (4, 128, "4- and 2-bit keys of heads")):
         keys, values = codecs(pair, width)
-        fused = loops_of(keys).fused(SimpleNamespace(has_whole_tiles=True), rows, keys, values)
+        fused = kernels_of(keys).fused(SimpleNamespace(has_whole_tiles=True), rows, keys, values)
         program = attend_program(read_keys(keys), read_values(values), rows, True, fused)
         found[program] = f"tiled, {pair}, {rows} rows"
     return found

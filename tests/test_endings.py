@@ -120,8 +120,8 @@ import numpy as np
 from edgekv.weights.formats import quantize
 x, codes = np.arange(64, dtype=np.float32).reshape(4, 16), np.zeros((4, 1, 16), np.uint8)
 quantize(x, 8, 16, codes, np.zeros((4, 1), np.float32))
-from edgekv.codecs.f16.cpu import LOOPS
-assert LOOPS["f16"].put.address
+from edgekv.codecs.f16.cpu import KERNELS
+assert KERNELS["f16"].put.address
 print(codes.any())
 """
 

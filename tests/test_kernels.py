@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import codec, normal
+from kernel_cases import add_values, codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import arrays, cpu, interface, reference, threads
 from edgekv.kernels.cpu import compile as jit
-from edgekv.kernels.cpu import launch, ranges, rope, scalar
+from edgekv.kernels.cpu import launch, rope, scalar
+from edgekv.kernels.cpu.attend import _score_items
 from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.softmax import _softmax_rows
@@ -181,15 +182,14 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         cpu.encode(keys, x, 0)
         cpu.scores(keys, q, 0, n, s)
         cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))
-        cpu.sums(keys, s, 0, n, out)
+        add_values(cpu, keys, s, 0, n, out)
         heads = [np.zeros((h, n_rows + gap, d), np.float32)[:, :n_rows] for h in (4, 2, 2)]
         table = normal(rng, 2, n_rows, 8)
         empty = np.empty(0, np.float32)
         cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for items in (
         rope._split_tokens,
-        ranges._score_items,
-        ranges._sum_items,
+        _score_items,
         _softmax_rows,
     ):
         assert len(shared(items).signatures) == 1, items

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, awkward_rows, generator, inside, normal, poisoned_scores
+from kernel_cases import EITHER_PATH, Case, add_values, awkward_rows, generator, inside, normal, poisoned_scores
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
@@ -179,7 +179,7 @@ def test_scores_and_sums_are_those_of_the_codes(
     for backend in (cpu, reference):
         s, sums = poisoned_scores(case, case.g == 1), out.copy()
         backend.scores(key_codec, q, case.t0, case.t1, s[:, :, inside(case)])
-        backend.sums(value_codec, p[:, :, inside(case)], case.t0, case.t1, sums)
+        add_values(backend, value_codec, p[:, :, inside(case)], case.t0, case.t1, sums)
         scale = np.abs(q).sum(2).max() * np.abs(keys).max()
         np.testing.assert_allclose(s[:, :, inside(case)], q @ keys.transpose(0, 2, 1), rtol=0, atol=1e-6 * scale)
         outside = np.ones(s.shape[2], bool)

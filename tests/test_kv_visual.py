@@ -304,7 +304,7 @@ def by_hand(q: F32, k: F32, v: F32, k_bits: int, v_bits: int, total: int, kept: 
         values = InterleavedValues(*shape, bits=v_bits, seed=0)
         for codec, x in ((keys, k), (values, v)):
             codec.bind({name: zeros(*spec) for name, spec in codec.layout().items()}, kernels)
-            codec.encode(np.ascontiguousarray(x[:, part]), 0)
+            kernels.encode(codec, np.ascontiguousarray(x[:, part]), 0)
         stands = slice(part.start, min(part.stop, kept))
         if stands.start < stands.stop:
             kernels.scores(keys, queries, 0, stands.stop - stands.start, scores[:, :, stands])
@@ -318,7 +318,7 @@ def by_hand(q: F32, k: F32, v: F32, k_bits: int, v_bits: int, total: int, kept: 
         exact[:, :, stands] = 0
     out = exact @ v[:, :total]
     for stands, values in stores:
-        kernels.sums(values, np.ascontiguousarray(p[:, :, stands]), 0, stands.stop - stands.start, out)
+        out += values.sums(p[:, :, stands], 0, stands.stop - stands.start)
     return out.reshape(q.shape).astype(float)
 
 

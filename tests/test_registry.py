@@ -10,16 +10,16 @@ from helpers import raises
 from kernel_cases import CODECS
 
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.kernels import loops_of as cuda_loops
-from edgekv.kernels.registry import find_loops
+from edgekv.kernels.cuda.kernels import kernels_of as cuda_loops
+from edgekv.kernels.registry import find_codec_kernels
 
 ONLY_PLANES = """
 import sys
 from edgekv.kernels import numba_kernels
-from edgekv.kernels.cpu.loops import loops_of
+from edgekv.kernels.cpu.loops import kernels_of
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 numba_kernels(1)
-loops_of(CentredPlanes), loops_of(InterleavedValues)
+kernels_of(CentredPlanes), kernels_of(InterleavedValues)
 print([name for name in sys.modules if name.startswith("edgekv.papers")])
 """
 
@@ -28,10 +28,10 @@ print([name for name in sys.modules if name.startswith("edgekv.papers")])
 def test_a_codec_can_be_stored_and_read(kind: str) -> None:
     """Keys have scores, values sums; who has no encoder of its own is encoded by its codec, in several steps."""
     codec = CODECS[kind]
-    cpu = find_loops("cpu", codec)
+    cpu = find_codec_kernels("cpu", codec)
     assert cpu is None or cpu.score or cpu.add
     if "cuda" in codec.backends:
-        loops = find_loops("cuda", codec)
+        loops = find_codec_kernels("cuda", codec)
         assert loops.keys or loops.values
     else:
         with raises(CacheError, field="kv", match=kind):

@@ -129,7 +129,7 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(loops, "CFunc", Slow)
     monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
-    loop = loops.Loop(_nothing, 1)
+    loop = loops.Loop(_nothing)
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(call, range(4)))) == 1
     assert len(begun) == 1

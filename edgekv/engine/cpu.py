@@ -170,7 +170,7 @@ def precompiling(spec: CacheSpec) -> Iterator[None]:
 
 def main(kv: str) -> None:
     """Compiles: first what packs tokens, then the loops that read them, the last one first."""
-    from edgekv.kernels.cpu.loops import loops_of
+    from edgekv.kernels.cpu.loops import kernels_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
     cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.config)
@@ -180,5 +180,5 @@ def main(kv: str) -> None:
     codecs = sorted(
         spec.scheme.codecs_used(spec.config) or (), key=lambda codec: (codec.kind == "f16", codec.kind)
     )
-    for loop in [loop for codec in codecs for loop in reversed(loops_of(codec).all())]:
+    for loop in [loop for codec in codecs for loop in reversed(kernels_of(codec).all())]:
         assert loop.address

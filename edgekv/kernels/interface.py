@@ -90,7 +90,7 @@ class Kernels(Protocol):
     ) -> None:
         """out (H, n, D) = softmax(queries . keys) values over the visible tokens of all segments.
 
-        queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec's kind says
+        queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec says
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment. ``sinks`` (H,),
         where given, is a score more for each head's queries, of no token and without a value: the weights of the
@@ -109,9 +109,6 @@ class Kernels(Protocol):
 
         Of a page_index t0 and t1 are pages.
         """
-
-    def sums(self, codec: Stored, p: F32, t0: int, t1: int, out: F32) -> None:
-        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
 
     def project(self, x: F32, matrix: F32) -> F32:
         """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""

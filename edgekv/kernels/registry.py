@@ -14,8 +14,8 @@ FUNCTIONS: dict[str, str] = {"short_conv": "recurrence", "gated_delta": "recurre
 """What only some models call -> module in each backend. CUDA has none of them."""
 
 
-def find_loops(backend: str, codec: Any) -> Any:
-    """Returns how ``backend`` (reference, cpu, cuda) reads a codec: ``LOOPS[codec.kind]`` of its module.
+def find_codec_kernels(backend: str, codec: Any) -> Any:
+    """Returns how ``backend`` (reference, cpu, cuda) reads a codec: ``KERNELS[codec.kind]`` of its module.
 
     None: the codec brings nothing for it.
     """
@@ -25,7 +25,7 @@ def find_loops(backend: str, codec: Any) -> Any:
 
 @functools.cache
 def _loops(module: str, kind: str) -> Any:
-    return importlib.import_module(module).LOOPS[kind]
+    return importlib.import_module(module).KERNELS[kind]
 
 
 def find_function(backend: str, name: str) -> Any:

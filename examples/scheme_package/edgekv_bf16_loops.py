@@ -1,7 +1,7 @@
 """How bf16 is read on a CPU: a loop over a run of tokens, compiled by Numba at its first use on a machine.
 
 edgekv scores and sums the tokens while they are in the first-level cache. The loop gets whole numbers alone:
-``store`` is where those lie that `LOOPS` gives for a codec, and ``tile`` is an address, too.
+``store`` is where those lie that `KERNELS` gives for a codec, and ``tile`` is an address, too.
 """
 
 from __future__ import annotations
@@ -23,4 +23,6 @@ def decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
         put(to, i, np.uint32(get(upper, start + i)) << np.uint32(16))
 
 
-LOOPS = {"bf16": tiled(lambda codec: (address_of(codec.arrays["upper"]), codec.capacity, codec.head_dim), decode)}
+KERNELS = {
+    "bf16": tiled(lambda codec: (address_of(codec.arrays["upper"]), codec.capacity, codec.head_dim), decode)
+}

@@ -39,7 +39,7 @@ import numpy as np
 ARM, TRIPLE = "aarch64", "aarch64-unknown-linux-gnu"
 PACKAGE = "edgekv.kernels.cpu"
 SIGNS = "edgekv.papers.h1b.cpu"
-# Loops of codecs: module, kind, and those of its `Loops` that are read.
+# Loops of codecs: module, kind, and those of its `CodecKernels` that are read.
 LOOPS = (
     ("edgekv.codecs.f16.cpu", "f16", ("score", "add")),
     ("edgekv.codecs.planes.cpu", "centred_planes", ("score",)),
@@ -148,7 +148,7 @@ def module(name: str) -> Any:
 def compile_all(only: str = "") -> dict[str, list[dict[str, Any]]]:
     """Assembly of every loop above, and of each version of every function that they call; only: of one module."""
     named = [
-        (f"{kind}.{which}", name, module(name).LOOPS[kind], which)
+        (f"{kind}.{which}", name, module(name).KERNELS[kind], which)
         for name, kind, names in LOOPS
         for which in names
     ]

@@ -54,7 +54,7 @@ FAULTS = (
         "symmetric integers: one level too many",
         "np.array([0, 1, 7, 127, 8]",
         "np.array([0, 1, 8, 127, 8]",
-        "test_kernels_ints.py -k same_bits",
+        "test_codecs.py -k same_bits",
     ),
     Fault(
         "experts: weights renormalized where they are not",

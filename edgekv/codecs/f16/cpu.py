@@ -10,7 +10,7 @@ from edgekv.kernels.cpu.compile import Args, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
-    Loops,
+    CodecKernels,
     add_loop,
     address_of,
     floats,
@@ -74,8 +74,8 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
             put(store, target + d, float_to_half(get(x, item * head_dim + d)))
 
 
-LOOPS = {
-    "f16": Loops(
+KERNELS = {
+    "f16": CodecKernels(
         lambda codec: (address_of(codec.arrays["half"]), codec.capacity, codec.head_dim),
         _score,
         _add,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
-from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CudaKernels, Loops, Reader, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CodecKernels, CudaKernels, Reader, per_head
 
 
-def _loops(element: str, array: str, halves: int) -> Loops:
+def _loops(element: str, array: str, halves: int) -> CodecKernels:
     """Of keys and values in an array of numbers (G, capacity, D)."""
 
     def read(name: str) -> Callable[[Any], Reader]:
@@ -26,7 +26,7 @@ def _loops(element: str, array: str, halves: int) -> Loops:
             launch = Launch(ENCODE, "encode", (n, n_kv_heads), THREADS)
             tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], *place(tools.driver, t0))
 
-    return Loops(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
+    return CodecKernels(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
 
 
-LOOPS = {"f16": _loops("u16", "half", 1), "f32": _loops("float", "single", 0)}
+KERNELS = {"f16": _loops("u16", "half", 1), "f32": _loops("float", "single", 0)}

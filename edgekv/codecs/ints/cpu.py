@@ -7,7 +7,7 @@ import numpy as np
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
-    Loops,
+    CodecKernels,
     add_loop,
     address_of,
     chars,
@@ -116,7 +116,9 @@ def _store(codec: Any) -> tuple[int, ...]:
     return address_of(codec.arrays["codes"]), address_of(codec.arrays["scale"]), codec.capacity, codec.head_dim
 
 
-LOOPS = {
-    "int8": Loops(_store, _score, _add, put=_put, at_once=AT_ONCE, scratch=lambda codec, rows: 4 * rows * AT_ONCE),
+KERNELS = {
+    "int8": CodecKernels(
+        _store, _score, _add, put=_put, at_once=AT_ONCE, scratch=lambda codec, rows: 4 * rows * AT_ONCE
+    ),
     "symmetric4": tiled(_store, _decode_nibbles, lambda codec: 8 * TILE, put=_put_nibbles),
 }

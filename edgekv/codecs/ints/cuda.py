@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, place
-from edgekv.kernels.cuda.kernels import ENCODE, CudaKernels, Loops, Reader, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, CodecKernels, CudaKernels, Reader, per_head
 
 
 def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int, meaning: str) -> Reader:
@@ -35,4 +35,4 @@ def _read(rows: str, codec: Any) -> Reader:
 
 
 READERS = functools.partial(_read, "RowKeys"), functools.partial(_read, "RowValues")
-LOOPS = dict.fromkeys(("int8", "symmetric4"), Loops(*READERS, encode=_encode, placed=True))
+KERNELS = dict.fromkeys(("int8", "symmetric4"), CodecKernels(*READERS, encode=_encode, placed=True))

@@ -188,7 +188,7 @@ def _square_of(x: F32, row: int, head_dim: int) -> Scalar:
     return total
 
 
-LOOPS = {
+KERNELS = {
     "centred_planes": dataclasses.replace(
         KEYS, encode=lambda codec, x, t0: codec.encode_by(encode_centres, encode_keys, x, t0)
     ),

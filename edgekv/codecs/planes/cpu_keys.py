@@ -24,7 +24,16 @@ from numba import types
 from edgekv.codecs.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, numbers, prepare_loop, score_loop
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    CodecKernels,
+    address_of,
+    chars,
+    floats,
+    numbers,
+    prepare_loop,
+    score_loop,
+)
 from edgekv.kernels.cpu.rope import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, round_to_even, widen
 from edgekv.kernels.interface import BLOCK
@@ -618,7 +627,7 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
     return size
 
 
-KEYS = Loops(
+KEYS = CodecKernels(
     _store_numbers,
     prepare=_prepare,
     score=_score,

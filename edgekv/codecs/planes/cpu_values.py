@@ -25,7 +25,16 @@ from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.byte_products import INTS, products
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value
-from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    CodecKernels,
+    add_loop,
+    address_of,
+    chars,
+    finish_loop,
+    floats,
+    numbers,
+)
 from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import ROUND, get, put, widen
 from edgekv.kernels.interface import BLOCK
@@ -391,7 +400,9 @@ def _store_numbers(codec: Any) -> ValueNumbers:
     )
 
 
-VALUES = Loops(_store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE)
+VALUES = CodecKernels(
+    _store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE
+)
 
 
 @fast_jit

@@ -17,9 +17,9 @@ from edgekv.kernels.cuda.kernels import (
     MOST_CHANNELS,
     THREADS,
     TILE,
+    CodecKernels,
     CudaKernels,
     Fused,
-    Loops,
     Queries,
     Reader,
     check_width,
@@ -110,7 +110,7 @@ def _encode_values(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     codec.encode_by(functools.partial(encode_interleaved, tools), x, t0)
 
 
-LOOPS = {
-    "centred_planes": Loops(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
-    "interleaved": Loops(values=_read_values, encode=_encode_values, placed=True),
+KERNELS = {
+    "centred_planes": CodecKernels(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
+    "interleaved": CodecKernels(values=_read_values, encode=_encode_values, placed=True),
 }

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from edgekv.kernels.cpu.attend import attend
-from edgekv.kernels.cpu.ranges import append, encode, scores, sums
+from edgekv.kernels.cpu.attend import append, attend, encode, scores
 from edgekv.kernels.cpu.rope import hadamard, hadamard_back, project, split_rope
 from edgekv.kernels.cpu.softmax import softmax
 from edgekv.kernels.registry import FUNCTIONS, find_function
@@ -21,7 +20,6 @@ __all__ = [
     "scores",
     "softmax",
     "split_rope",
-    "sums",
     *FUNCTIONS,
 ]
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.compile import Scalar, entry_jit, fast_jit
-from edgekv.kernels.cpu.launch import TEAM, call_block, call_finish, call_prepare, share
+from edgekv.kernels.cpu.compile import Args, Scalar, entry_jit, fast_jit, jit
+from edgekv.kernels.cpu.launch import PARALLEL_FOR, parallel_for
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     Bound,
@@ -25,12 +25,14 @@ from edgekv.kernels.cpu.loops import (
     address_of,
     aligned_size,
     bound,
+    call,
     floats,
     ints,
+    kernels_of,
     numbers,
     scratch_memory,
 )
-from edgekv.kernels.cpu.ranges import with_numbers
+from edgekv.kernels.cpu.rows import Decoded
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, PEAK, SHRINK, TOTAL, exp_of_negative, fill, weigh
 from edgekv.kernels.interface import BLOCK, Segment, Visible
@@ -192,7 +194,7 @@ def attend(
     segments = [with_numbers(segment) for segment in segments]
     made = make_plan(queries, segments, visible, out, weights, sinks, cap)
     if made.parallel:
-        threads.run_parallel(_attend, TEAM.address, threads.count(), made.plan, made.runs)
+        threads.run_parallel(_attend, PARALLEL_FOR.address, threads.count(), made.plan, made.runs)
     else:
         _attend(0, 1, made.plan, made.runs)
 
@@ -200,9 +202,9 @@ def attend(
 @entry_jit
 def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
     p = plan[0]
-    share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
+    parallel_for(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
     few = n_parts if p.any_kept else 1  # without kept scores a microsecond: less than waking threads again
-    share(team, few, p.n_groups, _finish_groups, (plan, runs))
+    parallel_for(team, few, p.n_groups, _finish_groups, (plan, runs))
 
 
 @fast_jit
@@ -226,7 +228,7 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
             if first_block < last_block:
                 _walk(first_block, last_block, g, memory, plan, runs, i)
                 if run.width:
-                    call_finish(run.finish, run.value_store, memory + run.sums_at, memory + p.out_at, p.rows)
+                    call(run.finish, (run.value_store, memory + run.sums_at, memory + p.out_at, p.rows))
 
 
 @fast_jit
@@ -282,7 +284,7 @@ def _score(run: Any, prepared: int, rows: int, g: int, t: int, n: int, s: int, g
     done = 0
     while done < n:
         few = min(n - done, run.score_step - (t + done) % run.score_step)
-        call_block(run.score, run.key_store, prepared, rows, g, t + done, few, s + 4 * done, gap, scratch)
+        call(run.score, (run.key_store, prepared, rows, g, t + done, few, s + 4 * done, gap, scratch))
         done += few
 
 
@@ -292,7 +294,7 @@ def _add(run: Any, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int
     done = 0
     while done < n:
         few = min(n - done, run.add_step - (t + done) % run.add_step)
-        call_block(run.add, run.value_store, p + 4 * done, gap, rows, g, t + done, few, out, scratch)
+        call(run.add, (run.value_store, p + 4 * done, gap, rows, g, t + done, few, out, scratch))
         done += few
 
 
@@ -322,7 +324,7 @@ def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
     q = p.queries + 4 * g * p.rows * p.head_dim
     if not run.prepare:
         return q
-    call_prepare(run.prepare, run.key_store, q, p.rows, g, memory + run.prepared_at)
+    call(run.prepare, (run.key_store, q, p.rows, g, memory + run.prepared_at))
     return memory + run.prepared_at
 
 
@@ -409,3 +411,120 @@ def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
             continue
         for k in range(start, start + n):
             put(kept, k, exp_of_negative(get(kept, k) - peak))
+
+
+def with_numbers(segment: Segment) -> Segment:
+    """Returns the segment, codecs without loops replaced by their tokens in float32."""
+    keys, values = segment.keys, segment.values
+    if "cpu" in keys.backends and "cpu" in values.backends:
+        return segment
+    span = segment.first, segment.stop
+    return segment._replace(keys=as_numbers(keys, *span), values=as_numbers(values, *span))
+
+
+def as_numbers(codec: Any, t0: int, t1: int) -> Any:
+    """Returns tokens t0..t1 of a codec without loops as it decodes them; any other codec itself."""
+    return codec if "cpu" in codec.backends else Decoded(codec, t0, t1)
+
+
+def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1."""
+    codec = as_numbers(codec, t0, t1)
+    state = bound(codec)
+    loops = state.loops
+    assert loops.score is not None
+    queries = np.ascontiguousarray(queries)
+    n_groups, rows, head_dim = queries.shape
+    prepared = aligned_size(loops.prepared(codec, rows))
+    item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
+    store, block = state.numbers, loops.block(codec)
+    pieces = -(-t1 // block) - t0 // block
+    work = queries.size * (t1 - t0)
+    splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
+    args = (
+        *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
+        *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s[0, 0])),
+        *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
+        *(item_bytes, prepared),
+    )
+    launch.run(_score_items, n_groups * splits, work, args)
+
+
+@fast_jit
+def _score_items(first: int, last: int, args: Args) -> None:
+    rows, head_dim, splits, t0, t1, block, store, queries, prepare, score, s, gap_g, gap_m = args[:13]
+    memory, item_bytes, prepared_bytes = args[13:]
+    for item in range(first, last):
+        g, split = item // splits, item % splits
+        mine = memory + item * item_bytes
+        prepared = queries + 4 * g * rows * head_dim
+        if prepare:
+            call(prepare, (store, prepared, rows, g, mine))
+            prepared = mine
+        base = t0 // block
+        n_blocks = (t1 + block - 1) // block - base
+        for b in range(base + n_blocks * split // splits, base + n_blocks * (split + 1) // splits):
+            t = max(t0, b * block)
+            n = min(t1, (b + 1) * block) - t
+            at = s + 4 * (g * gap_g + t - t0)
+            call(score, (store, prepared, rows, g, t, n, at, gap_m, mine + prepared_bytes))
+
+
+FEW_TOKENS = 8  # more are encoded codec by codec
+PART = 64  # tokens of a head that are encoded together
+
+
+def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
+    """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
+    if k.shape[1] > FEW_TOKENS or not kernels_of(keys).put or not kernels_of(values).put:
+        encode(keys, k, t0)
+        encode(values, v, t0)
+        return
+    k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
+    n_groups, n, head_dim = k.shape
+    one, other = bound(keys), bound(values)
+    put_key, put_value = one.loops.put, other.loops.put
+    assert put_key is not None
+    assert put_value is not None
+    n_bytes = aligned_size(max(one.loops.put_scratch(keys), other.loops.put_scratch(values)))
+    args = (
+        *(address_of(one.numbers), address_of(other.numbers), put_key.address, put_value.address),
+        *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
+    )
+    launch.run(_append_heads, n_groups, k.size * max(1, n_bytes), args)
+
+
+def encode(codec: Any, x: F32, t0: int) -> None:
+    """Stores x (G, n, D) as tokens t0..: by the codec's loops, or else as its `encode` says."""
+    loops = kernels_of(codec)
+    if loops.encode:
+        loops.encode(codec, x, t0)
+    elif loops.put:
+        n_groups, n, head_dim = x.shape
+        n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // PART)
+        memory = scratch_memory("append", n_groups * n_parts * n_bytes)
+        x = np.ascontiguousarray(x)
+        store = address_of(bound(codec).numbers)
+        args = store, loops.put.address, address_of(x), n, head_dim, t0, memory, n_bytes
+        launch.run(_encode_parts, n_groups * n_parts, x.size, args)
+    else:
+        codec.encode(x, t0)
+
+
+@jit
+def _encode_parts(first: int, last: int, args: Args) -> None:
+    store, put, x, n, head_dim, t0, memory, n_bytes = args
+    n_parts = (n + PART - 1) // PART
+    for item in range(first, last):
+        g, t = item // n_parts, item % n_parts * PART
+        row = x + 4 * (g * n + t) * head_dim
+        call(put, (store, row, min(PART, n - t), g, t0 + t, memory + item * n_bytes))
+
+
+@jit
+def _append_heads(first: int, last: int, args: Args) -> None:
+    key_store, value_store, put_key, put_value, k, v, n, head_dim, t0, memory, n_bytes = args
+    for g in range(first, last):
+        row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
+        call(put_key, (key_store, k + row, n, g, t0, scratch))
+        call(put_value, (value_store, v + row, n, g, t0, scratch))

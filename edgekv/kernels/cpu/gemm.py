@@ -38,8 +38,7 @@ from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
 from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value
-from edgekv.kernels.cpu.launch import caller
-from edgekv.kernels.cpu.loops import Loop
+from edgekv.kernels.cpu.loops import Loop, call
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
@@ -204,9 +203,6 @@ def row_groups(
         done = turn.i
 
 
-call_correction = caller(5)  # `CORRECTION`
-
-
 @intrinsic
 def product_at(context: Any, product: Any, numbers: Any) -> Any:
     """The `Product` of a class, whose fields are int64 at an address."""
@@ -342,7 +338,7 @@ def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int,
             _unpack_panel(p, output, start, n, memory)
             _multiply_panel(p, output, start, n, memory)
             if p.correction:
-                call_correction(p.correction, output, start, n, memory, place)
+                call(p.correction, (output, start, n, memory, place))
 
 
 @intrinsic
@@ -516,7 +512,7 @@ def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, ste
         output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
         _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
         if p.correction:
-            call_correction(p.correction, output, 0, 0, 0, place)
+            call(p.correction, (output, 0, 0, 0, place))
 
 
 @intrinsic
@@ -659,7 +655,7 @@ def _correct(output: int, start: int, n: int, memory: int, place: int) -> None:
         _correct_tile(p, output)
 
 
-CORRECTION = Loop(_correct, 5, exact=True)
+CORRECTION = Loop(_correct, exact=True)
 """(output, start, n, memory, place): add the corrections to y of the `Product` at a place, for outputs output...
 
 Of a tile all blocks; of a panel blocks start..start + n, with the panel's scratch.

@@ -7,7 +7,6 @@ time, with every loop that has it. Where a kernel would have a dozen more parame
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from math import gcd
 from types import FunctionType
@@ -21,55 +20,26 @@ from numba.core import cgutils
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import entry_jit, intrinsic
-from edgekv.kernels.cpu.loops import Loop, address_of, team_loop
-
-
-def call(n_arguments: int) -> Any:
-    """Signature and body of an intrinsic that calls a function of whole numbers by its address."""
-    integer = ir.IntType(64)
-    kind = ir.FunctionType(ir.VoidType(), [integer] * n_arguments)
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * (n_arguments + 1)), build
-
-
-def caller(n_arguments: int) -> Any:
-    """An intrinsic (address, *whole numbers) that calls what is at an address."""
-
-    def at_address(context: Any, *arguments: Any) -> Any:
-        return call(n_arguments)
-
-    names = ("context", "address", *(f"argument_{i}" for i in range(n_arguments)))
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    at_address.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return intrinsic(at_address)
-
-
-call_part, call_prepare, call_put, call_finish = caller(4), caller(5), caller(6), caller(4)
-call_block = caller(9)  # a `score_loop` or an `add_loop`
-
+from edgekv.kernels.cpu.loops import Loop, address_of, call, parallel_loop
 
 _I64 = ir.IntType(64)
 
 
-@team_loop
-def TEAM(n_parts: int, n_items: int, part_of: int, args: int) -> None:
+@parallel_loop
+def PARALLEL_FOR(n_parts: int, n_items: int, part_of: int, args: int) -> None:
     """Calls part_of(first, last, part, args) for each of ``n_parts`` parts of the items, on Numba's threads."""
     for part in prange(n_parts):
-        call_part(part_of, n_items * part // n_parts, n_items * (part + 1) // n_parts, part, args)
+        call(part_of, (n_items * part // n_parts, n_items * (part + 1) // n_parts, part, args))
 
 
 @intrinsic
-def share(context: Any, team: Any, n_parts: Any, n_items: Any, items: Any, args: Any) -> Any:
-    """items(first, last, *args) for all of 0..n_items: at once, or in parts by ``team``, the address of TEAM."""
-    call = items.get_call_type(context, (types.intp, types.intp, *args.types), {})
+def parallel_for(context: Any, team: Any, n_parts: Any, n_items: Any, items: Any, args: Any) -> Any:
+    """items(first, last, *args) for all of 0..n_items: at once, or in parts by PARALLEL_FOR, of address team."""
+    typed = items.get_call_type(context, (types.intp, types.intp, *args.types), {})
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         team, n_parts, n_items, _, packed = values
-        compiled = items.dispatcher.overloads[tuple(call.args)]
+        compiled = items.dispatcher.overloads[tuple(typed.args)]
         context.add_linking_libs([compiled.library])
         part_of = _part_of(context, builder.module, compiled.fndesc, packed.type)
         memory = cgutils.alloca_once_value(builder, packed)
@@ -104,7 +74,7 @@ def _part_of(context: Any, module: Any, compiled: Any, packed: Any) -> Any:
 
 
 def _shared(team: int, n_parts: int, n_items: int, args: Any) -> None:
-    share(team, n_parts, n_items, items, args)  # type: ignore[name-defined]  # noqa: F821
+    parallel_for(team, n_parts, n_items, items, args)  # type: ignore[name-defined]  # noqa: F821
 
 
 @functools.cache
@@ -114,7 +84,7 @@ def shared(items: Any) -> Any:
     code = _shared.__code__.replace(
         co_filename=own.__code__.co_filename, co_firstlineno=own.__code__.co_firstlineno, co_name=name
     )
-    function = FunctionType(code, {"share": share, "items": items, "__name__": own.__module__}, name)
+    function = FunctionType(code, {"parallel_for": parallel_for, "items": items, "__name__": own.__module__}, name)
     function.__module__, function.__qualname__ = own.__module__, name
     return entry_jit(function)
 
@@ -128,7 +98,7 @@ def run(items: Callable[..., None], n_items: int, work: int, *args: Any) -> None
     if work < MIN_PARALLEL_WORK or n_items == 1 or threads.count() == 1:
         shared(items)(0, 1, n_items, args)
     else:
-        threads.run_parallel(shared(items), TEAM.address, threads.count(), n_items, args)
+        threads.run_parallel(shared(items), PARALLEL_FOR.address, threads.count(), n_items, args)
 
 
 def token_splits(n_kv_heads: int, work: int) -> int:
@@ -158,7 +128,7 @@ class Stage:
 
     def __init__(self, items: Callable[[int, int, int, int], None], exact: bool = False) -> None:
         """exact: arithmetic as written, else sums in any order."""
-        self._loop = Loop(items, 4, exact)
+        self._loop = Loop(items, exact)
 
     def run(self, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int) -> None:
         """All items, a share to each of n_threads; on this thread, where that is one."""
@@ -166,4 +136,4 @@ class Stage:
             self._loop.call(0, n_items, 0, address_of(numbers))
         else:
             arguments = n_threads, n_items, self._loop.address, address_of(numbers)
-            threads.run_parallel(TEAM.call, *arguments, n_threads=n_threads)
+            threads.run_parallel(PARALLEL_FOR.call, *arguments, n_threads=n_threads)

@@ -238,5 +238,5 @@ def _add_channels(first: int, last: int, part: int, place: int) -> None:
             put(row, i, get(row, i) + weight * get(result, i))
 
 
-_ROUTE = Loop(_route, 9, exact=True)
+_ROUTE = Loop(_route, exact=True)
 _ADD = launch.Stage(_add_channels, exact=True)  # a channel's sum is the same in whichever share it is

@@ -2,17 +2,19 @@
 
 Keys are read by `prepare` and `score`, values by `add` and `finish`; `put` stores tokens. Each is compiled by
 itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
-``store`` is the address of a codec's numbers (`Loops.store`), g is a KV head, rows are its queries: of the heads
-that share it, each with all query tokens.
+``store`` is the address of a codec's numbers (`CodecKernels.store`), g is a KV head, rows are its queries: of the
+heads that share it, each with all query tokens.
 
     prepare(store, q, rows, g, prepared)
         queries (rows, head_dim) float32 as the scores want them, into ``prepared``
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
-        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `Loops.at_once`
+        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `CodecKernels.at_once`
     add(store, p, gap, rows, g, t, n_tokens, out, scratch)
         out (rows, width) += p[m * gap + i] times token t + i
     finish(store, sums, out, rows)
         out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
+    decode(store, g, t, n, tile, scratch)
+        tile (n, head_dim) float32 = tokens t.. of head g: `edgekv.kernels.cpu.tile` scores and sums it
     put(store, x, n, g, t0, scratch)
         stores x (n, head_dim) as tokens t0.. of head g: of codecs that take tokens one by one
 """
@@ -28,12 +30,14 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
 from edgekv.kernels.cpu.compile import FAST, KeptKernel, intrinsic
-from edgekv.kernels.registry import find_loops
+from edgekv.kernels.registry import find_codec_kernels
 from edgekv.types import F32
 
 ALIGNMENT = 64
@@ -42,12 +46,11 @@ _compiling = threading.RLock()
 
 
 class Loop:
-    """A function of ``n_arguments`` whole numbers, compiled when its address is first asked for."""
+    """A function of whole numbers, compiled when its address is first asked for."""
 
-    def __init__(
-        self, function: Callable[..., None], n_arguments: int, exact: bool = False, parallel: bool = False
-    ) -> None:
-        self.function, self.n_arguments, self.exact, self.parallel = function, n_arguments, exact, parallel
+    def __init__(self, function: Callable[..., None], exact: bool = False, parallel: bool = False) -> None:
+        """exact: arithmetic as written, else sums in any order. parallel: `numba.prange` runs on all threads."""
+        self.function, self.exact, self.parallel = function, exact, parallel
         self._compiled: Any = None
 
     @functools.cached_property
@@ -60,7 +63,7 @@ class Loop:
 
     def _compile(self) -> Any:
         """The function; nobody else has it before it is whole."""
-        signature = types.void(*[types.intp] * self.n_arguments)
+        signature = types.void(*[types.intp] * self.function.__code__.co_argcount)
         fastmath = False if self.exact else FAST
         options = {"nopython": True, "error_model": "numpy", "fastmath": fastmath, "parallel": self.parallel}
         make: Any = CFunc
@@ -81,38 +84,26 @@ class Loop:
         return str(self._compiled._library.get_asm_str())
 
 
-def prepare_loop(function: Callable[..., None]) -> Loop:
-    """Exact arithmetic: what is rounded here is compared bit by bit."""
-    return Loop(function, 5, exact=True)
+score_loop = add_loop = Loop
+prepare_loop = put_loop = finish_loop = functools.partial(Loop, exact=True)  # what they round is compared
+parallel_loop = functools.partial(Loop, exact=True, parallel=True)
 
 
-def put_loop(function: Callable[..., None]) -> Loop:
-    """Exact arithmetic, as `prepare_loop`."""
-    return Loop(function, 6, exact=True)
+@intrinsic
+def call(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls the loop at an address; arguments: whole numbers, a tuple."""
 
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        given = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.VoidType(), [x.type for x in given])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), given)
+        return context.get_dummy_value()
 
-def score_loop(function: Callable[..., None]) -> Loop:
-    """Sums in any order."""
-    return Loop(function, 9)
-
-
-def add_loop(function: Callable[..., None]) -> Loop:
-    """Sums in any order."""
-    return Loop(function, 9)
-
-
-def finish_loop(function: Callable[..., None]) -> Loop:
-    """Exact arithmetic, as `prepare_loop`."""
-    return Loop(function, 4, exact=True)
-
-
-def team_loop(function: Callable[..., None]) -> Loop:
-    """With a `numba.prange` loop, on all threads."""
-    return Loop(function, 4, exact=True, parallel=True)
+    return types.none(types.intp, types.UniTuple(types.intp, len(arguments))), build
 
 
 @dataclasses.dataclass(frozen=True)
-class Loops:
+class CodecKernels:
     """How the tokens of a kind of codec are read.
 
     store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
@@ -144,13 +135,13 @@ class Loops:
         return [loop for loop in every if loop is not None]
 
 
-DECODED = Loops(lambda codec: ())
+DECODED = CodecKernels(lambda codec: ())
 """Of a codec that brings none: `decoded.py` reads what it decodes to."""
 
 
-def loops_of(codec: Any) -> Loops:
+def kernels_of(codec: Any) -> CodecKernels:
     """Returns how a codec, or a codec of that class, is read."""
-    return cast(Loops, find_loops("cpu", codec) or DECODED)
+    return cast(CodecKernels, find_codec_kernels("cpu", codec) or DECODED)
 
 
 class Bound:
@@ -161,7 +152,7 @@ class Bound:
 
     __slots__ = ("loops", "numbers", "pair")
 
-    def __init__(self, loops: Loops, codec: Any) -> None:
+    def __init__(self, loops: CodecKernels, codec: Any) -> None:
         self.loops, self.pair = loops, cast(Any, None)
         self.numbers = np.array(loops.store(codec), np.int64)
 
@@ -170,7 +161,7 @@ def bound(codec: Any) -> Bound:
     """Made once for the arrays that a codec is bound to, and kept in its ``backend_state``."""
     state: Bound | None = codec.backend_state
     if state is None:
-        state = codec.backend_state = Bound(loops_of(codec), codec)
+        state = codec.backend_state = Bound(kernels_of(codec), codec)
     return state
 
 

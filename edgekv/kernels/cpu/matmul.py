@@ -279,7 +279,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
 
 
 _tiles_of = jit(tiles_of)
-LAY_OUT = Loop(_lay_out, 5, exact=True)
+LAY_OUT = Loop(_lay_out, exact=True)
 
 
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass

@@ -1,4 +1,4 @@
-"""Loops over rows of numbers: signed bytes, float16 bits or float32.
+"""CodecKernels over rows of numbers: signed bytes, float16 bits or float32.
 
 Each number is converted once for up to four query rows; four tokens' scores are made side by side, so that their
 lanes are added up together.
@@ -14,7 +14,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, floats, numbers, score_loop
+from edgekv.kernels.cpu.loops import AT_ONCE, CodecKernels, add_loop, floats, numbers, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put, widen
 from edgekv.types import F32, I8, U16
 
@@ -198,8 +198,8 @@ def _numbers(store: int) -> tuple[int, int, int]:
     return get(x, 0), get(x, 1), get(x, 2)
 
 
-LOOPS = {
-    "decoded": Loops(
+KERNELS = {
+    "decoded": CodecKernels(
         lambda tokens: (tokens.address, tokens.capacity, tokens.head_dim),
         _score_decoded,
         _add_decoded,

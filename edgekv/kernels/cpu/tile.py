@@ -12,18 +12,23 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
-from edgekv.kernels.cpu.launch import call
-from edgekv.kernels.cpu.loops import AT_ONCE, Loop, Loops, add_loop, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    CodecKernels,
+    Loop,
+    add_loop,
+    call,
+    floats,
+    halves,
+    numbers,
+    score_loop,
+)
 from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_singles, score_rest, score_singles
 from edgekv.kernels.cpu.scalar import as_float, get, put
 
 TILE = 32  # tokens: 16 KiB at 128 channels
+decode_loop = Loop
 HEADER = 8 * 2  # bytes before the numbers of a codec's own: its decode loop, its head_dim
-
-
-def decode_loop(function: Callable[..., None]) -> Loop:
-    """decode(store, g, t, n, tile, scratch): tile (n, head_dim) float32 = tokens t.. of head g, n <= TILE."""
-    return Loop(function, 6)
 
 
 def tiled(
@@ -31,8 +36,8 @@ def tiled(
     decode: Loop,
     scratch: Callable[[Any], int] = lambda codec: 0,
     **more: Any,
-) -> Loops:
-    """`Loops` that decode; store: (codec) -> the numbers that ``decode`` gets, scratch: (codec) -> its bytes."""
+) -> CodecKernels:
+    """Kernels that decode; store: (codec) -> the numbers that ``decode`` gets, scratch: (codec) -> its bytes."""
 
     def store_numbers(codec: Any) -> tuple[int, ...]:
         return decode.address, codec.head_dim, *store(codec)
@@ -41,13 +46,7 @@ def tiled(
         return 4 * TILE * int(codec.head_dim) + scratch(codec)
 
     own: dict[str, Any] = {"decode": decode, "scratch": scratch_bytes, "at_once": AT_ONCE}
-    return Loops(store_numbers, TILE_SCORES, TILE_SUMS, **own, **more)
-
-
-@intrinsic
-def _call_decode(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """Calls the `decode_loop` at an address."""
-    return call(6)
+    return CodecKernels(store_numbers, TILE_SCORES, TILE_SUMS, **own, **more)
 
 
 @score_loop
@@ -56,7 +55,7 @@ def TILE_SCORES(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, g
     decode, head_dim = get(numbers(store), 0), get(numbers(store), 1)
     for i in range(0, n, TILE):
         few, to = min(TILE, n - i), s + 4 * i
-        _call_decode(decode, store + HEADER, g, t + i, few, tile, tile + 4 * TILE * head_dim)
+        call(decode, (store + HEADER, g, t + i, few, tile, tile + 4 * TILE * head_dim))
         score_singles(q, rows, tile, head_dim, few, to, gap)
         if head_dim % WIDTH:
             score_rest(floats(q), rows, floats(tile), head_dim, few, floats(to), gap)
@@ -68,7 +67,7 @@ def TILE_SUMS(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, o
     decode, head_dim = get(numbers(store), 0), get(numbers(store), 1)
     for i in range(0, n, TILE):
         few, weights = min(TILE, n - i), p + 4 * i
-        _call_decode(decode, store + HEADER, g, t + i, few, tile, tile + 4 * TILE * head_dim)
+        call(decode, (store + HEADER, g, t + i, few, tile, tile + 4 * TILE * head_dim))
         add_singles(weights, gap, rows, tile, head_dim, few, out)
         if head_dim % WIDTH:
             add_rest(floats(weights), gap, rows, floats(tile), head_dim, few, floats(out))

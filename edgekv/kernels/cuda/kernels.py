@@ -31,7 +31,7 @@ from edgekv.kernels.cuda.driver import (
 )
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
 from edgekv.kernels.interface import Segment, Visible
-from edgekv.kernels.registry import find_loops
+from edgekv.kernels.registry import find_codec_kernels
 from edgekv.types import I64
 
 THREADS, TILE = 128, 64
@@ -111,7 +111,7 @@ class Fused(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loops:
+class CodecKernels:
     """What a file for a kind of codec says; ``tools`` are the kernels.
 
     keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
@@ -128,26 +128,26 @@ class Loops:
     fused: Callable[[Driver, int, Any, Any], Fused | None] = lambda *pair: None
 
 
-def loops_of(codec: Any) -> Loops:
+def kernels_of(codec: Any) -> CodecKernels:
     """Returns how a codec, or a codec of that class, is read. Raises CacheError (field kv) where the GPU can't."""
-    loops = find_loops("cuda", codec)
+    loops = find_codec_kernels("cuda", codec)
     if loops is None:
         raise CacheError(
             f"codec of kind {codec.kind!r}: no kernels on device='cuda'; use device='cpu'", field="kv"
         )
-    return cast(Loops, loops)
+    return cast(CodecKernels, loops)
 
 
 def read_keys(codec: Any) -> Reader:
     """What reads a codec that holds keys."""
-    make = loops_of(codec).keys
+    make = kernels_of(codec).keys
     assert make is not None, codec.kind
     return make(codec)
 
 
 def read_values(codec: Any) -> Reader:
     """What reads a codec that holds values."""
-    make = loops_of(codec).values
+    make = kernels_of(codec).values
     assert make is not None, codec.kind
     return make(codec)
 
@@ -273,7 +273,7 @@ class CudaKernels:
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
         """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""
-        loops: Loops | None = find_loops("cuda", codec)
+        loops: CodecKernels | None = find_codec_kernels("cuda", codec)
         if isinstance(t0, Counter) and loops and not loops.placed:
             raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
         if loops and loops.encode:
@@ -329,16 +329,12 @@ class CudaKernels:
 
     def _fused(self, part: Part, rows: int) -> Fused | None:
         keys, values = part.segment.keys, part.segment.values
-        return loops_of(keys).fused(self.driver, rows, keys, values)
+        return kernels_of(keys).fused(self.driver, rows, keys, values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
         segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
         self.launch_scores(read_keys(codec), prepared, t1, s, segment, SEES_ALL)
-
-    def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
-        """out (G, M, D) += p (G, M, t1 - t0) times a codec's tokens t0..t1."""
-        self.launch_values(read_values(codec), p, t0, t1, out)
 
     def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
         keys = read_keys(segment.keys)
@@ -348,7 +344,7 @@ class CudaKernels:
 
     def _prepared(self, keys: Any, q: Array) -> Queries:
         """The queries as the scores of these keys want them."""
-        return loops_of(keys).queries(self, keys, q)
+        return kernels_of(keys).queries(self, keys, q)
 
     def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
         long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]

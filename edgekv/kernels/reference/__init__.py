@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax, sums
+from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax
 from edgekv.kernels.reference.rope import hadamard, hadamard_back, project, split_rope
 from edgekv.kernels.registry import FUNCTIONS, find_function
 
@@ -19,7 +19,6 @@ __all__ = [
     "scores",
     "softmax",
     "split_rope",
-    "sums",
     *FUNCTIONS,
 ]
 

@@ -45,7 +45,7 @@ def attend(
     softmax(p, np.zeros(p.shape[1], np.int64), np.full(p.shape[1], p.shape[2]))
     result = np.zeros_like(q)
     for i, segment in enumerate(segments):
-        sums(segment.values, p[:, :, ends[i] : ends[i + 1]], segment.first, segment.stop, result)
+        result += segment.values.sums(p[:, :, ends[i] : ends[i + 1]], segment.first, segment.stop)
     out[...] = result.reshape(out.shape)
     if weights is not None:
         weights[...] = p[:, :, :-1]
@@ -69,11 +69,6 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     Of a page_index t0 and t1 are pages.
     """
     s[...] = codec.scores(queries, t0, t1)
-
-
-def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
-    out += codec.sums(p, t0, t1)
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:

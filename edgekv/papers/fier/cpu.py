@@ -8,7 +8,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic
-from edgekv.kernels.cpu.loops import Loops, address_of, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
@@ -95,8 +95,8 @@ def _store(index: Any) -> tuple[int, ...]:
     return index.head_dim, index.n_blocks, index.block, *addresses
 
 
-LOOPS = {
-    "sign_index": Loops(
+KERNELS = {
+    "sign_index": CodecKernels(
         _store,
         score=_score,
         block=lambda index: max(BLOCK, index.block),

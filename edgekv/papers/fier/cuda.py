@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.kernels.cuda.kernels import Loops, Reader
+from edgekv.kernels.cuda.kernels import CodecKernels, Reader
 
 
 def _read(index: Any) -> Reader:
@@ -15,4 +15,4 @@ def _read(index: Any) -> Reader:
     return Reader("RowKeys<FierRow>", file, *store, joins=False, tiles=2)
 
 
-LOOPS = {"sign_index": Loops(_read)}
+KERNELS = {"sign_index": CodecKernels(_read)}

@@ -9,7 +9,16 @@ from numba import types
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.compile import Args, Scalar, intrinsic, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
+from edgekv.kernels.cpu.loops import (
+    CodecKernels,
+    address_of,
+    floats,
+    numbers,
+    prepare_loop,
+    put_loop,
+    score_loop,
+    words,
+)
 from edgekv.kernels.cpu.rope import multiply_row
 from edgekv.kernels.cpu.scalar import count_ones, get, put, sign_bits
 from edgekv.kernels.interface import BLOCK
@@ -96,8 +105,8 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
         pack_signs(keys @ codec.projection.T, codec.arrays["signs"], t0 + a)
 
 
-LOOPS = {
-    "signs": Loops(
+KERNELS = {
+    "signs": CodecKernels(
         _store_numbers,
         prepare=_prepare,
         score=_score,

@@ -43,7 +43,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
 
 
-LOOPS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put)}
+KERNELS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put)}
 
 
 @jit

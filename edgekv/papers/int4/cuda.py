@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.codecs.ints.cuda import read_integers
 from edgekv.kernels.cuda.driver import Array, Launch, Program, place
-from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Reader, per_head
+from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
@@ -30,4 +30,4 @@ def _read(codec: Any) -> Reader:
     return read_integers("RowValues", a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO")
 
 
-LOOPS = {"int4": Loops(values=_read, encode=_encode, placed=True)}
+KERNELS = {"int4": CodecKernels(values=_read, encode=_encode, placed=True)}

@@ -77,7 +77,7 @@ def _span_bytes(codec: Any) -> int:
     return 8 * TILE * int(codec.spans)
 
 
-LOOPS = {
+KERNELS = {
     "kivi_keys": tiled(
         lambda codec: _store(codec, codec.capacity, codec.group),
         _decode_keys,

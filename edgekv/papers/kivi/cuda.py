@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.codecs.ints.cuda import read_integers
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.kernels import Loops, Reader
+from edgekv.kernels.cuda.kernels import CodecKernels, Reader
 
 
 def _read_keys(codec: Any) -> Reader:
@@ -27,7 +27,7 @@ def _read_values(codec: Any) -> Reader:
     return read_integers("RowValues", a["codes"], (a["step"], a["low"]), codec.head_dim, "FROM_LOW")
 
 
-LOOPS = {
-    "kivi_keys": Loops(_read_keys),
-    "kivi_values": Loops(values=_read_values),
+KERNELS = {
+    "kivi_keys": CodecKernels(_read_keys),
+    "kivi_values": CodecKernels(values=_read_values),
 }

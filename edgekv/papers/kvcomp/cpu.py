@@ -118,7 +118,7 @@ def _scratch(codec: Any) -> int:
     return 8 * max(TILE, int(codec.head_dim)) + RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
 
 
-LOOPS = {
+KERNELS = {
     "huffman_keys": tiled(_store, _decode_keys, _scratch),
     "huffman_values": tiled(_store, _decode_values, _scratch),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Launch, Program
-from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Reader
+from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader
 from edgekv.papers.kvcomp.codebook import TABLE_BITS
 
 FOLDER = pathlib.Path(__file__).parent
@@ -45,7 +45,7 @@ def _read(name: str) -> Callable[[Any], Reader]:
     return read
 
 
-LOOPS = {
-    "huffman_keys": Loops(_read("RowKeys<HuffmanRow<false>>")),
-    "huffman_values": Loops(values=_read("RowValues<HuffmanRow<true>>")),
+KERNELS = {
+    "huffman_keys": CodecKernels(_read("RowKeys<HuffmanRow<false>>")),
+    "huffman_values": CodecKernels(values=_read("RowValues<HuffmanRow<true>>")),
 }

@@ -3,7 +3,7 @@
 import numpy as np
 
 from edgekv.codecs.f16 import cpu as f16
-from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
+from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 ZERO = np.float32(0)
@@ -21,10 +21,10 @@ def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
             put(target, m * width + head_dim + d, minimum(x, ZERO))
 
 
-LOOPS = {
-    "page_index": Loops(
+KERNELS = {
+    "page_index": CodecKernels(
         lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
-        score=f16.LOOPS["f16"].score,
+        score=f16.KERNELS["f16"].score,
         prepare=_split,
         prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
     )

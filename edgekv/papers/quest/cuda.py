@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.driver import Array
-from edgekv.kernels.cuda.kernels import CudaKernels, Loops, Queries, Reader
+from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Queries, Reader
 
 
 def _read(index: Any) -> Reader:
@@ -20,4 +20,4 @@ def _parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 
 
-LOOPS = {"page_index": Loops(_read, queries=_parts)}
+KERNELS = {"page_index": CodecKernels(_read, queries=_parts)}

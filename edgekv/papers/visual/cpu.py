@@ -44,4 +44,4 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *gaps
 
 
-LOOPS = {"levels": tiled(_store, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}
+KERNELS = {"levels": tiled(_store, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}

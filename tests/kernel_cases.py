@@ -115,9 +115,9 @@ def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **para
 
 
 def own(backend: Any, kind: str) -> Any:
-    """A backend's file beside a kind of codec."""
-    package = CODECS[kind].backends["cpu"].rpartition(".")[0]
-    return import_module(f"{package}.{backend.__name__.rpartition('.')[2]}")
+    """A backend's file beside a kind of codec; NumPy's meaning may lie with the codec."""
+    package, name = CODECS[kind].backends["cpu"].rpartition(".")[0], backend.__name__.rpartition(".")[2]
+    return import_module(f"{package}.{'codec' if kind == 'signs' and name == 'reference' else name}")
 
 
 def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> None:

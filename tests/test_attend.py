@@ -14,6 +14,7 @@ from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
 from edgekv.codecs.codec import Codec, Layout
 from edgekv.codecs.f16 import F16
+from edgekv.codecs.ints import Symmetric4
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
@@ -100,10 +101,12 @@ VARIANTS = (
 OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "planes of several bits": several_bits,
     "from outside": lambda p: (Rounded(*p.store), Rounded(*p.store)),
+    "symmetric": lambda p: (Symmetric4(*p.store), Symmetric4(*p.store)),
 }
 if HAS_PAPERS:
     from edgekv.papers.evicting.mikv import TokenKeys
-    from edgekv.papers.h1b.codec import Int4, SignSketch
+    from edgekv.papers.h1b.codec import SignSketch
+    from edgekv.papers.int4 import Int4
     from edgekv.papers.kivi import KiviValues
     from edgekv.papers.visual.codec import ChannelLevels, LevelSpan
 

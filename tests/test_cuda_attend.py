@@ -19,7 +19,8 @@ from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import Segment
-from edgekv.papers.h1b.codec import Int4, SignSketch
+from edgekv.papers.h1b.codec import SignSketch
+from edgekv.papers.int4 import Int4
 from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 

@@ -13,7 +13,7 @@ from kernel_cases import (
 
 from edgekv.codecs.codec import Codec
 from edgekv.kernels import reference
-from edgekv.papers.h1b.codec import Int4
+from edgekv.papers.int4 import Int4
 from edgekv.papers.kivi import KiviKeys, KiviValues
 
 POISON, HUGE_F16 = 0x6B, 0x7BFF

@@ -22,8 +22,8 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.papers.h1b import reference as plain
-from edgekv.papers.h1b.reference import pack_sign_rows
+from edgekv.papers.h1b import codec as plain
+from edgekv.papers.h1b.codec import pack_sign_rows
 
 CASES = cases((*SIGN_BITS, 192))
 SMALL = Case(d=128, length=70, g=2, r=3, n=2, t0=60, s0=2)

@@ -180,6 +180,6 @@ def test_what_can_not_be_adapted_says_so() -> None:
 
 
 def test_only_four_bit_values_need_an_even_head_size() -> None:
-    with pytest.raises(CacheError, match=r"^kv='h1b' packs two values to a byte: head_dim 15 must be even$"):
+    with pytest.raises(CacheError, match="kv='h1b' packs 2 elements"):
         make("h1b", (2, 2, 15), 10)
     make("sign_keys", (2, 2, 15), 10)

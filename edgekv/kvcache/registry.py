@@ -42,7 +42,7 @@ REMOVED = {
 """Schemes that there were -> what to do instead."""
 OF_PAPERS = (
     *("fier", "h1b", "h2o", "int4", "kivi2", "kvcomp", "mikv", "quest", "sign_keys", "snapkv"),
-    *("streaming", "tova", "visual1", "visual=planes"),
+    *("streaming", "tova", "visual1", "visual=planes", "loki1", "minicache4", "visual_planes"),
 )
 """What `edgekv.papers` brings, which an installation may leave out."""
 FACTS_TOKENS = 8192

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, in_package
-from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.config import Config, flag, number, one_of, share_of_context
+from edgekv.papers import require_whole_bytes
 from edgekv.papers.evicting import LowestFirst, are_places, pick
 from edgekv.papers.kivi import KiviValues
 from edgekv.types import F32, I64, Array
@@ -73,13 +73,7 @@ class MiKV(LowestFirst):
     def __init__(self, geometry: Geometry, config: MiKVConfig) -> None:
         super().__init__(geometry, config)
         self.recent = max(1, round(config.recent * self.slots))
-        if geometry.head_dim * config.bits % 8:
-            raise CacheError(
-                f"kv='mikv:bits={config.bits}' packs {8 // config.bits} elements to a byte: head_dim "
-                f"{geometry.head_dim} must be a multiple of that",
-                field="kv",
-                value=f"mikv:bits={config.bits}",
-            )
+        require_whole_bytes(f"mikv:bits={config.bits}", geometry.head_dim, 8 // config.bits)
         shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
         self._low_keys = TokenKeys(*shape, config.bits, span=geometry.head_dim)
         self._low_values = KiviValues(*shape, config.bits, span=geometry.head_dim)

@@ -28,7 +28,9 @@ from edgekv.kvcache.config import (
     seed,
 )
 from edgekv.kvcache.full import FullCache
-from edgekv.papers.h1b.codec import Int4, SignSketch
+from edgekv.papers import require_whole_bytes
+from edgekv.papers.h1b.codec import SignSketch
+from edgekv.papers.int4 import Int4
 from edgekv.types import F32
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation
@@ -115,12 +117,7 @@ class H1B(FullCache):
         self.sketch = SignSketch(*shape, config.sketch_bits, config.seed)
         if config.f16_values:
             return self.sketch, F16(*shape)
-        if geometry.head_dim % 2:
-            raise CacheError(
-                f"kv='h1b' packs two values to a byte: head_dim {geometry.head_dim} must be even",
-                field="kv",
-                value="h1b",
-            )
+        require_whole_bytes("h1b", geometry.head_dim, 2)
         return self.sketch, Int4(*shape)
 
     @property

@@ -1,14 +1,13 @@
-"""H1B-KV's codecs: keys as signs of a random projection, values in four bits."""
+"""H1B-KV's keys: signs of a random projection, 64 to a word, compared by XOR and a count of bits."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from edgekv.codecs.codec import WORD, Codec, Layout, in_package
 from edgekv.kernels import Kernels
-from edgekv.papers.h1b.reference import pack_sign_rows, pack_signs, scores_signs
-from edgekv.papers.int4.reference import decode_int4, encode_int4
-from edgekv.types import F32, Array
+from edgekv.types import F32, U64, Array
 
 
 class SignSketch(Codec):
@@ -67,26 +66,29 @@ class SignSketch(Codec):
         return s
 
 
-class Int4(Codec):
-    """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
+def pack_signs(x: F32, codes: U64, t0: int) -> None:
+    """Stores the signs of x (G, n, b) at tokens t0.. of codes (G, cap // 64, W, 64), W = b // 64.
 
-    kind = "int4"
-    backends = in_package("edgekv.papers.int4")
+    Token t lies at [:, t // 64, :, t % 64]; bit j of word w is x[..., 64 * w + j] >= 0.
+    """
+    tokens = np.arange(t0, t0 + x.shape[1])
+    # two index arrays apart from each other bring the token axis to the front
+    codes[:, tokens // WORD, :, tokens % WORD] = pack_sign_rows(x).transpose(1, 0, 2)
 
-    def layout(self) -> Layout:
-        tokens = (self.n_kv_heads, self.capacity)
-        return {
-            "codes": ((*tokens, self.head_dim // 2), "uint8"),
-            "delta": (tokens, "uint16"),
-            "zero": (tokens, "uint8"),
-        }
 
-    @property
-    def token_bytes(self) -> int:
-        return self.n_kv_heads * (self.head_dim // 2 + 3)
+def scores_signs(
+    q_codes: U64, codes: U64, t0: int, t1: int, scale: npt.NDArray[np.floating], s: F32, s0: int
+) -> None:
+    """s[:, :, s0:] = scale (G, M) times the product of signs: q_codes (G, M, W) with tokens t0..t1."""
+    tokens = np.arange(t0, t1)
+    keys = codes[:, tokens // WORD, :, tokens % WORD].transpose(1, 0, 2)  # (G, T, W)
+    n_bits = 64 * keys.shape[2]
+    for m in range(q_codes.shape[1]):
+        differing = np.ascontiguousarray(q_codes[:, m, None] ^ keys).view(np.uint8)
+        count = np.unpackbits(differing, axis=-1).sum(axis=-1, dtype=np.int32)  # (G, T)
+        s[:, m, s0 : s0 + t1 - t0] = scale[:, m, None] * (n_bits - 2 * count).astype(np.float32)
 
-    def encode(self, x: F32, t0: int) -> None:
-        encode_int4(x, self.arrays["codes"], self.arrays["delta"], self.arrays["zero"], t0)
 
-    def decode(self, t0: int, t1: int) -> F32:
-        return decode_int4(*(self.arrays[name][:, t0:t1] for name in ("codes", "delta", "zero")))
+def pack_sign_rows(x: F32) -> U64:
+    """The signs of x (G, M, b) as (G, M, b // 64) words: bit j of word w is x[..., 64 * w + j] >= 0."""
+    return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")

@@ -16,7 +16,7 @@ ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / he
 
 
 def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
-    """As `edgekv.papers.h1b.reference.pack_signs`: x (G, n, bits), codes (G, blocks, words, tokens of a block)."""
+    """As `edgekv.papers.h1b.codec.pack_signs`: x (G, n, bits), codes (G, blocks, words, tokens of a block)."""
     n_kv_heads, n, bits = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
@@ -25,7 +25,7 @@ def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
 
 
 def pack_sign_rows(tools: CudaKernels, x: Array) -> Array:
-    """As `edgekv.papers.h1b.reference.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
+    """As `edgekv.papers.h1b.codec.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
     words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
     pack_signs(tools, x, words, 0)
     return words[..., 0]

@@ -1,14 +1,57 @@
-"""Symmetric 4-bit keys and values with a scale per token: what H1B-KV compares against as MiniCache."""
+"""4 bits: symmetric keys and values (in H1B-KV's tables MiniCache), and H1B-KV's own affine values."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from edgekv.codecs.codec import Codec
+import numpy as np
+
+from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
 from edgekv.codecs.ints import Symmetric4
-from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.full import FullCache
+from edgekv.papers import require_whole_bytes
+from edgekv.types import F32
+
+
+class Int4(Codec):
+    """round(x / delta) + zero in 0..15 per token (H1B-KV eq. 4), two codes to a byte: head_dim / 2 + 3 bytes.
+
+    Byte j of a token has element j in its low nibble and element j + head_dim / 2 in its high one. delta: float16
+    bits of (hi - lo) / 15, rounded up so that the range is covered, where lo = min(x, 0) and hi = max(x, 0); zero
+    is round(-lo / delta). Halves round to even. A token of zeros has delta 0 and decodes to zeros.
+    """
+
+    kind = "int4"
+    backends = in_package("edgekv.papers.int4")
+
+    def layout(self) -> Layout:
+        tokens = (self.n_kv_heads, self.capacity)
+        codes = (*tokens, self.head_dim // 2)
+        return {"codes": (codes, "uint8"), "delta": (tokens, "uint16"), "zero": (tokens, "uint8")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim // 2 + 3)
+
+    def encode(self, x: F32, t0: int) -> None:
+        """Stores finite x (n_kv_heads, n, head_dim) as tokens t0.."""
+        codes, delta, zero = (self.arrays[name][:, t0 : t0 + x.shape[1]] for name in ("codes", "delta", "zero"))
+        lo, hi = np.minimum(x.min(axis=2), 0), np.maximum(x.max(axis=2), 0)  # (n_kv_heads, n)
+        delta[:] = round_up_to_f16((hi - lo) / np.float32(15))
+        step = delta.view(np.float16).astype(np.float32)
+        step[step == 0] = 1  # only if all elements are (nearly) zero: they round to code 0
+        offset = np.rint(-lo / step)
+        zero[:] = offset
+        levels = np.clip(np.rint(x / step[..., None]) + offset[..., None], 0, 15).astype(np.uint8)
+        half = x.shape[2] // 2
+        codes[:] = levels[..., :half] | levels[..., half:] << 4
+
+    def decode(self, t0: int, t1: int) -> F32:
+        codes, delta, zero = (self.arrays[name][:, t0:t1] for name in ("codes", "delta", "zero"))
+        levels = np.concatenate([codes & 15, codes >> 4], axis=2).astype(np.float32)
+        values: F32 = (levels - zero[..., None]) * delta.view(np.float16).astype(np.float32)[..., None]
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +75,6 @@ class Int4Cache(FullCache):
     Config = Int4CacheConfig
 
     def codecs(self, geometry: Geometry, config: Int4CacheConfig) -> tuple[Codec, Codec]:
-        if geometry.head_dim % 2:
-            raise CacheError(
-                f"kv='int4' packs two elements to a byte: head_dim {geometry.head_dim} must be even",
-                field="kv",
-                value="int4",
-            )
+        require_whole_bytes("int4", geometry.head_dim, 2)
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return Symmetric4(*shape), Symmetric4(*shape)

@@ -14,7 +14,7 @@ ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
 
 
 def encode_int4(tools: CudaKernels, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
-    """As `edgekv.papers.int4.reference.encode_int4`. x (G, n, D)."""
+    """As `edgekv.papers.int4.Int4.encode`. x (G, n, D)."""
     n_kv_heads, n, d = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)

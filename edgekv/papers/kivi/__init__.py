@@ -5,18 +5,51 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package
+import numpy as np
+
+from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package, round_up_to_f16
 from edgekv.codecs.f16 import f16_codecs
-from edgekv.errors import CacheError
+from edgekv.codecs.ints import pack_codes, unpack_codes
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.windowed import SinkWindowCache, Sizes
-from edgekv.papers.kivi import reference
-from edgekv.types import F32
+from edgekv.papers import require_whole_bytes
+from edgekv.types import F32, U8, U16
 
 
-class KiviKeys(Codec):
-    """low + step * code per channel of ``group`` tokens: head_dim * (bits / 8 + 4 / group) bytes.
+class KiviCodec(Codec):
+    """low + step * code; the elements that share these two are a channel of some tokens, or a token's channels."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.bits, self.n_bytes = bits, head_dim * bits // 8
+
+    def _layout(self, *ends: int) -> Layout:
+        codes = (self.n_kv_heads, self.capacity, self.n_bytes)
+        return {"codes": (codes, "uint8"), "step": (ends, "uint16"), "low": (ends, "uint16")}
+
+    def _levels_of(self, x: F32, axis: int, step: U16, low: U16) -> U8:
+        """Returns round((x - low) / step) in 0..top = 2 ** bits - 1, halves to even; fills ``low`` and ``step``.
+
+        x: (n_kv_heads, ...), of which the elements along the axis share both: the least, rounded to float16, and
+        (largest - low) / top, rounded up to float16.
+        """
+        top = np.float32(2**self.bits - 1)
+        least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16) + np.float32(0)  # no -0
+        low[...] = least.astype(np.float16).view(np.uint16)
+        least = _widen(low)
+        step[...] = round_up_to_f16(np.maximum(x.max(axis) - least, 0) / top)
+        size = _widen(step)
+        size[size == 0] = 1
+        position = (x - np.expand_dims(least, axis)) / np.expand_dims(size, axis)
+        levels: U8 = np.clip(np.rint(position), 0, top).astype(np.uint8)
+        return levels
+
+
+class KiviKeys(KiviCodec):
+    """Ends per channel of ``group`` tokens: head_dim * (bits / 8 + 4 / group) bytes.
 
     Whole groups only: they are encoded from a multiple of ``group`` on, and ``capacity`` is one.
     """
@@ -25,57 +58,63 @@ class KiviKeys(Codec):
     backends = in_package("edgekv.papers.kivi")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim)
-        self.n_bytes, self.group = head_dim * bits // 8, group
+        super().__init__(n_kv_heads, capacity, head_dim, bits)
+        self.group = group
 
     def layout(self) -> Layout:
-        ends = (self.n_kv_heads, self.capacity // self.group, self.head_dim)
-        return {
-            "codes": ((self.n_kv_heads, self.capacity, self.n_bytes), "uint8"),
-            "step": (ends, "uint16"),
-            "low": (ends, "uint16"),
-        }
+        return self._layout(self.n_kv_heads, self.capacity // self.group, self.head_dim)
 
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + -(-4 * self.head_dim // self.group))
 
     def encode(self, x: F32, t0: int) -> None:
-        a = self.arrays
-        reference.encode_kivi_keys(x, a["codes"], a["step"], a["low"], t0)
+        (g, n, head_dim), a = x.shape, self.arrays
+        groups = slice(t0 // self.group, (t0 + n) // self.group)
+        parts = x.reshape(g, -1, self.group, head_dim)
+        levels = self._levels_of(parts, 2, a["step"][:, groups], a["low"][:, groups])
+        a["codes"][:, t0 : t0 + n] = pack_codes(levels, self.n_bytes).reshape(g, n, self.n_bytes)
 
     def decode(self, t0: int, t1: int) -> F32:
-        return reference.kivi_keys(self, t0, t1)
+        groups = np.arange(t0, t1) // self.group
+        step, low = (_widen(self.arrays[name][:, groups]) for name in ("step", "low"))
+        keys: F32 = low + step * unpack_codes(self.arrays["codes"][:, t0:t1], self.head_dim)
+        return keys
 
 
-class KiviValues(Codec):
-    """low + step * code per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
+class KiviValues(KiviCodec):
+    """Ends per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
 
     kind = "kivi_values"
     backends = in_package("edgekv.papers.kivi")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, span: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim)
-        self.n_bytes, self.spans = head_dim * bits // 8, head_dim // span
+        super().__init__(n_kv_heads, capacity, head_dim, bits)
+        self.spans = head_dim // span
 
     def layout(self) -> Layout:
-        ends = (self.n_kv_heads, self.spans, self.capacity)
-        return {
-            "codes": ((self.n_kv_heads, self.capacity, self.n_bytes), "uint8"),
-            "step": (ends, "uint16"),
-            "low": (ends, "uint16"),
-        }
+        return self._layout(self.n_kv_heads, self.spans, self.capacity)
 
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + 4 * self.spans)
 
     def encode(self, x: F32, t0: int) -> None:
-        a = self.arrays
-        reference.encode_kivi_values(x, a["codes"], a["step"], a["low"], t0)
+        (g, n, _), a, tokens = x.shape, self.arrays, slice(t0, t0 + x.shape[1])
+        spans = x.reshape(g, n, self.spans, -1).transpose(0, 2, 1, 3)
+        levels = self._levels_of(spans, 3, a["step"][:, :, tokens], a["low"][:, :, tokens])
+        a["codes"][:, tokens] = pack_codes(levels.transpose(0, 2, 1, 3).reshape(x.shape), self.n_bytes)
 
     def decode(self, t0: int, t1: int) -> F32:
-        return reference.kivi_values(self, t0, t1)
+        a, shape = self.arrays, (self.n_kv_heads, t1 - t0, self.spans, -1)
+        levels = unpack_codes(a["codes"][:, t0:t1], self.head_dim).reshape(shape)
+        step, low = (_widen(a[name][:, :, t0:t1]).transpose(0, 2, 1)[..., None] for name in ("step", "low"))
+        values: F32 = (low + step * levels).reshape(self.n_kv_heads, t1 - t0, self.head_dim)
+        return values
+
+
+def _widen(bits: U16) -> F32:
+    return contiguous(bits).view(np.float16).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +160,8 @@ class Kivi(SinkWindowCache):
         return Sizes(sink=0, residual_length=config.residual_length, block=config.group)
 
     def codecs(self, geometry: Geometry, capacity: int, config: KiviConfig) -> tuple[Codec, Codec]:
-        head_dim, per_byte = geometry.head_dim, 8 // config.bits
-        if head_dim % per_byte:
-            raise CacheError(
-                f"kv='kivi2:bits={config.bits}' packs {per_byte} elements to a byte: head_dim {head_dim} must be "
-                f"a multiple of {per_byte}",
-                field="kv",
-                value=f"kivi2:bits={config.bits}",
-            )
+        head_dim = geometry.head_dim
+        require_whole_bytes(f"kivi2:bits={config.bits}", head_dim, 8 // config.bits)
         if config.vgroup and head_dim % config.vgroup:
             raise bad_option("kivi2", "vgroup", config.vgroup, f"a divisor of head_dim {head_dim}")
         shape = geometry.n_kv_heads, capacity, head_dim

@@ -24,7 +24,7 @@ ROW_COUNTS = 4, 2, 1
 # Tokens whose scores are made together, and vectors of channels summed together, by rows: to fit the registers.
 TOKENS = {1: 4, 2: 4, 4: 2 if emit.FEW_REGISTERS else 4}
 COLUMNS = {1: 4, 2: 2 if emit.FEW_REGISTERS else 4, 4: 2 if emit.FEW_REGISTERS else 4}
-AHEAD = 8  # tokens
+AHEAD = 64  # tokens
 
 
 def score_rows(size: int, alike: bool = False) -> Any:
@@ -101,7 +101,8 @@ def _score(
             ahead = b.add(first, b.mul(row_bytes, emit.I64(AHEAD)))
             zeros = [emit.constant(VECTOR, 0)] * (n_rows * n_tokens)
             with emit.loop(b, emit.I64(0), head_dim, N, zeros) as turn:
-                emit.prefetch(b, b.add(ahead, b.mul(turn.i, emit.I64(size * n_tokens))), size * n_tokens * N)
+                if size < 4:  # a tile is in the first cache
+                    emit.prefetch(b, b.add(ahead, b.mul(turn.i, emit.I64(size * n_tokens))), size * n_tokens * N)
                 key, query = b.add(first, b.mul(turn.i, emit.I64(size))), b.add(q, b.mul(turn.i, emit.I64(4)))
                 xs = [_load(b, size, b.add(key, b.mul(row_bytes, emit.I64(t)))) for t in range(n_tokens)]
                 qs = [emit.load(b, VECTOR, b.add(query, b.mul(query_bytes, emit.I64(m)))) for m in range(n_rows)]
@@ -130,7 +131,8 @@ def _add(size: int, n_rows: int, b: Any, p: Any, gap: Any, values: Any, head_dim
             so_far = [emit.load(b, VECTOR, *place) for place in places]
             with emit.loop(b, emit.I64(0), n, 1, so_far) as turn:
                 value = b.add(first, b.mul(turn.i, row_bytes))
-                emit.prefetch(b, b.add(value, b.mul(row_bytes, emit.I64(AHEAD))), size * n_columns * N)
+                if size < 4:
+                    emit.prefetch(b, b.add(value, b.mul(row_bytes, emit.I64(AHEAD))), size * n_columns * N)
                 xs = [_load(b, size, value, size * N * c) for c in range(n_columns)]
                 weight = b.add(p, b.mul(turn.i, emit.I64(4)))
                 ws = [

@@ -5,6 +5,7 @@ A tile stays in the first-level cache while all query rows of the group read it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,154 +74,98 @@ def TILE_SUMS(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, o
             add_rest(floats(weights), gap, rows, floats(tile), head_dim, few, floats(out))
 
 
+BITS = 2, 4, 8
 WIDE = max(8, WIDTH)  # channels decoded side by side
 
 
-def _channels(b: Any, low: Any, step: Any, start: Any, width: int) -> tuple[Any, Any]:
-    """Ends of each of ``width`` channels from ``start`` on."""
+@intrinsic
+def decode_tokens(
+    context: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
+) -> Any:
+    """tile (n, head_dim) = low + step * code, of n tokens in 8, 4 or 2 bits; low, step (spans, TILE) float32.
+
+    Byte j of a token has the channels j, j + n_bytes, ... from its low bits up. span: channels that share low and
+    step, head_dim or a part of it.
+    """
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes, n_bytes, n_bits, n, low, step, span, tile = args
+        several = b.icmp_signed("<", b.mul(span, n_bits), b.mul(n_bytes, emit.I64(8)))
+        given = codes, n_bytes, n, low, step, span, tile
+        with b.if_else(several) as (spans, tokens):
+            with spans:
+                _switch_bits(b, n_bits, "spans", given)
+            with tokens:
+                _switch_bits(b, n_bits, "tokens", given)
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 8), build
+
+
+@intrinsic
+def decode_channels(
+    context: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, tile: Any
+) -> Any:
+    """`decode_tokens` with low and step (head_dim,) of each channel."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes, n_bytes, n_bits, n, low, step, tile = args
+        given = codes, n_bytes, n, low, step, n_bytes, tile
+        _switch_bits(b, n_bits, "channels", given)
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 7), build
+
+
+def _switch_bits(b: Any, n_bits: Any, what: str, given: tuple[Any, ...]) -> None:
+    for bits in BITS:
+        with b.if_then(b.icmp_signed("==", n_bits, emit.I64(bits))):
+            emit.call_own(b, f"decode_{what}_{bits}", functools.partial(_decode, bits, what), *given)
+
+
+def _decode(
+    n_bits: int, what: str, b: Any, codes: Any, n_bytes: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
+) -> None:
+    parts, wide = range(8 // n_bits), emit.I64(WIDE)
+    whole = b.mul(b.udiv(n_bytes, wide), wide)
+    if what == "spans":  # a vector's channels have the same ends, or there are none
+        left = b.or_(b.urem(span, wide), b.urem(n_bytes, wide))
+        whole = b.select(b.icmp_signed("==", left, emit.I64(0)), n_bytes, emit.I64(0))
+    done = emit.I64(0)
+    for width, stop in ((WIDE, whole), (1, n_bytes)):
+        byte = emit.vector(emit.I8, width) if width > 1 else emit.I8
+        with emit.loop(b, done, stop, width) as turn:
+            starts = [b.add(turn.i, b.mul(n_bytes, emit.I64(part))) for part in parts]
+            ends = [channel_ends(b, low, step, start, width) for start in starts if what == "channels"]
+            rows = [b.mul(b.udiv(start, span), emit.I64(TILE)) for start in starts if what == "spans"]
+            with emit.loop(b, emit.I64(0), n, 1) as token:
+                raw = emit.load(b, byte, b.add(codes, b.add(turn.i, b.mul(token.i, n_bytes))))
+                word = b.zext(raw, emit.like(raw, emit.I32))
+                if what == "tokens":
+                    ends = [token_ends(b, low, step, token.i, width)] * len(parts)
+                elif what == "spans":
+                    ends = [token_ends(b, low, step, b.add(row, token.i), width) for row in rows]
+                to = b.add(tile, b.mul(token.i, b.mul(n_bytes, emit.I64(4 * len(parts)))))
+                for part, (start, (least, size)) in enumerate(zip(starts, ends, strict=True)):
+                    code = b.lshr(word, emit.constant(word.type, part * n_bits)) if part else word
+                    if part < len(parts) - 1:
+                        code = b.and_(code, emit.constant(word.type, (1 << n_bits) - 1))
+                    x = emit.multiply_add(b, b.sitofp(code, least.type), size, least)
+                    emit.store(b, x, b.add(to, b.mul(start, emit.I64(4))))
+        done = turn.i
+
+
+def channel_ends(b: Any, low: Any, step: Any, start: Any, width: int) -> tuple[Any, Any]:
+    """low and step of each of ``width`` channels from ``start`` on, inside a kernel."""
     kind, at = emit.vector(emit.F32, width) if width > 1 else emit.F32, b.mul(start, emit.I64(4))
     return emit.load(b, kind, b.add(low, at)), emit.load(b, kind, b.add(step, at))
 
 
-def _token(b: Any, low: Any, step: Any, i: Any, width: int) -> tuple[Any, Any]:
-    """Ends of token i, for each of ``width`` channels."""
+def token_ends(b: Any, low: Any, step: Any, i: Any, width: int) -> tuple[Any, Any]:
+    """low[i] and step[i], for each of ``width`` channels."""
     at = b.mul(i, emit.I64(4))
-    ends = [emit.load(b, emit.F32, b.add(end, at)) for end in (low, step)]
-    if width > 1:
-        ends = [emit.splat(b, end, width) for end in ends]
-    return ends[0], ends[1]
-
-
-def _span(b: Any, start: Any, span: Any, i: Any) -> Any:
-    """Where the ends lie of token i and the span of channels that ``start`` is in."""
-    return b.add(b.mul(b.udiv(start, span), emit.I64(TILE)), i)
-
-
-def _code_decoder(n_bits: int, ends_of: str) -> Any:
-    """Returns the loop over codes of so many bits, whose ends belong to a channel, a token, or a span of one."""
-    parts = 8 // n_bits
-
-    @intrinsic
-    def decode(
-        context: Any, codes: Any, n_bytes: Any, whole: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
-    ) -> Any:
-        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            codes, n_bytes, whole, n, low, step, span, tile = args
-            done = emit.I64(0)
-            for width, stop in ((WIDE, whole), (1, n_bytes)):
-                byte = emit.vector(emit.I8, width) if width > 1 else emit.I8
-                with emit.loop(b, done, stop, width) as turn:
-                    starts = [b.add(turn.i, b.mul(n_bytes, emit.I64(part))) for part in range(parts)]
-                    ends = [_channels(b, low, step, start, width) for start in starts if ends_of == "channel"]
-                    with emit.loop(b, emit.I64(0), n, 1) as token:
-                        raw = emit.load(b, byte, b.add(codes, b.add(turn.i, b.mul(token.i, n_bytes))))
-                        word = b.zext(raw, emit.like(raw, emit.I32))
-                        if ends_of == "token":
-                            ends = [_token(b, low, step, token.i, width)] * parts
-                        elif ends_of == "span":
-                            ends = [_token(b, low, step, _span(b, x, span, token.i), width) for x in starts]
-                        row = b.add(tile, b.mul(token.i, b.mul(n_bytes, emit.I64(4 * parts))))
-                        for part, (start, (least, size)) in enumerate(zip(starts, ends, strict=True)):
-                            code = b.lshr(word, emit.constant(word.type, part * n_bits)) if part else word
-                            if part < parts - 1:
-                                code = b.and_(code, emit.constant(word.type, (1 << n_bits) - 1))
-                            x = emit.multiply_add(b, b.sitofp(code, least.type), size, least)
-                            emit.store(b, x, b.add(row, b.mul(start, emit.I64(4))))
-                done = turn.i
-            return context.get_dummy_value()
-
-        return types.none(*[types.intp] * 8), build
-
-    return decode
-
-
-def _plane_decoder(per_channel: bool) -> Any:
-    """Returns the loop over codes in bit planes, whose ends belong to channels or to tokens."""
-
-    @intrinsic
-    def decode(
-        context: Any, planes: Any, n_bits: Any, head_dim: Any, n: Any, low: Any, step: Any, tile: Any
-    ) -> Any:
-        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            planes, n_bits, head_dim, n, low, step, tile = args
-            n_bytes, done = b.udiv(b.add(head_dim, emit.I64(7)), emit.I64(8)), emit.I64(0)
-            for width in (WIDE, 1):
-                code = emit.vector(emit.I32, width) if width > 1 else emit.I32
-                with emit.loop(b, done, head_dim, width) as turn:
-                    ends = _channels(b, low, step, turn.i, width) if per_channel else None
-                    byte = b.add(planes, b.udiv(turn.i, emit.I64(8)))
-                    with emit.loop(b, emit.I64(0), n, 1) as token:
-                        first = b.add(byte, b.mul(token.i, b.mul(n_bits, n_bytes)))
-                        with emit.loop(b, emit.I64(0), n_bits, 1, [emit.constant(code, 0)]) as plane:
-                            bits = _bits(b, b.add(first, b.mul(plane.i, n_bytes)), turn.i, width)
-                            shift = b.trunc(plane.i, emit.I32)
-                            weight = b.shl(b.zext(bits, code), emit.splat(b, shift, width) if width > 1 else shift)
-                            plane.following = [b.or_(plane.values[0], weight)]
-                        least, size = ends or _token(b, low, step, token.i, width)
-                        x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
-                        place = b.add(b.mul(token.i, head_dim), turn.i)
-                        emit.store(b, x, b.add(tile, b.mul(place, emit.I64(4))))
-                done = turn.i
-            return context.get_dummy_value()
-
-        return types.none(*[types.intp] * 7), build
-
-    return decode
-
-
-def _bits(b: Any, address: Any, channel: Any, width: int) -> Any:
-    """The bits of ``width`` channels, or of one channel, whose byte is at an address."""
-    if width > 1:
-        return b.bitcast(emit.load(b, emit.integer(width), address), emit.vector(emit.integer(1), width))
-    place = b.and_(b.trunc(channel, emit.I8), emit.I8(7))
-    return b.trunc(b.lshr(emit.load(b, emit.I8, address), place), emit.integer(1))
-
-
-BITS = 2, 4, 8
-_TOKENS_2, _TOKENS_4, _TOKENS_8 = (_code_decoder(n_bits, "token") for n_bits in BITS)
-_SPANS_2, _SPANS_4, _SPANS_8 = (_code_decoder(n_bits, "span") for n_bits in BITS)
-_CHANNELS_2, _CHANNELS_4, _CHANNELS_8 = (_code_decoder(n_bits, "channel") for n_bits in BITS)
-decode_planes, decode_channel_planes = _plane_decoder(per_channel=False), _plane_decoder(per_channel=True)
-
-
-@fast_jit
-def decode_tokens(codes: int, n_bytes: int, n_bits: int, n: int, low: int, step: int, tile: int) -> None:
-    """tile (n, head_dim) = low + step * code, of codes of 8, 4 or 2 bits of n tokens; low, step (n,) float32.
-
-    Byte j of a token has the channels j, j + n_bytes, ... from its low bits up.
-    """
-    whole = n_bytes // WIDE * WIDE
-    if n_bits == 2:
-        _TOKENS_2(codes, n_bytes, whole, n, low, step, 1, tile)
-    elif n_bits == 4:
-        _TOKENS_4(codes, n_bytes, whole, n, low, step, 1, tile)
-    else:
-        _TOKENS_8(codes, n_bytes, whole, n, low, step, 1, tile)
-
-
-@fast_jit
-def decode_spans(codes: int, n_bytes: int, n_bits: int, n: int, low: int, step: int, span: int, tile: int) -> None:
-    """`decode_tokens` with low and step (spans, TILE) of ``span`` neighbouring channels of a token."""
-    alike = span % WIDE == 0 and n_bytes % WIDE == 0  # a vector's channels have the same ends
-    whole = n_bytes if alike else 0
-    if n_bits == 2:
-        _SPANS_2(codes, n_bytes, whole, n, low, step, span, tile)
-    elif n_bits == 4:
-        _SPANS_4(codes, n_bytes, whole, n, low, step, span, tile)
-    else:
-        _SPANS_8(codes, n_bytes, whole, n, low, step, span, tile)
-
-
-@fast_jit
-def decode_channels(codes: int, n_bytes: int, n_bits: int, n: int, low: int, step: int, tile: int) -> None:
-    """`decode_tokens` with low and step (head_dim,) of each channel."""
-    whole = n_bytes // WIDE * WIDE
-    if n_bits == 2:
-        _CHANNELS_2(codes, n_bytes, whole, n, low, step, 1, tile)
-    elif n_bits == 4:
-        _CHANNELS_4(codes, n_bytes, whole, n, low, step, 1, tile)
-    else:
-        _CHANNELS_8(codes, n_bytes, whole, n, low, step, 1, tile)
+    least, size = (emit.load(b, emit.F32, b.add(end, at)) for end in (low, step))
+    return (emit.splat(b, least, width), emit.splat(b, size, width)) if width > 1 else (least, size)
 
 
 @fast_jit

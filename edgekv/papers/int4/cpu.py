@@ -1,49 +1,26 @@
 """Values in four bits with a scale and a zero point per token."""
 
-from typing import Any
-
 import numpy as np
 
+from edgekv.codecs.ints.cpu import of_levels
 from edgekv.kernels.cpu.compile import Scalar, jit
-from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, put_loop
+from edgekv.kernels.cpu.loops import chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
-from edgekv.kernels.cpu.tile import HEADER, TILE, decode_loop, decode_tokens, tiled
 from edgekv.types import F32, U8, U16
 
 ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
 
 
-@decode_loop
-def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    x = numbers(store)
-    token, half = g * get(x, 3) + t, get(x, 4)
-    delta, zero = halves(get(x, 1) + 2 * token), chars(get(x, 2) + token)
-    low, step = floats(scratch), floats(scratch + 4 * TILE)
-    for i in range(n):
-        size = as_float(get(delta, i))
-        put(step, i, size)
-        put(low, i, -size * np.float32(get(zero, i)))
-    codes = get(x, 0) + token * half
-    decode_tokens(codes, half, 4, n, scratch, scratch + 4 * TILE, tile)
-
-
 @put_loop
 def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    y = numbers(store + HEADER)
-    head_dim = 2 * get(y, 4)
+    y = numbers(store)
+    codes, delta, zeros, head_dim = chars(get(y, 0)), halves(get(y, 1)), chars(get(y, 4)), get(y, 3)
     for i in range(n):
-        token = g * get(y, 3) + t0 + i
-        _encode_token(
-            floats(x), i * head_dim, head_dim, chars(get(y, 0)), halves(get(y, 1)), chars(get(y, 2)), token
-        )
+        token = g * get(y, 2) + t0 + i
+        _encode_token(floats(x), i * head_dim, head_dim, codes, delta, zeros, token)
 
 
-def _store_numbers(codec: Any) -> tuple[int, ...]:
-    a = codec.arrays
-    return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
-
-
-KERNELS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put)}
+KERNELS = {"int4": of_levels("codes", "delta", "zero", put=_put)}
 
 
 @jit

@@ -9,7 +9,6 @@ from edgekv.kernels.cpu.tile import (
     TILE,
     decode_channels,
     decode_loop,
-    decode_spans,
     decode_tokens,
     tiled,
     widen_ends,
@@ -56,10 +55,7 @@ def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
         widen_ends(low + 2 * place, n, scratch + 4 * TILE * k)
         widen_ends(step + 2 * place, n, steps + 4 * TILE * k)
     start = codes + (g * capacity + t) * n_bytes
-    if n_spans == 1:
-        decode_tokens(start, n_bytes, n_bits, n, scratch, steps, tile)
-    else:
-        decode_spans(start, n_bytes, n_bits, n, scratch, steps, head_dim // n_spans, tile)
+    decode_tokens(start, n_bytes, n_bits, n, scratch, steps, head_dim // n_spans, tile)
 
 
 @jit

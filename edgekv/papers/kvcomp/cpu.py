@@ -85,7 +85,7 @@ def _read(per_channel: bool, store: int, g: int, t: int, n: int, tile: int, scra
             if per_channel:
                 decode_channels(source, head_dim, 8, n_tokens, low, step, to)
             else:
-                decode_tokens(source, head_dim, 8, n_tokens, low + 4 * i, step + 4 * i, to)
+                decode_tokens(source, head_dim, 8, n_tokens, low + 4 * i, step + 4 * i, head_dim, to)
         done += few
 
 

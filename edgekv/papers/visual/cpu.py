@@ -3,14 +3,62 @@
 from typing import Any
 
 import numpy as np
+from numba import types
 
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.loops import address_of, floats, halves, numbers
 from edgekv.kernels.cpu.scalar import as_float, get
 from edgekv.kernels.cpu.softmax import fill
-from edgekv.kernels.cpu.tile import TILE, decode_channel_planes, decode_loop, decode_planes, tiled, widen_ends
+from edgekv.kernels.cpu.tile import TILE, WIDE, channel_ends, decode_loop, tiled, token_ends, widen_ends
 
 BYTE_BITS = 8
 ZERO = np.float32(0)
+
+
+def _plane_decoder(per_channel: bool) -> Any:
+    """Returns the loop over codes in bit planes, whose ends belong to channels or to tokens."""
+
+    @intrinsic
+    def decode(
+        context: Any, planes: Any, n_bits: Any, head_dim: Any, n: Any, low: Any, step: Any, tile: Any
+    ) -> Any:
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            planes, n_bits, head_dim, n, low, step, tile = args
+            n_bytes, done = b.udiv(b.add(head_dim, emit.I64(7)), emit.I64(8)), emit.I64(0)
+            for width in (WIDE, 1):
+                code = emit.vector(emit.I32, width) if width > 1 else emit.I32
+                with emit.loop(b, done, head_dim, width) as turn:
+                    ends = channel_ends(b, low, step, turn.i, width) if per_channel else None
+                    byte = b.add(planes, b.udiv(turn.i, emit.I64(8)))
+                    with emit.loop(b, emit.I64(0), n, 1) as token:
+                        first = b.add(byte, b.mul(token.i, b.mul(n_bits, n_bytes)))
+                        with emit.loop(b, emit.I64(0), n_bits, 1, [emit.constant(code, 0)]) as plane:
+                            bits = _bits(b, b.add(first, b.mul(plane.i, n_bytes)), turn.i, width)
+                            shift = b.trunc(plane.i, emit.I32)
+                            weight = b.shl(b.zext(bits, code), emit.splat(b, shift, width) if width > 1 else shift)
+                            plane.following = [b.or_(plane.values[0], weight)]
+                        least, size = ends or token_ends(b, low, step, token.i, width)
+                        x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
+                        place = b.add(b.mul(token.i, head_dim), turn.i)
+                        emit.store(b, x, b.add(tile, b.mul(place, emit.I64(4))))
+                done = turn.i
+            return context.get_dummy_value()
+
+        return types.none(*[types.intp] * 7), build
+
+    return decode
+
+
+def _bits(b: Any, address: Any, channel: Any, width: int) -> Any:
+    """The bits of ``width`` channels, or of one channel, whose byte is at an address."""
+    if width > 1:
+        return b.bitcast(emit.load(b, emit.integer(width), address), emit.vector(emit.integer(1), width))
+    place = b.and_(b.trunc(channel, emit.I8), emit.I8(7))
+    return b.trunc(b.lshr(emit.load(b, emit.I8, address), place), emit.integer(1))
+
+
+_decode_planes, _decode_channel_planes = _plane_decoder(per_channel=False), _plane_decoder(per_channel=True)
 
 
 @decode_loop
@@ -30,9 +78,9 @@ def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None
         fill(floats(low), 0, n, as_float(get(halves(get(x, 4)), first)))
         fill(floats(step), 0, n, as_float(get(halves(get(x, 5)), first)))
     if per_channel:
-        decode_channel_planes(planes, n_bits, head_dim, n, low, step, tile)
+        _decode_channel_planes(planes, n_bits, head_dim, n, low, step, tile)
     else:
-        decode_planes(planes, n_bits, head_dim, n, low, step, tile)
+        _decode_planes(planes, n_bits, head_dim, n, low, step, tile)
 
 
 def _store(codec: Any) -> tuple[int, ...]:

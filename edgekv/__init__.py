@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from edgekv.kernels.interface import Segment as Segment
     from edgekv.kvcache.cache import Geometry as Geometry
     from edgekv.kvcache.cache import KVCache as KVCache
-    from edgekv.kvcache.full import FullCache as FullCache
+    from edgekv.kvcache.policies import FullCache as FullCache
+    from edgekv.kvcache.policies import SinkWindowCache as SinkWindowCache
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import CacheSpec as CacheSpec
     from edgekv.kvcache.registry import register as register
-    from edgekv.kvcache.windowed import SinkWindowCache as SinkWindowCache
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
     from edgekv.vision.model import Embeddings as Embeddings
@@ -40,9 +40,8 @@ _NAMES = {
     "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
     "kernels.interface": "Segment",
     "kvcache.cache": "Geometry KVCache",
-    "kvcache.full": "FullCache",
     "kvcache.registry": "CACHES CacheSpec register",
-    "kvcache.windowed": "SinkWindowCache",
+    "kvcache.policies": "FullCache SinkWindowCache",
     "machine": "__version__",
     "models": "register_family",
     "vision.model": "Embeddings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -39,7 +39,6 @@ EITHER_PATH = pytest.mark.parametrize("min_parallel_work", EITHER_WAY, ids=["par
 
 HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
 LENGTHS = (1, 2, 63, 64, 65, 127, 200, 513)
-SIGN_BITS = (64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +75,6 @@ def cases(widths: tuple[int, ...]) -> list[Case]:
         Case(d, length, g=1 + i % 3, r=1 + i % 8, n=(1, 3)[i // 3 % 2], t0=(0, 3, 64)[i % 3], s0=(0, 5)[i % 2])
         for i, (d, length) in enumerate(itertools.product(widths, LENGTHS))
     ]
-
-
-def either_way(cases: Sequence[Any]) -> Any:
-    """Parametrizes ``case`` and ``min_parallel_work``: each case on one of the ways, in turns."""
-    ways = [(case, EITHER_WAY[(i + i // len(LENGTHS)) % 2]) for i, case in enumerate(cases)]
-    return pytest.mark.parametrize(("case", "min_parallel_work"), ways, ids=str)
 
 
 def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:

@@ -22,8 +22,7 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.full import FullCache
-from edgekv.kvcache.windowed import SinkWindowCache
+from edgekv.kvcache.policies import FullCache, SinkWindowCache
 
 F32 = npt.NDArray[np.float32]
 PLANES = {"key_scale": 0.9, "seed": 0}

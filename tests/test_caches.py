@@ -11,9 +11,8 @@ from helpers import SCHEMES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
+from edgekv.kvcache.policies import SinkWindowCache, ring_tokens
 from edgekv.kvcache.recurrent import RecurrentState
-from edgekv.kvcache.sliding import ring_tokens
-from edgekv.kvcache.windowed import SinkWindowCache
 from edgekv.models.config import ShortConv
 from edgekv.server.engine import cache_bytes
 

@@ -23,7 +23,6 @@ SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
     "onebit": "residual_length=64",
 }
 SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in schemes()]
-DAMAGED = {np.dtype(np.uint16): 0x7E00, np.dtype(np.float32): np.nan, np.dtype(np.float16): np.nan}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says what it is given
 
 
@@ -35,7 +34,7 @@ def run(cache: KVCache, tokens: tuple[np.ndarray, ...], first: int, last: int) -
 @pytest.mark.parametrize("backend", ["numba", "numpy"])
 @pytest.mark.parametrize("kv", SCHEMES)
 def test_tokens_of_a_layer(kv: str, backend: str) -> None:
-    """One NaN token each in the prompt and behind it, infinite ones, equal ones; then arrays full of NaN."""
+    """One NaN token each in the prompt and behind it, infinite ones, equal ones."""
     tokens = draw(HEADS, CAPACITY, seed=1)
     for x in tokens:
         for value, at in ((np.nan, 50), (np.inf, 60), (-np.inf, 70), (3e38, 80), (np.nan, 300), (np.inf, 310)):
@@ -44,11 +43,7 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
     cache = make(kv, HEADS, CAPACITY, backend, layer=2, n_layers=4)
     cache.prefill(*(x[:, :PROMPT] for x in tokens))
     type(cache).finish_prefill([cache])
-    run(cache, tokens, PROMPT, 320)
-    for array in cache.state().arrays.values():
-        array.fill(DAMAGED.get(array.dtype, 0xFF))
-    if cache.arrays_valid():
-        run(cache, tokens, 320, CAPACITY)
+    run(cache, tokens, PROMPT, CAPACITY)
     assert cache.counters_valid()
 
 

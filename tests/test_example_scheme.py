@@ -198,7 +198,7 @@ def test_registering() -> None:
     class Other(dense):
         """Not the scheme that has this name."""
 
-    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.full\.Dense"):
+    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.policies\.Dense"):
         register(Other)
     Other.name = "other"
     assert register(Other) is CACHES["other"]

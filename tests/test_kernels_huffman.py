@@ -1,4 +1,4 @@
-"""Error-bounded levels and their Huffman codes: NumPy against the formulas and bit by bit, Numba against NumPy."""
+"""Error-bounded levels and their Huffman codes: by the formulas and bit by bit; Numba packs the same words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, add_values, awkward_rows, generator, inside, normal, poisoned_scores
+from kernel_cases import EITHER_PATH, awkward_rows
 
-from edgekv.kernels import cpu, reference
+from edgekv.kernels import reference
 from edgekv.kernels.cpu import launch
 from edgekv.papers.kvcomp import cpu as packing
 from edgekv.papers.kvcomp import reference as plain_packing
@@ -19,18 +19,6 @@ from edgekv.papers.kvcomp.codec import HuffmanCodec, HuffmanKeys, HuffmanValues
 BACKENDS = pytest.mark.parametrize("backend", [packing, plain_packing], ids=["numba", "numpy"])
 POISON = 0xAB
 HUGE_F16 = 0x7BFF
-
-# Head size, tokens and their place, rows, and block: on and off block borders, one row to many.
-CASES = [
-    (Case(d=8, length=1, g=1, r=1, n=1, t0=0, s0=0), 16),
-    (Case(d=12, length=65, g=2, r=5, n=1, t0=3, s0=5), 32),
-    (Case(d=16, length=200, g=3, r=1, n=3, t0=64, s0=0), 64),
-    (Case(d=64, length=63, g=1, r=8, n=1, t0=1, s0=5), 64),
-    (Case(d=80, length=127, g=2, r=2, n=3, t0=0, s0=0), 128),
-    (Case(d=96, length=2, g=3, r=4, n=1, t0=31, s0=5), 64),
-    (Case(d=128, length=513, g=2, r=1, n=1, t0=3, s0=0), 64),
-    (Case(d=256, length=64, g=1, r=7, n=1, t0=64, s0=5), 64),
-]
 
 
 def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -108,18 +96,6 @@ class Packed:
             self.pool,
         )
 
-    def codec(self, kind: type[HuffmanCodec], low: npt.NDArray[np.uint16], step: npt.NDArray[np.uint16]) -> Any:
-        """The blocks as keys or values with these ends."""
-        (g, n_tokens, d), levels = self.codes.shape, len(self.book.lengths)
-        codec = kind(g, n_tokens, d, n_tokens // self.plain.shape[1], 1 / (levels - 1))
-        arrays = {"bits": self.bits, "offsets": self.offsets, "low": low, "step": step}
-        tables = {name: np.empty_like(getattr(self.book, name)) for name in ("lengths", "words", "table")}
-        codec.bind(arrays | tables, reference)  # fills the tables
-        codec._use(self.book)
-        codec.pool = self.pool
-        assert codec.plain_bits == self.plain_bits
-        return codec
-
     def read_bit_by_bit(self, g: int, b: int, block: int) -> list[int]:
         """One block's symbols as the paper reads them: a bit at a time, until a code word is complete."""
         book = self.fixed if self.plain[g, b] else self.book
@@ -153,36 +129,3 @@ def test_numba_packs_the_same_words(min_parallel_work: int, monkeypatch: pytest.
         actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (packing, plain_packing))
         np.testing.assert_array_equal(actual.bits, expected.bits)
         np.testing.assert_array_equal(actual.pool, expected.pool)
-
-
-@EITHER_PATH
-@pytest.mark.parametrize(("case", "block"), CASES, ids=str)
-def test_scores_and_sums_are_those_of_the_codes(
-    case: Case, block: int, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both backends against plain products with low + step * code, in float64."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    rng, blocks = generator(case), -(-case.t1 // block)
-    packed = Packed(plain_packing, case.d, case.g, blocks, block, case.d)
-    channels = rng.uniform(0.1, 1, (2, case.g, blocks, case.d)).astype(np.float16).view(np.uint16)
-    tokens = rng.uniform(0.1, 1, (2, case.g, blocks * block)).astype(np.float16).view(np.uint16)
-    span = slice(case.t0, case.t1)
-    low, step = (np.repeat(widened(end).astype(float), block, axis=1)[:, span] for end in channels)
-    keys = low + step * packed.codes[:, span]
-    low, step = (widened(end).astype(float)[:, span, None] for end in tokens)
-    values = low + step * packed.codes[:, span]
-    q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
-    p = poisoned_scores(case, case.g == 1)
-    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
-    exact_sums = out + p[:, :, inside(case)].astype(float) @ values
-    key_codec, value_codec = packed.codec(HuffmanKeys, *channels), packed.codec(HuffmanValues, *tokens)
-    for backend in (cpu, reference):
-        s, sums = poisoned_scores(case, case.g == 1), out.copy()
-        backend.scores(key_codec, q, case.t0, case.t1, s[:, :, inside(case)])
-        add_values(backend, value_codec, p[:, :, inside(case)], case.t0, case.t1, sums)
-        scale = np.abs(q).sum(2).max() * np.abs(keys).max()
-        np.testing.assert_allclose(s[:, :, inside(case)], q @ keys.transpose(0, 2, 1), rtol=0, atol=1e-6 * scale)
-        outside = np.ones(s.shape[2], bool)
-        outside[inside(case)] = False
-        assert np.isnan(s[:, :, outside]).all()
-        np.testing.assert_allclose(sums, exact_sums, rtol=2e-5, atol=1e-4)

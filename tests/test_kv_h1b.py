@@ -6,6 +6,7 @@ from cache_cases import F32, F64, make, normal
 
 from edgekv.errors import CacheError
 from edgekv.papers.h1b import FIT_TAUS, H1B
+from edgekv.papers.h1b.codec import pack_signs
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
 
@@ -183,3 +184,16 @@ def test_only_four_bit_values_need_an_even_head_size() -> None:
     with pytest.raises(CacheError, match="kv='h1b' packs 2 elements"):
         make("h1b", (2, 2, 15), 10)
     make("sign_keys", (2, 2, 15), 10)
+
+
+def test_a_key_is_one_bit_per_sign() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 70, 128), np.float32)
+    x[0, 0, :3] = 0.0, -0.0, np.nan
+    codes = np.zeros((2, 3, 2, 64), np.uint64)
+    pack_signs(x, codes, 60)
+    expected = np.zeros_like(codes)
+    for g, i, w in np.ndindex(2, 70, 2):
+        word = sum(1 << j for j in range(64) if x[g, i, 64 * w + j] >= 0)
+        expected[g, (60 + i) // 64, w, (60 + i) % 64] = word
+    np.testing.assert_array_equal(codes, expected)
+    assert int(codes[0, 0, 0, 60]) & 7 == 0b011  # -0 counts as positive, NaN does not

@@ -65,16 +65,6 @@ def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> N
     assert (cache.n_packed, cache.n_recent) == (32, 128)
 
 
-def test_sliding_window_crosses_packed_groups() -> None:
-    shape, n, window = (8, 2, 64), 330, 200
-    q, k, v = normal(shape, n, n)
-    cache = make("kivi2", shape, n, sliding_window=window)
-    cache.append_prompt(k[:, :-1], v[:, :-1])
-    got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
-    expected = attention(q[:, -1:], *stored(k, v, 192, 2, 32, 0), window)
-    np.testing.assert_allclose(got, expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("kv", "token"),
     [

@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
-from edgekv.kvcache.sliding import SlidingCache, ring_tokens
+from edgekv.kvcache.policies import SlidingCache, ring_tokens
 from edgekv.models import architecture
 
 H, G, D, CAPACITY = 4, 2, 32, 1500
@@ -113,7 +113,9 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
     results, sizes = [], []
     for rolls in (True, False):
         if not rolls:
-            monkeypatch.setattr("edgekv.kvcache.full.Dense.window_codecs", classmethod(lambda cls, options: None))
+            monkeypatch.setattr(
+                "edgekv.kvcache.policies.Dense.window_codecs", classmethod(lambda cls, options: None)
+            )
         session = Session.load(gemma, kv="dense:dtype=f32", weights="f32", ctx=512)
         parts = [session.logits(tokens[:300]), session.logits(tokens[300:350])]
         session.rewind(340)

@@ -10,7 +10,7 @@ from helpers import SCHEMES
 
 from edgekv import SamplingParams, Session
 from edgekv.kvcache.cache import KVCache, rewind
-from edgekv.kvcache.windowed import SinkWindowCache
+from edgekv.kvcache.policies import SinkWindowCache
 
 HEADS: Heads = (8, 2, 64)
 WINDOWED = ("onebit", "kivi2", "kvcomp")

@@ -19,7 +19,7 @@ from edgekv.codecs.planes import CENTRE
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.full import FullCache
+from edgekv.kvcache.policies import FullCache
 from edgekv.types import F32, F64, I64
 
 LEAST, MOST = 1, 4  # bits of a head

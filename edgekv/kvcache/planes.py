@@ -27,7 +27,7 @@ from edgekv.kvcache.config import (
     seed,
     tokens,
 )
-from edgekv.kvcache.windowed import SinkWindowCache, Sizes
+from edgekv.kvcache.policies import SinkWindowCache, Sizes
 from edgekv.types import F32
 
 KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}

@@ -11,9 +11,8 @@ from typing import Any
 from edgekv.errors import CacheError, unknown
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
 from edgekv.kvcache.config import bad_option, declared, takes
-from edgekv.kvcache.full import Dense
 from edgekv.kvcache.planes import OneBit, Planes
-from edgekv.kvcache.sliding import SlidingCache
+from edgekv.kvcache.policies import Dense, SlidingCache
 from edgekv.models.config import ModelConfig
 
 ENTRY_POINTS = "edgekv.schemes"

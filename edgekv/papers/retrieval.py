@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment, bound_scores
 from edgekv.kvcache.cache import EXAMPLE, Geometry, Workspace
-from edgekv.kvcache.full import FullCache
+from edgekv.kvcache.policies import FullCache
 from edgekv.types import F32, I64, Array
 
 

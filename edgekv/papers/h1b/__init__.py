@@ -27,7 +27,7 @@ from edgekv.kvcache.config import (
     require_only,
     seed,
 )
-from edgekv.kvcache.full import FullCache
+from edgekv.kvcache.policies import FullCache
 from edgekv.papers import require_whole_bytes
 from edgekv.papers.h1b.codec import SignSketch
 from edgekv.papers.int4 import Int4

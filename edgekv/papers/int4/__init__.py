@@ -9,7 +9,7 @@ import numpy as np
 from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
 from edgekv.codecs.ints import Symmetric4
 from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.full import FullCache
+from edgekv.kvcache.policies import FullCache
 from edgekv.papers import require_whole_bytes
 from edgekv.types import F32
 

@@ -14,7 +14,7 @@ from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
-from edgekv.kvcache.windowed import SinkWindowCache, Sizes
+from edgekv.kvcache.policies import SinkWindowCache, Sizes
 from edgekv.papers import require_whole_bytes
 from edgekv.types import F32, U8, U16
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from edgekv.kernels import Kernels
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.config import Config, number, one_of, tokens
-from edgekv.kvcache.windowed import SinkWindowCache, Sizes
+from edgekv.kvcache.policies import SinkWindowCache, Sizes
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.types import F32
 

@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.full import CodecStore
+from edgekv.kvcache.policies import CodecStore
 from edgekv.machine import format_bytes
 from edgekv.types import F32
 

@@ -1,23 +1,135 @@
-"""The policy of most quantising schemes: first tokens and latest tokens exact, everything between them packed."""
+"""Which tokens lie where: all of them, the first and latest exact and the rest packed, or a sliding window alone.
+
+A policy knows no bits: it has codecs.
+"""
 
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
 
-from edgekv.codecs.codec import Codec
-from edgekv.codecs.f16 import F16
+from edgekv.codecs.codec import Codec, Layout, WindowCodecs
+from edgekv.codecs.f16 import F16, Float32, f16_codecs
+from edgekv.codecs.ints import Int8
+from edgekv.kernels import BLOCK, Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment
-from edgekv.kvcache.cache import Geometry
-from edgekv.kvcache.full import CodecStore
+from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Workspace
+from edgekv.kvcache.config import Config, one_of
 from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
 LEAST_LEFT = 0.75  # of the exact window after a rewind: with less, it is computed again
+MORE = 512  # tokens beside a sliding window, at most: so many can be rewound without computing the layer anew
+
+
+class CodecStore(KVCache):
+    """Lays out and binds what `stored` names: array ``half`` of the codec ``key`` is ``key.half``."""
+
+    @abc.abstractmethod
+    def stored(self) -> dict[str, Codec]:
+        """Its codecs, by the names that their arrays begin with."""
+
+    @classmethod
+    def codecs_used(cls, config: Any) -> set[type[Any]] | None:
+        return {type(codec) for codec in cls(EXAMPLE, config).stored().values()}
+
+    def layout(self) -> Layout:
+        codecs = self.stored().items()
+        return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        for end, codec in self.stored().items():
+            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+
+
+class FullCache(CodecStore):
+    """One segment: all tokens."""
+
+    def __init__(self, geometry: Geometry, config: Any) -> None:
+        super().__init__(geometry, config)
+        self.key_codec, self.value_codec = self.codecs(geometry, config)
+
+    @abc.abstractmethod
+    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
+        """The scheme: how keys and how values are stored."""
+
+    def stored(self) -> dict[str, Codec]:
+        return {"key": self.key_codec, "value": self.value_codec}
+
+    def bytes_read(self) -> int:
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
+        return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
+
+    def is_static(self) -> bool:
+        return self.n_seen < self.geometry.capacity
+
+    def rollback_tokens(self) -> int:
+        return self.geometry.capacity - self.n_seen
+
+    def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
+        self.require_room(keys.shape[1])
+        self.kernels.encode(self.key_codec, keys, self.n_seen)
+        self.kernels.encode(self.value_codec, values, self.n_seen)
+        self.n_seen += keys.shape[1]
+
+    def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
+        self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_seen)
+        self.n_seen += keys.shape[1]
+
+    def segments(self) -> list[Segment]:
+        return [Segment(self.key_codec, self.value_codec, 0, self.n_seen)]
+
+
+DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
+    "f16": f16_codecs,
+    "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
+    "q8": lambda g, n, d: (Int8(g, n, d), Int8(g, n, d)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseConfig(Config):
+    """What `dense` can be set to.
+
+    dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
+    """
+
+    scheme: ClassVar[str] = "dense"
+
+    dtype: str = one_of("f16", DTYPES)
+
+
+class Dense(FullCache):
+    """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
+
+    f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2).
+    """
+
+    name = "dense"
+    paper = "baseline"
+    summary = "keys and values in f16 (or dtype=f32, q8)"
+    tradeoff = "nothing but memory"
+    is_lossless_when_short = True
+    Config = DenseConfig
+
+    @classmethod
+    def is_lossless_on_text(cls, config: DenseConfig) -> bool:
+        return config.dtype != "q8"
+
+    @classmethod
+    def window_codecs(cls, config: DenseConfig) -> WindowCodecs:
+        return DTYPES[config.dtype]
+
+    def codecs(self, geometry: Geometry, config: DenseConfig) -> tuple[Codec, Codec]:
+        return DTYPES[config.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,3 +325,94 @@ class SinkWindowCache(CodecStore):
 
     def _whole_blocks(self, n: int) -> int:
         return max(0, n // self.sizes.block * self.sizes.block)
+
+
+def ring_tokens(window: int) -> int:
+    """Tokens that a layer with this window keeps."""
+    return -(-(window + min(window, MORE)) // BLOCK) * BLOCK
+
+
+class SlidingCache(FullCache):
+    """The latest `ring_tokens`; position p lies in slot p modulo their number."""
+
+    name = "rolling"
+    paper = "ours"
+    summary = "the window of a sliding layer"
+    tradeoff = "long rewinds: they compute the conversation anew"
+
+    def __init__(self, geometry: Geometry, config: Any, codecs: WindowCodecs) -> None:
+        self.window = geometry.sliding_window or geometry.capacity
+        self.size, self._codecs = ring_tokens(self.window), codecs
+        super().__init__(geometry, config)
+        self.n_lost = 0  # tokens whose slots were taken by later ones
+
+    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
+        return self._codecs(geometry.n_kv_heads, self.size, geometry.head_dim)
+
+    def cut(self, n_tokens: int) -> SlidingCache:
+        small = copy.copy(self)
+        small.size = min(n_tokens, self.size)
+        small.key_codec, small.value_codec = small.codecs(self.geometry, self.config)
+        return small
+
+    @property
+    def n_kept(self) -> int:
+        return min(self.n_seen, self.size)
+
+    def is_static(self) -> bool:
+        """Before the ring is full."""
+        return self.n_seen < min(self.geometry.capacity, self.window)
+
+    @property
+    def _slot(self) -> int:
+        """Of the next token."""
+        return self.n_seen if self.n_seen < self.size else self.n_seen % self.size
+
+    def rollback_tokens(self) -> int:
+        """What they take the slots of is behind the window with or without them."""
+        return min(self.geometry.capacity - self.n_seen, self.size - self.window)
+
+    def max_append_tokens(self) -> int:
+        """No token that a query of the piece still sees loses its slot, and the piece does not go round."""
+        return min(self.size - self.window, self.size - self._slot)
+
+    def append_prompt(self, keys: F32, values: F32) -> None:
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
+        n = keys.shape[1]
+        self.require_room(n)
+        self.n_seen += n
+        begin = max(0, n - self.size)
+        while begin < n:
+            slot = (self.n_seen - n + begin) % self.size
+            end = min(n, begin + self.size - slot)
+            self.kernels.encode(self.key_codec, keys[:, begin:end], slot)
+            self.kernels.encode(self.value_codec, values[:, begin:end], slot)
+            begin = end
+        self.n_lost = max(self.n_lost, self.n_seen - self.size)
+
+    def append(self, keys: F32, values: F32) -> None:
+        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
+        self.kernels.append(self.key_codec, self.value_codec, keys, values, self._slot)
+        self.advance(keys.shape[1])
+
+    def advance(self, n: int) -> None:
+        super().advance(n)
+        self.n_lost = max(self.n_lost, self.n_seen - self.size)
+
+    def segments(self) -> list[Segment]:
+        """The older part of the ring, then the newer one."""
+        slot, codecs = self._slot, (self.key_codec, self.value_codec)
+        newer = Segment(*codecs, 0, slot, self.n_seen - slot)
+        older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
+        return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]
+
+    def truncate(self, n: int, n_same: int = 0) -> int:
+        """All or nothing: what the window before the n-th token held must still be there."""
+        if self.n_lost and n - self.window < self.n_lost:
+            n = self.n_lost = 0
+        self.n_seen = n
+        return n
+
+    def counters_valid(self) -> bool:
+        whole = self.n_lost == 0 or self.n_seen - self.window >= self.n_lost
+        return super().counters_valid() and whole and self.n_lost >= self.n_seen - self.size

@@ -76,8 +76,10 @@ split_rope(const float* qkv, const float* cos, const float* sin, int half, const
            const float* q_norm, const float* k_norm, int has_norm, float eps, u16* half_q, u16* half_k, u16* half_v,
            int width, int capacity, int first)
 {
-    let_next_begin();
-    wait_for_inputs();
+    if (!width) {  // a step, which is launched early
+        let_next_begin();
+        wait_for_inputs();
+    }
     int token = blockIdx.x, head = blockIdx.y;
     bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q_stride || !is_query;
     int g = head - n_heads - (is_value ? n_kv_heads : 0);

@@ -170,26 +170,6 @@ def test_counters_that_lie(
             Session.restore(rewritten(tmp_path / "file", tmp_path / "lie", change), long_model, device="numpy")
 
 
-def test_counters_by_their_former_names(long_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Files of before had n_bulk and n_packed for n_packed and n_stored."""
-    session = Session.load(long_model, kv="kivi2:residual_length=32", weights="f32", device="numpy")
-    session.prefill([i % 90 for i in range(250)])
-    session.rewind(150)
-    counters = session.caches[0].state().counters
-    assert 0 < counters["n_packed"] < counters["n_stored"]
-
-    def as_before(content: Content) -> None:
-        for layer in content["layers"]:
-            found = layer["counters"]
-            found["n_bulk"], found["n_packed"] = found.pop("n_packed"), found.pop("n_stored")
-
-    session.save(tmp_path / "file")
-    path = rewritten(tmp_path / "file", tmp_path / "old", as_before)
-    restored = Session.restore(path, long_model, device="numpy")
-    assert [cache.state().counters for cache in restored.caches] == [counters] * 3
-    np.testing.assert_array_equal(restored.logits([1, 2]), session.logits([1, 2]))
-
-
 @pytest.mark.parametrize("memo", [{"x": float("nan")}, {"x": {1, 2}}, {"x": "\ud800"}])
 def test_a_memo_that_is_no_json_is_not_saved(model: pathlib.Path, memo: object, tmp_path: pathlib.Path) -> None:
     session = Session.load(model, weights="f32", device="numpy")

@@ -283,7 +283,7 @@ def heads_bits(
         if len(tokens) < LEAST_FIT_TOKENS:
             return None
         measured = _measured_noise(decoder, tokens, progress)
-        memo.keep({name: array.tolist() for name, array in vars(measured).items()})
+        memo.keep({name: array.tolist() for name, array in measured._asdict().items()})
         return measured
 
     def fit(spec: CacheSpec) -> CacheSpec:

@@ -242,7 +242,7 @@ class SavedState(SessionFile):
 
     def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         try:
-            counters, empty = cache.rename_counters(layer["counters"]), cache.state().counters
+            counters, empty = layer["counters"], cache.state().counters
             if counters.keys() != empty.keys() or not all(
                 type(n) is int and 0 <= n <= cache.capacity for n in counters.values()
             ):

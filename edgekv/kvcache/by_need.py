@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -49,20 +48,12 @@ WORTH = 0.75
 """What a spread must leave at most of a head's noise without one: smaller gains did not show in the logits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadNoise:
+class HeadNoise(NamedTuple):
     """Of every layer and KV head: variance of the layer's output by unit noise of its codes, over the output's.
 
     keys, values (n_layers, n_kv_heads); spread (n_layers, n_kv_heads, CHUNKS): digits, with which ``keys`` hold.
+    Without the first axis: of one layer.
     """
-
-    keys: F64
-    values: F64
-    spread: I64
-
-
-class LayerNoise(NamedTuple):
-    """`HeadNoise` of one layer."""
 
     keys: F64
     values: F64
@@ -73,7 +64,7 @@ class NoiseProbe(FullCache):
     """A cache that measures in a prompt what `HeadNoise` says of its layer, and keeps nothing."""
 
     needs_prompt_queries = True
-    noise: LayerNoise
+    noise: HeadNoise
 
     def codecs(self, geometry: Geometry, config: None) -> tuple[Codec, Codec]:
         return f16_codecs(geometry.n_kv_heads, 0, geometry.head_dim)
@@ -85,7 +76,7 @@ class NoiseProbe(FullCache):
 
 def head_noise(
     queries: F32, keys: F32, values: F32, sliding_window: int | None, cap: float | None = None
-) -> LayerNoise:
+) -> HeadNoise:
     """Of one layer's keys and values, by a prompt that it attended to.
 
     queries (n_heads, n, head_dim), multiplied by the score scale; keys and values (n_kv_heads, n, head_dim). With
@@ -118,7 +109,7 @@ def head_noise(
             energy += float(np.square(out).sum(dtype=np.float64))
         spread[g] = spread_of(looks, rest)
         of_keys[g] = _noise_in_scores(looks, rest, spread[g])
-    return LayerNoise(of_keys / (head_dim * energy or 1), of_values / (energy or 1), spread)
+    return HeadNoise(of_keys / (head_dim * energy or 1), of_values / (energy or 1), spread)
 
 
 def spread_of(looks: F64, rest: F64) -> I64:

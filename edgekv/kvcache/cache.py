@@ -90,9 +90,6 @@ class LayerState(abc.ABC):
     ``n_...``, so that `state` finds it.
     """
 
-    counter_aliases: ClassVar[dict[str, str]] = {}
-    """Present names of counters by those in files of before."""
-
     def __init__(self) -> None:
         self.n_seen = 0  # tokens appended so far
         self.arrays: dict[str, Array] = {}
@@ -204,12 +201,6 @@ class LayerState(abc.ABC):
         """Returns what a cache of the same scheme, options and geometry needs to go on; arrays are not copied."""
         counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
         return CacheState(counters, self.extra_state(), self.arrays)
-
-    def rename_counters(self, counters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a file's counters by their present names."""
-        if counters.keys() == self.state().counters.keys():
-            return dict(counters)
-        return {self.counter_aliases.get(name, name): n for name, n in counters.items()}
 
     def restore(self, counters: Mapping[str, int], extra: Mapping[str, Any]) -> dict[str, Array]:
         """Takes a state's counters and extra state into the allocated cache; returns the arrays to fill.

@@ -155,7 +155,6 @@ class SinkWindowCache(CodecStore):
 
     version = 2
     is_lossless_when_short = True
-    counter_aliases: ClassVar[dict[str, str]] = {"n_bulk": "n_packed", "n_packed": "n_stored"}
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
@@ -336,9 +335,6 @@ class SlidingCache(FullCache):
     """The latest `ring_tokens`; position p lies in slot p modulo their number."""
 
     name = "rolling"
-    paper = "ours"
-    summary = "the window of a sliding layer"
-    tradeoff = "long rewinds: they compute the conversation anew"
 
     def __init__(self, geometry: Geometry, config: Any, codecs: WindowCodecs) -> None:
         self.window = geometry.sliding_window or geometry.capacity

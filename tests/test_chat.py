@@ -14,7 +14,7 @@ from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat, answer_ids
-from edgekv.errors import ConfigError, ContextError, EdgeKVError, SessionError
+from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, find_template
 
@@ -31,7 +31,6 @@ BRACKETS = """\
 {%- if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}
 {%- else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"""
 REASONED = TAGGED.replace("message.content | trim", "message.content.split('</think>')[-1]")
-DECIDES_BY_HISTORY = {"mikv"}  # what it packed, later tokens had a say in: it is computed again as one prompt
 TEMPLATES = {"tagged": TAGGED, "brackets": BRACKETS}
 
 
@@ -98,19 +97,11 @@ def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
     first = said(talk.ask("One day, a little girl named Lily", max_new_tokens=30))
     second = said(talk.ask("She had a friend", max_new_tokens=30))
     again = said(talk.retry(max_new_tokens=30))
-    if kv in DECIDES_BY_HISTORY:
-        assert session.report().prefill_tokens > 60
-    else:
-        assert session.report().prefill_tokens == 1
-        assert again == second
+    assert session.report().prefill_tokens == 1
+    assert again == second
     other = said(talk.retry(max_new_tokens=30, sampling=SamplingParams(temperature=1.5, seed=1)))
     assert other != second
-    assert [m["content"] for m in talk.messages] == [
-        "One day, a little girl named Lily",
-        first.strip(),
-        "She had a friend",
-        other.strip(),
-    ]
+    assert [m["content"] for m in talk.messages][1::2] == [first.strip(), other.strip()]
 
 
 def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
@@ -236,12 +227,10 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
 
 def test_answer_ids_end_where_the_text_ends(loaded: Session) -> None:
     tokenizer = loaded.require_tokenizer()
-    ids = tokenizer.encode("a big park and more", bos=False)
+    ids, more = (tokenizer.encode(text, bos=False) for text in ("a big park", " and more"))
     whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
-    assert answer_ids(tokenizer, ids, whole) == ids
-    assert answer_ids(tokenizer, [*ids, 2, 5], whole) == ids
-    part = answer_ids(tokenizer, ids, whole[: whole.index(" and")])
-    assert b"".join(map(tokenizer.token_bytes, part)).decode() == whole[: whole.index(" and")]
+    for made in (ids, [*ids, 2, 5], ids + more):
+        assert answer_ids(tokenizer, made, whole) == ids
 
 
 def test_a_template_that_changes_answers_is_obeyed(loaded: Session) -> None:
@@ -270,9 +259,10 @@ def test_where_templates_are_found(tmp_path: pathlib.Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("four")
     assert find_template(tmp_path) == "four"
     (tmp_path / "chat_template.jinja").unlink()
-    config.write_text("[")
-    with pytest.raises(ConfigError, match="chat template can't be read"):
-        find_template(tmp_path)
+    for declared in ("", '[{"template": "x"}]', "[3]", '[{"name": [], "template": 1}]', "[" * 9000):
+        config.write_text(f'{{"chat_template": {declared}}}')
+        with pytest.raises(ConfigError, match="chat template can't be read"):
+            find_template(tmp_path)
 
 
 USED = (
@@ -286,47 +276,22 @@ def test_functions_that_templates_use(loaded: Session) -> None:
     assert ChatTemplate(USED, loaded.require_tokenizer()).render(messages) == 'b{"é": [1]}4<s>'
 
 
-BAD_TEMPLATES = {
-    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", EdgeKVError, "refuses"),
-    "mutation": ("{{ messages.append(1) }}", EdgeKVError, "refuses"),
-    "syntax": ("{% for %}", ConfigError, "no valid Jinja"),
-    "a missing name": ("{{ messages[0].role + nothing.at.all }}", EdgeKVError, "refuses"),
-    "a huge loop": ("{% for i in range(10000000000) %}x{% endfor %}", EdgeKVError, "refuses"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_TEMPLATES)
-def test_templates_are_sandboxed_and_their_errors_are_one_line(name: str, loaded: Session) -> None:
-    source, kind, message = BAD_TEMPLATES[name]
-    with pytest.raises(kind, match=message) as error:
-        ChatTemplate(source, loaded.require_tokenizer()).render([{"role": "user", "content": "a"}])
-    assert "\n" not in str(error.value)
-
-
 def edgekv(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "edgekv", "chat", *map(str, arguments)]
 
 
 def test_the_terminal(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    lines = (
-        f"Once upon a time\n/retry\n/stats\n/save {tmp_path / 'a'}\nAnd then\n/load {tmp_path / 'a'}\n/history\n"
-    )
-    lines += f"/nonsense\n/load {tmp_path}/none\n/help\n/clear\n/retry\n\n/exit\nnever read\n"
-    arguments = ["--model", folder, "--ctx", 512, "--kv", "onebit", "--temperature", 0, "--system", "Stories."]
-    command = edgekv(*arguments, "--session", tmp_path / "session")
-    done = subprocess.run(command, input=lines.encode(), capture_output=True, timeout=300)
-    errors = done.stderr.decode()
-    assert done.returncode == 0, errors
-    answers = done.stdout.decode().splitlines()
+    lines = f"Once upon a time\n/retry\n/save {tmp_path / 'a'}\nAnd then\n/load {tmp_path / 'a'}\n/history\n"
+    lines += f"/load {tmp_path}/none\n/clear\n/retry\n\n/exit\nnever read\n"
+    command = edgekv("--model", folder, "--ctx", 512, "--kv", "onebit", "--greedy", "--system", "Stories.")
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
     assert answers[0] == answers[1] != ""
-    assert "decode" in errors
-    history = errors[errors.index("system: Stories.") :].splitlines()
-    assert history[1] == "user: Once upon a time"
-    assert history[2] == f"assistant: {answers[0].strip()}"
-    assert history[3].startswith("error: /nonsense is unknown; there are: /save")
-    assert "No such file" in history[4]
-    assert "there is no answer to try again" in errors
-    assert "Traceback" not in errors
+    history = done.stderr[done.stderr.index("system: Stories.") :].splitlines()
+    assert history[1:3] == ["user: Once upon a time", f"assistant: {answers[0].strip()}"]
+    assert "No such file" in history[3]
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:

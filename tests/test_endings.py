@@ -30,36 +30,35 @@ def test_closed_and_full_output() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(whole, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "edgekv: error: standard output can't be written (No space left"
-    )
+    assert done.stderr.splitlines()[-1].startswith("edgekv: error: ")
     assert "Traceback" not in done.stderr
 
 
-def test_sigterm_ends_a_run_with_report_and_session(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_with_report_and_session(tmp_path: pathlib.Path, number: int, status: int) -> None:
     session = tmp_path / "session"
     command = [*RUN, "--max-new-tokens", "8000", "--session", str(session), "--json", str(tmp_path / "report")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(20)  # it writes text
-        process.terminate()
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == status
     assert b"interrupted" in said
+    assert b"Traceback" not in said
     assert (tmp_path / "report").exists()
     assert Session.restore(session, "models/demo").tokens
 
 
-@pytest.mark.parametrize("module", ["numpy", "llvmlite"])
-def test_ctrl_c_during_imports(module: str) -> None:
-    """Once the module has been imported, which Python tells, and others are still to come.
+def test_ctrl_c_during_imports() -> None:
+    """Once llvmlite has been imported, which Python tells, and others are still to come.
 
     Python itself answers a Ctrl-C that comes before any of ours.
     """
     command = [RUN[0], "-X", "importtime", *RUN[1:], "--max-new-tokens", "8000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert any(line.split()[-1:] == [module] for line in process.stderr)
+    assert any(line.split()[-1:] == ["llvmlite"] for line in process.stderr)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130

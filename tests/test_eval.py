@@ -16,22 +16,20 @@ from edgekv import Session
 from edgekv.checkpoint.checkpoint import open_checkpoint
 from edgekv.checkpoint.hub import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.cli import eval as eval_command
 from edgekv.cli import main
 from edgekv.cli.demo import WRITTEN, Demo
-from edgekv.cli.terminal import WIDTH, fitted, plot, require_matplotlib, table
+from edgekv.cli.terminal import plot, require_matplotlib
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model, Verdicts, needs_gate
-from edgekv.errors import CheckpointError, ContextError
-from edgekv.eval.bench import BLOCKS, SchemeTimer, Timing, bench, bench_prefill
+from edgekv.errors import CheckpointError
+from edgekv.eval.bench import BLOCKS, SchemeTimer, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
     Prose,
     Verdict,
-    default_ctx,
     gate,
     judge,
     make_haystack,
@@ -113,12 +111,10 @@ MISSED = {
 }
 
 
-@pytest.mark.parametrize("case", MISSED)
-def test_a_verdict_names_every_limit_that_was_missed(case: str) -> None:
-    changes, needles, failures = MISSED[case]
-    verdict = judge(dataclasses.replace(QUALITY, **changes), needles, GateLimits())
-    assert verdict.failures == failures
-    assert verdict.passed == (not failures)
+def test_a_verdict_names_every_limit_that_was_missed() -> None:
+    for changes, needles, failures in MISSED.values():
+        verdict = judge(dataclasses.replace(QUALITY, **changes), needles, GateLimits())
+        assert (verdict.failures, verdict.passed) == (failures, not failures)
 
 
 def test_the_smallest_cache_that_passed_is_recommended() -> None:
@@ -138,13 +134,6 @@ def test_what_needs_a_gate() -> None:
     } == exact
     assert "q8" in DEFAULT_SCHEMES
     assert "f16" not in DEFAULT_SCHEMES
-
-
-def test_the_window_fits_the_text_and_the_model() -> None:
-    assert [default_ctx(n, 9216) for n in (512, 3000, 90_000)] == [512, 3000, 8192]
-    assert default_ctx(90_000, 256) == 256
-    with pytest.raises(ContextError, match="has 511 tokens"):
-        default_ctx(511, 9216)
 
 
 def test_the_demo_is_gated_with_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
@@ -212,18 +201,20 @@ def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> 
 
 
 def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
+    """And `auto` takes what passed alone."""
     model, spec = model_of(tmp_path), CacheSpec.parse("onebit")
     gated = Verdicts(model, tmp_path / "gates")
     assert gated.verdict(spec) is None
     gated.remember(spec, Verdict(QUALITY, (20, 20), ("KL 1, more than 0.05",)), {"text": "book.txt"})
+    gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {})
     remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
     assert remembered["failures"] == ["KL 1, more than 0.05"]
     assert remembered["measured"] == {"text": "book.txt"}
     assert gated.verdict(CacheSpec.parse("onebit:v_bits=1")) is None
-    (file,) = (tmp_path / "gates").rglob("*.*")
-    assert file.parent.name == model.identity
-    facts = json.loads(file.read_text())["content"]
-    assert (facts["passed"], facts["quality"]["kl"], facts["needles"]) == (False, 0.01, [20, 20])
+    assert gated.passed() == ["q3"]
+    (tmp_path / "file").write_text("where a folder should be")
+    with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
+        Verdicts(model, tmp_path / "file").remember(spec, judge(QUALITY, None, GateLimits()), {})
 
 
 def test_a_new_version_or_a_damaged_file_must_be_gated_again(
@@ -243,9 +234,7 @@ def test_a_new_version_or_a_damaged_file_must_be_gated_again(
 def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib.Path) -> None:
     model, spec = model_of(tmp_path), CacheSpec.parse("onebit:v_bits=1")
     gated = Verdicts(model, tmp_path / "gates")
-    first = gated.warn_once(spec)
-    assert first.startswith("kv='onebit:v_bits=1' was never gated for this model")
-    assert first.endswith(f"edgekv eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v_bits=1")
+    assert f"eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v_bits=1" in gated.warn_once(spec)
     assert gated.warn_once(spec) is None
     assert gated.warn_once(CacheSpec.parse("onebit")) is not None
     gated.remember(spec, Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {"text": "book.txt"})
@@ -255,54 +244,27 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
     assert gated.warning(spec) is None
 
 
-def test_auto_takes_what_passed(tmp_path: pathlib.Path) -> None:
-    gated = Verdicts(model_of(tmp_path), tmp_path / "gates")
-    assert gated.passed() == []
-    gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {})
-    gated.remember(CacheSpec.parse("q2"), Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {})
-    assert gated.passed() == ["q3"]
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "gates").write_text("a file")
-    gated, spec = Verdicts(model_of(tmp_path), tmp_path / "gates"), CacheSpec.parse("onebit")
-    assert all("never gated" in gated.warn_once(spec) for _ in range(2))
-    with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
-        gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
-
-
 def test_gate_on_the_command_line(
     own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "book.txt").write_text(prose_text)
     command = ["eval", "--gate", "--text", str(tmp_path / "book.txt"), "--ctx", "512", "--needles", "5"]
     assert main([*command, "--kv", "kivi2:bits=4,streaming:budget=64", "--json", str(tmp_path / "gate.json")]) == 0
-    out = capsys.readouterr().out
-    assert "needles: the dense cache finds 5 of 5" in out
-    assert "recommended: --kv kivi2:bits=4 (the smallest cache that passed" in out.splitlines()[-1]
     facts = json.loads((tmp_path / "gate.json").read_text())
     assert [verdict["passed"] for verdict in facts["verdicts"]] == [True, False]
-    assert facts["recommended"] == "kivi2:bits=4"
-    assert facts["settings"]["ctx"] == 512
+    assert (facts["recommended"], facts["settings"]["ctx"]) == ("kivi2:bits=4", 512)
     assert len(list(own_cache.rglob("*.json"))) == 2
     assert main([*command, "--kv", "streaming:budget=64"]) == 1
-    assert "recommended: --kv dense (no scheme passed)" in capsys.readouterr().out
-    errors = []
-    for kv in ("kivi2:bits=4", "streaming:budget=64", "streaming:budget=64", "streaming", "dense"):
+    capsys.readouterr()
+    for kv, n_warnings in {"kivi2:bits=4": 0, "streaming:budget=64": 1, "dense": 0}.items():
         assert main(["run", "--prompt", "It was", "--max-new-tokens", "1", "--kv", kv]) == 0
-        errors.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("edgekv: ")])
-    assert [len(lines) for lines in errors] == [0, 1, 0, 1, 0]
-    assert "failed its gate for this model on book.txt" in errors[1][0]
-    assert "was never gated" in errors[3][0]
+        assert capsys.readouterr().err.count("edgekv: ") == n_warnings
 
 
 # Needles
 
 
-TOKENIZERS = ("tokenizers/llama2", "tokenizers/llama2_hf", "models/gpt2-60m", "models/stories260K")
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", ["tokenizers/llama2", "models/gpt2-60m", "models/stories260K"])
 def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path) -> None:
     tokenizer, rng = load_tokenizer(shared / name), np.random.default_rng(1)
     text = " ".join(SENTENCES * 100)
@@ -355,7 +317,7 @@ def test_schemes_are_timed(decoder: Decoder) -> None:
     assert 0 < result.matmul_s < result.seconds == pytest.approx(300 / result.tokens_per_s)
 
 
-@pytest.mark.parametrize("name", ["dense", "planes", "h2o"])
+@pytest.mark.parametrize("name", ["planes", "h2o"])
 def test_a_copied_cache_is_what_filling_it_gives(
     name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,24 +340,18 @@ def test_bench_writes_every_timing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "bench.json"
-    options = "--shape tiny --layers 1 --weights int4 --kv dense,kivi2:bits=4,group=64 --ctx 0,300 --tokens 1"
-    more = ["--prefill", "64", "--json", str(out)]
-    assert main(["bench", *options.split(), *more]) == 0
+    options = "--shape tiny --layers 1 --weights int4 --kv dense,kivi2 --ctx 0,300 --tokens 1 --prefill 64 --json"
+    assert main(["bench", *options.split(), str(out)]) == 0
     facts = json.loads(out.read_text())
     assert [(t["kv"].partition(":")[0], t["depth"]) for t in facts["timings"]] == [
         (kv, depth) for depth in (0, 300) for kv in ("dense", "kivi2")
     ]
     assert facts["settings"]["layers"] == 1
     assert facts["prefill"][0]["tokens"] == 64
-    text = capsys.readouterr().out
-    assert "GB/s" in text
-    assert "kivi2" in text
+    assert "kivi2" in capsys.readouterr().out
 
 
 # Pictures and tables
-
-
-TIMINGS = [Timing("onebit", 8192, 32, 10.0, 12.0, 5.0, 0.5, 1 << 20, 2.0, 1 << 24)]
 
 
 def test_a_picture_has_each_line(tmp_path: pathlib.Path) -> None:
@@ -404,33 +360,12 @@ def test_a_picture_has_each_line(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "x.svg").read_bytes().count(b'<g id="line2d_') > 2
 
 
-def test_tables_fit_and_name_schemes_in_full() -> None:
-    named = ("dense", "kivi2:bits=4", "kivi2", "h1b:fit=head")
-    qualities = [dataclasses.replace(QUALITY, kv=str(CacheSpec.parse(kv))) for kv in named]
-    verdicts = [judge(quality, (3, 20), GateLimits()) for quality in qualities]
-    columns = eval_command.quality_columns(8192)
-    narrow = table(columns, qualities)
-    for text in (narrow, table(eval_command.TIMES, TIMINGS), table(eval_command.GATE, verdicts)):
-        assert max(map(len, text.splitlines())) <= WIDTH
-    assert "kivi2:bits=4 " in narrow
-    rows = [["kv", "n", "what"], ["a", "10", "x" * 200]]
-    cut = fitted(rows, left=(0, 2)).splitlines()
-    assert cut[0] == "kv   n  what"
-    assert (len(cut[1]), cut[1][-3:]) == (WIDTH, "...")
-
-
 # Demo
-
-CTX = ["--ctx", "1100", "--seed", "3"]
 
 
 def test_what_the_demo_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *CTX, "--kv", "kivi2"]) == 0
-    shown = capsys.readouterr().out
-    assert len(re.findall(r"\d{5} found", shown)) >= 5  # the model's card: 200 of 200
-    assert "times smaller" in shown
-    assert "edgekv chat --model" in shown
-    assert max(map(len, shown.splitlines())) <= WIDTH
+    assert main(["demo", "--ctx", "1100", "--seed", "3", "--kv", "kivi2"]) == 0
+    assert len(re.findall(r"\d{5} found", capsys.readouterr().out)) >= 5  # the model's card: 200 of 200
 
 
 def test_a_scheme_of_the_demo_is_measured(demo: tuple[Decoder, Tokenizer]) -> None:
@@ -451,32 +386,24 @@ def test_a_scheme_of_the_demo_is_measured(demo: tuple[Decoder, Tokenizer]) -> No
 BAD = {
     "eval --gate --text short.txt": "too few to gate",
     "eval --gate --text short.txt --kv dense": "needs no gate",
-    "eval --gate --text short.txt --plot x.png": "leave one of them out",
-    "eval --gate --text short.txt --max-kl=0": "is not a number above 0",
-    "eval --gate --text short.txt --min-top1=1.5": "is not a number from 0 to 1",
-    "eval --gate --text short.txt --min-needles=nan": "is not a number from 0 to 1",
-    "eval --gate --text short.txt --needles=-1": "is not a whole number",
+    "eval --gate --text short.txt --max-kl=0": "--max-kl",
+    "eval --gate --text short.txt --min-needles=nan": "--min-needles",
     "eval --text - --plot /no/folder/x.png": "cannot be written",
-    "eval --text - --plot x.doc": "is no picture",
-    "bench --shape llama9": "no such shape; accepted are",
-    "bench --ctx 1,x --shape tiny": "--ctx: '1,x' is not a list of numbers from 0 on",
-    "bench --prefill 0 --shape tiny": "--prefill: '0' is not a list of numbers from 1 on",
-    "bench --layers 2": "only a --shape can have other layers",
-    "bench --shape tiny --model x": "not allowed with",
+    "bench --shape llama9": "no such shape",
+    "bench --ctx 1,x --shape tiny": "--ctx",
+    "bench --layers 2": "--shape",
     "bench --ctx 900000": "positions",
-    "demo --ctx 100": "accepted: 1024 to",
-    "demo --ctx 60000": "accepted: 1024 to",
-    "demo --kv nope": "--kv nope is unknown",
+    "demo --ctx 100": "1024 to",
 }
 
 
-@pytest.mark.parametrize("command", BAD)
 def test_bad_input_is_one_line(
-    command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("It was a dark night.")
-    assert main(command.split()) == 2
-    error = capsys.readouterr().err
-    assert BAD[command] in error
-    assert error.count("\n") == 1
+    for command, blamed in BAD.items():
+        assert main(command.split()) == 2
+        error = capsys.readouterr().err
+        assert blamed in error
+        assert error.count("\n") == 1

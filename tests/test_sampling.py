@@ -10,8 +10,6 @@ from helpers import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgekv import Session
-from edgekv.cli import main
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler, token_logprob
 from edgekv.engine.session import StopMatcher
 from edgekv.errors import ConfigError, EdgeKVError
@@ -96,8 +94,10 @@ def draw(sampler, n):
 
 
 def test_a_seed_repeats_the_text_and_a_saved_state_continues_it():
-    unseeded = Sampler(dataclasses.replace(OFF, seed=None), 500)
-    sampler, restored = (Sampler(dataclasses.replace(OFF, seed=seed), 500) for seed in (unseeded.seed, 99))
+    """Seed, generator, and the counts that penalties need."""
+    params = dataclasses.replace(OFF, seed=None, frequency_penalty=1.0)
+    unseeded = Sampler(params, 500)
+    sampler, restored = (Sampler(dataclasses.replace(params, seed=seed), 500) for seed in (unseeded.seed, 99))
     assert draw(unseeded, 50) == draw(sampler, 50) != draw(Sampler(OFF, 500), 50)
     restored.load_state(json.loads(json.dumps(sampler.state())))
     assert restored.seed == sampler.seed
@@ -112,6 +112,7 @@ def test_a_seed_repeats_the_text_and_a_saved_state_continues_it():
         {"seed": 1, "generator": {}},
         {"seed": 1, "generator": {"bit_generator": "MT19937"}},
         {"seed": 1, "generator": {"bit_generator": "PCG64", "state": {"state": -1, "inc": 2**200}}},
+        *(Sampler(OFF, 500).state() | {"counts": counts} for counts in ([[500, 1]], [[1]], "x", [[1, -1]])),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage):
@@ -215,29 +216,3 @@ def test_log_probabilities_are_those_of_the_model() -> None:
         assert [p for _, p in found.top] == pytest.approx(list(np.sort(expected)[::-1][:4]), abs=1e-12)
     assert token_logprob(given, 7, 0).top == ()
     assert Sampler(SamplingParams(), VOCAB).logprobs == []
-
-
-def test_counts_are_saved_with_the_sampler() -> None:
-    params = SamplingParams(1.0, seed=5, frequency_penalty=1.0)
-    sampler, other = Sampler(params, VOCAB), Sampler(params, VOCAB)
-    for i in range(10):
-        sampler.sample(random_logits(i))
-    other.load_state(json.loads(json.dumps(sampler.state())))
-    assert [sampler.sample(random_logits(6)) for _ in range(20)] == [
-        other.sample(random_logits(6)) for _ in range(20)
-    ]
-    for counts in ([[VOCAB, 1]], [[1]], "x", [["a", 1]], [[1, -1]]):
-        with pytest.raises(EdgeKVError):
-            other.load_state({**sampler.state(), "counts": counts})
-
-
-def test_biases_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Biases leave two tokens, a penalty lets both be written."""
-    command = ["run", "--prompt", "It was", "--ctx", "64", "--greedy", "--max-new-tokens", "6"]
-    tokenizer = Session.load("demo", ctx=64).require_tokenizer()
-    ship, sea = (tokenizer.encode(f" {word}", bos=False)[-1] for word in ("ship", "sea"))
-    biases = ["--logit-bias", f"{ship}=60", "--logit-bias", f"{sea}=60"]
-    assert main([*command, *biases]) == 0
-    assert sorted(set(capsys.readouterr().out.split())) in (["sea"], ["ship"])
-    assert main([*command, *biases, "--frequency-penalty", "2"]) == 0
-    assert set(capsys.readouterr().out.split()) == {"ship", "sea"}

@@ -16,7 +16,6 @@ from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
-from edgekv.engine.runner import used_part
 from edgekv.engine.session_file import SessionFile, write
 from edgekv.errors import CheckpointError, SessionError
 from edgekv.kvcache import CacheSpec
@@ -125,7 +124,7 @@ def file(loaded: Session, tmp_path_factory: pytest.TempPathFactory) -> pathlib.P
     return path
 
 
-def test_every_flipped_bit_is_noticed(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_noticed(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     data, rng = bytearray(file.read_bytes()), random.Random(0)
     damaged = tmp_path / "damaged"
     for position in [*range(40), *(rng.randrange(len(data)) for _ in range(150))]:
@@ -136,18 +135,11 @@ def test_every_flipped_bit_is_noticed(file: pathlib.Path, tmp_path: pathlib.Path
             SessionFile(damaged)
         assert "\n" not in str(error.value)
         data[position] ^= bit
-    SessionFile(file)
-
-
-def test_a_truncated_or_longer_file(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    data = file.read_bytes()
-    for size in [*range(0, len(data), len(data) // 40), len(data) - 1]:
-        (tmp_path / "cut").write_bytes(data[:size])
+    for content in (*(data[:size] for size in (*range(0, len(data), len(data) // 20), -1)), data + b"x"):
+        damaged.write_bytes(content)
         with pytest.raises(SessionError, match="damaged"):
-            SessionFile(tmp_path / "cut")
-    (tmp_path / "longer").write_bytes(data + b"x")
-    with pytest.raises(SessionError, match="damaged"):
-        SessionFile(tmp_path / "longer")
+            SessionFile(damaged)
+    SessionFile(file)
 
 
 def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -170,10 +162,7 @@ CHANGES = {
     "other weights": ({"weights": "int8"}, "was held with weights='int8', not "),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
-    "another shape of arrays": (
-        {"kv": "onebit:sink=8"},
-        "can't take over \\(counters",
-    ),
+    "another shape of arrays": ({"kv": "onebit:sink=8"}, "can't take over \\(counters"),
     "fewer layers": ({"layers": []}, "0 layers"),
     "nonsense counters": ({"layers": [{"counters": {"n_seen": 9999}, "fitted": {}}] * 3}, "n_seen"),
     "no tokens": ({"tokens": None}, "can't take over"),
@@ -213,19 +202,6 @@ def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.
     with raises(SessionError, field="weights"):
         Session.restore(file, model, weights="int8")
     assert Session.restore(file, model, kv="onebit").plan.kv == CacheSpec.parse("onebit")
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 40, 16), (3, 16, 40), (2, 30, 5), (1, 1, 9)])
-@pytest.mark.parametrize("kind", ["u1", "f2", "f4"])
-def test_what_is_used_is_kept(shape: tuple[int, ...], kind: str) -> None:
-    """A box of it, which ends with an element that is not zero along each axis; -0.0 is not zero."""
-    rng = np.random.default_rng(0)
-    for n in (0, 1, 3):
-        array = np.zeros(shape, kind)
-        for _ in range(n if array.size else 0):
-            array[tuple(rng.integers(0, size) for size in shape)] = -0.0 if kind != "u1" else 1
-        part, found = used_part(array), np.nonzero(np.atleast_1d(array.view(f"u{array.itemsize}")))
-        assert [each.stop for each in part] == [max(along, default=-1) + 1 for along in found][: array.ndim]
 
 
 WRITER = """
@@ -291,6 +267,4 @@ def test_the_command_goes_on_with_a_session(
     whole = out(*prompt, "--max-new-tokens", 50)
     first = out(*prompt, *session, "--max-new-tokens", 20)
     assert first + out(*session, "--max-new-tokens", 30) == whole
-    refused = out(*session, "--kv", "dense", status=2)
-    assert refused.count("\n") == 1
-    assert "leave --kv out" in refused
+    assert "leave --kv out" in out(*session, "--kv", "dense", status=2)

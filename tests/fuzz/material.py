@@ -24,7 +24,6 @@ from edgekv.eval.evaluate import Quality
 from edgekv.eval.gate import Verdict
 from edgekv.kvcache import CacheSpec
 from edgekv.text import Tokenizer, load_tokenizer
-from edgekv.text.template import ChatTemplate, find_template
 from edgekv.weights import cpu as threads
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import build
@@ -127,12 +126,10 @@ class Material:
             self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", folder / "session"))
 
     def _uses(self, folder: pathlib.Path) -> None:
-        """A model to talk with, and a cache folder in which everything is remembered; compiles what cases use."""
+        """A cache folder in which everything is remembered; compiles what cases use."""
         for source, weights in itertools.product((self.llama, self.talker), self.weights):
             with Session.load(source, weights=weights, threads=1) as session:
                 list(session.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))
-        self.talking = Session.load(self.talker, ctx=200, threads=1)
-        self.template = ChatTemplate(str(find_template(self.talker)), self.talking.require_tokenizer())
         self.cache = folder / "cache"
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.cache)):
             with (

@@ -1,4 +1,4 @@
-"""Kinds of input that are files: of a model, a saved session, the cache folder, the Hub, the working folder."""
+"""Kinds of input that are files: of a model, a saved session, the cache folder."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import json
 import os
 import pathlib
 import shutil
-import threading
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
 from random import Random
 from typing import Any
 from unittest import mock
 
 import golden_cases
-import hub_server
 import lora_cases
 import numpy as np
 import packed_cases
@@ -24,8 +21,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from session_parts import joined, parts
 
-from edgekv import EdgeKVError, SamplingParams, Session
-from edgekv.checkpoint.hub import HubName, pull
+from edgekv import SamplingParams, Session
 from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.cli import main
@@ -355,76 +351,3 @@ def use_remembered(m: Material) -> None:
             threads.remembered(session.model.arch, session.model.weight_format("int8"))
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["info", "--model", str(m.talker)]) == 0
-
-
-NAMES = (
-    *("../x", "../../../x", "a/../../../x", "/x", "a/b", "..", ".", "", "/", "x" * 300),
-    *("\x1b[2Jx", "a\nb", "\ud800", "%2e%2e/x", "..\\x", "x\0y", "~", "model.safetensors", "config.json", 5, None),
-)
-
-
-class _LyingHub(hub_server._Handler):
-    """headers: what is sent in place of the true ones; facts, from what is true: what it tells of a model."""
-
-    headers_sent: dict[str, str]
-    rng: Random
-
-    def send_header(self, keyword: str, value: str) -> None:
-        super().send_header(keyword, self.headers_sent.get(keyword, value))
-
-    def _send_json(self, repository: hub_server.Repository, name: str) -> None:
-        files = [{"rfilename": file, "size": p.stat().st_size} for file, p in repository.files().items()]
-        facts = {"id": name, "modelId": name, "sha": repository.commit, "siblings": files, "tags": []}
-        if self.rng.random() < 0.6:
-            facts = mutated(facts, self.rng, (*ODD[:16], *NAMES))
-        data = json.dumps(facts).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-@kind
-def hub(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Whatever a Hub says: nothing is written outside of the Hub's cache."""
-    import huggingface_hub.constants as constants
-
-    model, names = folder / "model", (*NAMES, str(folder / "outside"))
-    model.mkdir()
-    (model / "config.json").write_bytes((m.llama / "config.json").read_bytes())
-    weights = rng.choice(("model.safetensors", "a.safetensors", "x.gguf"))
-    (model / weights).write_bytes(b"weights")
-    if weights == "a.safetensors":
-        homes = {"metadata": {}, "weight_map": {"a": weights, "b": rng.choice(names)}}
-        (model / "model.safetensors.index.json").write_bytes(as_json(mutated(homes, rng, names), rng))
-    sent = {}
-    for header in ("ETag", "X-Repo-Commit", "X-Linked-Etag", "Location"):
-        if rng.random() < 0.4:
-            name = str(rng.choice(names)).encode("ascii", "ignore").decode().replace("\n", "").replace("\0", "")
-            sent[header] = rng.choice((name, f'"{name}"', f'W/"{name}"'))
-    told = hub_server.Hub({"org/name": hub_server.Repository(model)})
-    handler = type("Handler", (_LyingHub,), {"hub": told, "headers_sent": sent, "rng": rng})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    home = folder / "home" / "a" / "b" / "hub"
-    settings = {
-        "ENDPOINT": address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(home),
-        "HF_HUB_OFFLINE": False,
-    }
-    file = "x.gguf" if weights == "x.gguf" else None
-    try:
-        with mock.patch.multiple(constants, **settings):
-            path = pull(HubName("org/name", None, file))
-            assert path.resolve().is_relative_to(home.resolve()), path
-            with contextlib.suppress(EdgeKVError):
-                Model.open(path)
-    finally:
-        server.shutdown()
-        server.server_close()
-        written = [each for each in (folder / "home").rglob("*") if not each.is_relative_to(home)]
-        assert all(home.is_relative_to(each) for each in written), written
-        assert {each.name for each in folder.iterdir()} <= {"model", "home"}, list(folder.iterdir())

@@ -13,8 +13,7 @@ import numpy as np
 
 KINDS: dict[str, Callable[..., object]] = {}
 """Each makes a damaged input from whole material, in a folder, and gives it to what reads it."""
-RARE = {"template": 20} | dict.fromkeys(("deep_schema", "remembered"), 10)
-RARE |= dict.fromkeys(("weights", "numbers", "hub"), 4)
+RARE = {"template": 20, "remembered": 10, "weights": 4, "numbers": 4}
 """Slow kinds: a case in so many rounds."""
 
 

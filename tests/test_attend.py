@@ -14,7 +14,6 @@ from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
 from edgekv.codecs.codec import Codec, Layout
 from edgekv.codecs.f16 import F16
-from edgekv.codecs.ints import Symmetric4
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
@@ -100,12 +99,11 @@ VARIANTS = (
 OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "planes of several bits": several_bits,
     "from outside": lambda p: (Rounded(*p.store), Rounded(*p.store)),
-    "symmetric": lambda p: (Symmetric4(*p.store), Symmetric4(*p.store)),
 }
 if HAS_PAPERS:
     from edgekv.papers.evicting.mikv import TokenKeys
     from edgekv.papers.h1b.codec import SignSketch
-    from edgekv.papers.int4 import Int4
+    from edgekv.papers.int4 import Int4, Symmetric4
     from edgekv.papers.kivi import KiviValues
     from edgekv.papers.visual.codec import ChannelLevels, LevelSpan
 
@@ -115,6 +113,7 @@ if HAS_PAPERS:
         return keys, Int4(p.g, p.length, p.d)
 
     OWN |= {
+        "symmetric": lambda p: (Symmetric4(*p.store), Symmetric4(*p.store)),
         "signs and int4": signs_and_int4,
         "mikv": lambda p: (TokenKeys(*p.store, 2, p.d), KiviValues(*p.store, 2, p.d)),
         "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),

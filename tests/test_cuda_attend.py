@@ -14,13 +14,13 @@ from kernel_cases import CODECS, normal, pairs
 
 from edgekv.codecs.codec import Codec
 from edgekv.codecs.f16 import F16, Float32
-from edgekv.codecs.ints import Int8, Symmetric4
+from edgekv.codecs.ints import Int8
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import Segment
 from edgekv.papers.h1b.codec import SignSketch
-from edgekv.papers.int4 import Int4
+from edgekv.papers.int4 import Int4, Symmetric4
 from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 

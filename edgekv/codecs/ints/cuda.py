@@ -1,4 +1,4 @@
-"""Integers of 8 or 4 bits with a scale per token: their encoder, and who reads integers token by token."""
+"""Integers of 8 (or 4) bits with a scale per token: their encoder, and who reads integers token by token."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def _read(rows: str, codec: Any) -> Reader:
 
 
 READERS = functools.partial(_read, "RowKeys"), functools.partial(_read, "RowValues")
-KERNELS = dict.fromkeys(("int8", "symmetric4"), CodecKernels(*READERS, encode=_encode, placed=True))
+KERNELS = {"int8": CodecKernels(*READERS, encode=_encode, placed=True)}

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
-from edgekv.codecs.ints import Symmetric4
+from edgekv.codecs.ints import Int8
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.policies import FullCache
-from edgekv.papers import require_whole_bytes
+from edgekv.papers import pack_codes, require_whole_bytes, unpack_codes
 from edgekv.types import F32
 
 
@@ -52,6 +52,29 @@ class Int4(Codec):
         levels = np.concatenate([codes & 15, codes >> 4], axis=2).astype(np.float32)
         values: F32 = (levels - zero[..., None]) * delta.view(np.float16).astype(np.float32)[..., None]
         return values
+
+
+class Symmetric4(Int8):
+    """`Int8` with levels -7..7 plus 8, two to a byte: head_dim / 2 + 2 bytes."""
+
+    kind = "symmetric4"
+    backends = in_package("edgekv.papers.int4")
+
+    def layout(self) -> Layout:
+        codes = self.n_kv_heads, self.capacity, self.head_dim // 2
+        return super().layout() | {"codes": (codes, "uint8")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim // 2 + 2)
+
+    def encode(self, x: F32, t0: int) -> None:
+        """Stores finite x (n_kv_heads, n, head_dim) as tokens t0.."""
+        codes = (self.levels(x, t0, 7) + 8).astype(np.uint8)
+        self.arrays["codes"][:, t0 : t0 + x.shape[1]] = pack_codes(codes, self.head_dim // 2)
+
+    def stored_levels(self, t0: int, t1: int) -> F32:
+        return unpack_codes(self.arrays["codes"][:, t0:t1], self.head_dim) - 8
 
 
 @dataclasses.dataclass(frozen=True)

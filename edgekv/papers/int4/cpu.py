@@ -1,26 +1,102 @@
-"""Values in four bits with a scale and a zero point per token."""
+"""Values, or keys, in four bits with a scale per token: unpacked to signed bytes, some tokens at a time."""
+
+from typing import Any
 
 import numpy as np
+from numba import types
 
-from edgekv.codecs.ints.cpu import of_levels
-from edgekv.kernels.cpu.compile import Scalar, jit
-from edgekv.kernels.cpu.loops import chars, floats, halves, numbers, put_loop
+from edgekv.codecs.ints.cpu import add_levels, level_of, put_scale, score_levels
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    CodecKernels,
+    Loop,
+    add_loop,
+    address_of,
+    chars,
+    floats,
+    halves,
+    numbers,
+    put_loop,
+    score_loop,
+)
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
 from edgekv.types import F32, U8, U16
 
-ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
+ZERO, ONE, HIGHEST_CODE, TOP, MIDDLE = np.array([0, 1, 15, 7, 8], np.float32)
+EIGHT = np.uint8(8)
+TILE = 32  # tokens that are unpacked together: 4 KiB at 128 channels
+
+
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    _, scale, capacity, head_dim, _ = _numbers(store)
+    for i in range(0, n, TILE):
+        few, token = min(TILE, n - i), g * capacity + t + i
+        _unpack(store, token, few, scratch)
+        score_levels(q, rows, scratch, halves(scale + 2 * token), head_dim, few, s + 4 * i, gap)
+
+
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    _, scale, capacity, head_dim, _ = _numbers(store)
+    for i in range(0, n, TILE):
+        few, token = min(TILE, n - i), g * capacity + t + i
+        _unpack(store, token, few, scratch)
+        values, weights = scratch, scratch + TILE * head_dim
+        add_levels(p + 4 * i, gap, rows, values, halves(scale + 2 * token), head_dim, few, out, weights)
+
+
+@fast_jit
+def _unpack(store: int, token: int, n: int, levels: int) -> None:
+    """levels (n, head_dim) int8 = the codes of n tokens, less their zero point: 8, or each token's own."""
+    codes, _, _, head_dim, zeros = _numbers(store)
+    half = head_dim // 2
+    for i in range(n):
+        zero = get(chars(zeros), token + i) if zeros else EIGHT
+        _unpack_token(codes + (token + i) * half, half, zero, levels + i * head_dim)
+
+
+@intrinsic
+def _unpack_token(context: Any, codes: Any, n: Any, zero: Any, levels: Any) -> Any:
+    """levels (2 * n,) = the lower, then the upper four bits of n bytes, less zero."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes, n, zero, levels = args
+        done = emit.I64(0)
+        for width in (4 * emit.REGISTER, 1):
+            kind = emit.vector(emit.I8, width) if width > 1 else emit.I8
+            less = emit.splat(b, zero, width) if width > 1 else zero
+            with emit.loop(b, done, n, width) as turn:
+                x, to = emit.load(b, kind, b.add(codes, turn.i)), b.add(levels, turn.i)
+                emit.store(b, b.sub(b.and_(x, emit.constant(kind, 15)), less), to)
+                emit.store(b, b.sub(b.lshr(x, emit.constant(kind, 4)), less), b.add(to, n))
+            done = turn.i
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp, types.uint8, types.intp), build
+
+
+@put_loop
+def _put_symmetric(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim, _ = _numbers(store)
+    source, to, half = floats(x), chars(codes), head_dim // 2
+    for i in range(n):
+        token, row = g * capacity + t0 + i, i * head_dim
+        step = put_scale(x + 4 * row, head_dim, TOP, scale + 2 * token)
+        for d in range(half):
+            low = np.int32(level_of(get(source, row + d), step, TOP) + MIDDLE)
+            high = np.int32(level_of(get(source, row + half + d), step, TOP) + MIDDLE)
+            put(to, token * half + d, np.uint8(low | high << 4))
 
 
 @put_loop
 def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    y = numbers(store)
-    codes, delta, zeros, head_dim = chars(get(y, 0)), halves(get(y, 1)), chars(get(y, 4)), get(y, 3)
+    codes, delta, capacity, head_dim, zeros = _numbers(store)
     for i in range(n):
-        token = g * get(y, 2) + t0 + i
-        _encode_token(floats(x), i * head_dim, head_dim, codes, delta, zeros, token)
-
-
-KERNELS = {"int4": of_levels("codes", "delta", "zero", put=_put)}
+        token = g * capacity + t0 + i
+        _encode_token(floats(x), i * head_dim, head_dim, chars(codes), halves(delta), chars(zeros), token)
 
 
 @jit
@@ -49,3 +125,30 @@ def _encode_row(x: F32, i: int, step: Scalar, offset: Scalar, codes: U8, code: i
 @jit
 def _code(x: Scalar, step: Scalar, offset: Scalar) -> Scalar:
     return np.int32(clamp(round_to_even(x / step) + offset, ZERO, HIGHEST_CODE))
+
+
+@fast_jit
+def _numbers(store: int) -> tuple[int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
+
+
+def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CodecKernels:
+    """Of the names of the arrays (G, tokens, ...)."""
+
+    def store(codec: Any) -> tuple[int, ...]:
+        zero_at = address_of(codec.arrays[zeros]) if zeros else 0
+        addresses = address_of(codec.arrays[codes]), address_of(codec.arrays[scale])
+        return *addresses, codec.capacity, codec.head_dim, zero_at
+
+    return CodecKernels(store, _score, _add, put=put, at_once=AT_ONCE, scratch=_tile_bytes)
+
+
+def _tile_bytes(codec: Any, rows: int) -> int:
+    return TILE * int(codec.head_dim) + 4 * rows * TILE
+
+
+KERNELS = {
+    "int4": _kernels("codes", "delta", "zero", _put),
+    "symmetric4": _kernels("codes", "scale", None, _put_symmetric),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.codecs.ints.cuda import read_integers
+from edgekv.codecs.ints import cuda as ints
 from edgekv.kernels.cuda.driver import Array, Launch, Program, place
 from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader, per_head
 
@@ -27,7 +27,7 @@ def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
 
 def _read(codec: Any) -> Reader:
     a = codec.arrays
-    return read_integers("RowValues", a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO")
+    return ints.read_integers("RowValues", a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO")
 
 
-KERNELS = {"int4": CodecKernels(values=_read, encode=_encode, placed=True)}
+KERNELS = {"int4": CodecKernels(values=_read, encode=_encode, placed=True), "symmetric4": ints.KERNELS["int8"]}

@@ -9,13 +9,12 @@ import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package, round_up_to_f16
 from edgekv.codecs.f16 import f16_codecs
-from edgekv.codecs.ints import pack_codes, unpack_codes
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.policies import SinkWindowCache, Sizes
-from edgekv.papers import require_whole_bytes
+from edgekv.papers import pack_codes, require_whole_bytes, unpack_codes
 from edgekv.types import F32, U8, U16
 
 

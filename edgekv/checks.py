@@ -180,7 +180,7 @@ def read_fields(
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        raise error_class(_told(str(error), raw, where, hint)) from None
+        raise error_class(_reason(str(error), raw, where, hint)) from None
     except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
         raise error_class(f"{where}: holds {error.object!r:.60}, which is no text; {hint}") from None
 
@@ -199,7 +199,7 @@ def _whole(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def _told(reason: str, raw: Mapping[str, Any], where: str, hint: str) -> str:
+def _reason(reason: str, raw: Mapping[str, Any], where: str, hint: str) -> str:
     """msgspec's reason in our words."""
     if missing := re.search(r"missing required field `(.*?)`", reason):
         return f"{where}: {missing[1]!r} is missing; {hint}"

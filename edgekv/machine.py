@@ -119,9 +119,9 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        asked = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
+        what_failed = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
         raise MemoryBudgetError(
-            f"out of memory while {what}: {asked}; {format_bytes(free_bytes())} is free: {HINT}"
+            f"out of memory while {what}: {what_failed}; {format_bytes(free_bytes())} is free: {HINT}"
         ) from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]

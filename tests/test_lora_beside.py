@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tm
 def test_a_gpu_has_none() -> None:
     for refused in (
         lambda: CudaBackend.require(CacheSpec.parse("dense"), loras=True),
-        lambda: CudaOps.with_changes(None, {}),
+        lambda: CudaOps.with_lora(None, {}),
     ):  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as error:
             refused()

@@ -24,7 +24,7 @@ from edgekv.kernels.cpu.matmul import (
 )
 from edgekv.types import F32, U8, Threads
 from edgekv.weights.formats import WeightFormat, n_blocks
-from edgekv.weights.ops import ACTIVATIONS, LowRank, add_changes, clamped_gate
+from edgekv.weights.ops import ACTIVATIONS, LowRank, add_lora, clamped_gate
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
 
@@ -310,10 +310,10 @@ def test_a_lora_of_a_row_does_not_depend_on_the_others() -> None:
     x = rng.standard_normal((8, 300), np.float32)
     multiply = functools.partial(float_matmul, n_threads=Threads(1, 1))
     whole = np.zeros((8, 233), np.float32)
-    add_changes(x, whole, parts, multiply)
+    add_lora(x, whole, parts, multiply)
     dense = np.concatenate([up @ down for down, up in parts])
     assert error(whole, x, dense) < 1e-5
     for m in range(8):
         alone = np.zeros((1, 233), np.float32)
-        add_changes(x[m : m + 1], alone, parts, multiply)
+        add_lora(x[m : m + 1], alone, parts, multiply)
         assert np.array_equal(alone[0], whole[m])

@@ -11,7 +11,7 @@ from edgekv.engine.report import RunReport
 
 def make_report(**fields):
     return RunReport(
-        settings={"kv": "h1b", "ctx": 8192, "seed": 5, "tau": None},
+        settings={"kv": "h1b", "weights": "int8", "ctx": 8192, "seed": 5, "tau": None},
         model={"name": "llama-40m", "n_parameters": 40_100_000, "head_dim": 128},
         machine={"architecture": "aarch64"},
         **fields,
@@ -55,9 +55,8 @@ def test_what_was_not_measured_is_none():
 
 def test_the_text_of_a_run():
     lines = measured_report().to_text().splitlines()
-    assert lines[1] == "settings    kv h1b, ctx 8192, seed 5"
-    assert "decode      5 tokens, 25.00 tokens/s, 20.0 ms/token median, 94.0 ms p95" in lines
-    assert "bandwidth   3.00 GB/s achieved, 57.2 MiB (60000000 B) per token" in lines
+    assert lines[0] == "model       llama-40m, 40.1 M parameters as int8, kv h1b, context 8192"
+    assert lines[1].startswith("text        6 tokens at 25.0 tokens/s, the first after 16.25 s; prompt of 8000")
     assert lines[-1] == "note        h1b untuned: perplexity is about 4x worse"
 
 

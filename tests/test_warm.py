@@ -55,7 +55,6 @@ def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.M
     assert len(steps) > 5
     report = session.report()
     report.compile_s = 12.34
-    assert "12.3 s for kernels" in report.to_text()
     assert report.as_dict()["compile_s"] == 12.34
 
 
@@ -103,7 +102,7 @@ def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **kwargs: begun.append(start(*args, **kwargs)) or begun[-1]
     )
-    with pytest.raises(KeyboardInterrupt), ahead.precompiling(CacheSpec.parse("dense")):
+    with pytest.raises(KeyboardInterrupt), ahead.CpuBackend.precompiling(CacheSpec.parse("dense")):
         raise KeyboardInterrupt
     assert noted == []
     assert [process.poll() is not None for process in begun] == [True]

@@ -25,7 +25,7 @@ from edgekv.cli.options import (
     sampling_value,
     yes,
 )
-from edgekv.cli.run import is_saved, open_session, open_template, speed
+from edgekv.cli.run import is_saved, open_session, open_template
 from edgekv.cli.terminal import Bars, Interrupt, raw
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.model import sampling_defaults
@@ -170,7 +170,7 @@ class Terminal:
                 with contextlib.closing(begin(**how, progress=progress)) as steps:
                     self._stream(steps, interrupt)
                 ctx = session.plan.ctx
-                say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
+                say(f"({session.report().speed()}; context {min(len(session.tokens), ctx)} of {ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
         messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))

@@ -85,9 +85,8 @@ class Demo:
         first_token_s = time.perf_counter() - begin
         cache_bytes = sum(cache.nbytes for cache in attending(caches))
         texts = reader.ask(self.haystack, caches, spec)
-        answers = [
-            (text, asked.is_answered(text)) for text, asked in zip(texts, self.haystack.questions, strict=True)
-        ]
+        questions = self.haystack.questions
+        answers = [(text, each.is_answered(text)) for text, each in zip(texts, questions, strict=True)]
         with blas_threads(1):
             begin = time.perf_counter()
             likeliest = [int(to_host(decoder.step(token, caches)).argmax()) for token in self.after]

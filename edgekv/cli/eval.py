@@ -150,10 +150,10 @@ def eval_command(arguments: argparse.Namespace) -> int:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     if arguments.plot:
         require_matplotlib()
-    asked = _gated(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
+    requested = _gated(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
     options, text = load_options(arguments), read_text(arguments.text, "--text")
     measured = EvalInput(model_path(arguments), options, text, pathlib.Path(arguments.text).name)
-    specs = without_left_out(measured.schemes(asked, is_named(arguments.kv)))
+    specs = without_left_out(measured.schemes(requested, is_named(arguments.kv)))
     return (_gate if arguments.gate else _evaluate)(arguments, measured, specs)
 
 
@@ -214,8 +214,8 @@ def warn_ungated(model: Model, spec: CacheSpec) -> None:
 
 
 def _gated(kv: str | None) -> list[CacheSpec]:
-    asked = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
-    specs = [spec for spec in asked if needs_gate(spec)]
+    requested = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
+    specs = [spec for spec in requested if needs_gate(spec)]
     if not specs:
         raise ConfigError(
             f"--kv {kv} loses nothing on a text and needs no gate; name a lossy scheme (edgekv schemes)"
@@ -304,7 +304,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_command(arguments: argparse.Namespace) -> int:
-    asked = CacheSpec.parse_list(arguments.kv or TIMED)
+    requested = CacheSpec.parse_list(arguments.kv or TIMED)
     depths, lengths = arguments.ctx, arguments.prefill
     if arguments.shape is None and arguments.layers:
         message = f"layers={arguments.layers}: only a `shape` can have other layers than its own"
@@ -319,7 +319,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         form, n_layers = model.weight_format(arguments.weights), model.config.n_layers
         if capacity > model.config.max_positions and not arguments.shape:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
-        specs = without_left_out(suited(asked, model.config, capacity, is_named(arguments.kv)))
+        specs = without_left_out(suited(requested, model.config, capacity, is_named(arguments.kv)))
         needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + room) for spec in specs}
         require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)

@@ -46,8 +46,8 @@ WARMED = "dense,planes,onebit"
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
-    told = "org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; private ones need HF_TOKEN"
-    parser.add_argument("model", metavar="NAME", help=told)
+    text = "org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; private ones need HF_TOKEN"
+    parser.add_argument("model", metavar="NAME", help=text)
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
@@ -120,8 +120,8 @@ def info_command(arguments: argparse.Namespace) -> int:
 def budget_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser.add_mutually_exclusive_group(), "model shape")
     add(parser, "config weights kv kv_budget ctx")
-    told = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
-    parser.add_argument("--memory", **size("memory", told))
+    text = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
+    parser.add_argument("--memory", **size("memory", text))
     parser.add_argument("--json", **yes("print as JSON"))
 
 
@@ -245,11 +245,11 @@ def warm_command(arguments: argparse.Namespace) -> int:
     from edgekv.cli.eval import is_named, without_left_out
     from edgekv.engine.session import Session
 
-    asked, named = CacheSpec.parse_list(arguments.kv or WARMED), is_named(arguments.kv)
+    requested, named = CacheSpec.parse_list(arguments.kv or WARMED), is_named(arguments.kv)
     arguments.kv = None
     options = load_options(arguments)
     config = open_model(model_path(arguments), options).config
-    specs = without_left_out(suited(asked, config, default_ctx(config), named))
+    specs = without_left_out(suited(requested, config, default_ctx(config), named))
     with Bars() as bars:
         for spec in specs:
             given = vars(options) | {"kv": spec}

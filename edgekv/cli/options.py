@@ -88,7 +88,7 @@ REPEATED = {"action": "append", "default": []}
 
 
 def option(metavar: str | None, text: str = "", **more: Any) -> dict[str, Any]:
-    """Return what argparse is told of an option with a value."""
+    """Return the arguments of argparse for an option with a value."""
     return {"metavar": metavar, "help": text, **more}
 
 
@@ -173,7 +173,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "json": option("FILE", "write the results, with every setting, as JSON", type=output_file),
     "plot": option("FILE", type=picture_file),
 }
-"""What argparse is told of an option, by the parameter that it gives."""
+"""The arguments of argparse for an option, by the parameter that it gives."""
 OTHERS = ("prompt", "layers", "hz", "slots", "output", "calibrate", "max_request", "prefix_cache")
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
@@ -189,12 +189,12 @@ def add(parser: Any, names: str, **others: Any) -> None:
     """Add options of OPTIONS, and ``others``: new ones by name, or for one of OPTIONS its help or what differs."""
     for name in dict.fromkeys([*names.split(), *others]):
         change = others.get(name, {})
-        told = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
-        parser.add_argument(FLAGS.get(name) or "--" + name.replace("_", "-"), **told)
+        settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
+        parser.add_argument(FLAGS.get(name) or "--" + name.replace("_", "-"), **settings)
 
 
 def yes(text: str) -> dict[str, Any]:
-    """Return what argparse is told of an option without a value."""
+    """Return the arguments of argparse for an option without a value."""
     return {"action": "store_true", "help": text}
 
 
@@ -205,12 +205,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
     add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
-        told = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
+        settings = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
         if name == "temperature":
-            told["help"] += later
+            settings["help"] += later
         if name == "logit_bias":
-            told |= REPEATED
-        add(how if name == "temperature" else parser, "", **{name: told})
+            settings |= REPEATED
+        add(how if name == "temperature" else parser, "", **{name: settings})
     add(parser, "stop")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import os
 import re
@@ -29,14 +28,12 @@ from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable, write_
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.report import RunReport
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
-from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter
 from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision.images import picture
@@ -95,41 +92,6 @@ def open_template(arguments: argparse.Namespace, session: Session) -> ChatTempla
     return template
 
 
-# A report in four lines
-
-
-def summary(session: Session, report: RunReport, ready_s: float) -> list[tuple[str, str]]:
-    """List (topic, text): model, text, memory, end, energy, notes. ready_s: seconds of loading."""
-    plan, images, rate = session.plan, report.images, report.prefill_tokens_per_s
-    sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
-    cache, weights, peak = map(format_bytes, sizes)
-    state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
-    prompt = f"prompt of {report.prefill_tokens} token{'s' * (report.prefill_tokens != 1)}"
-    return [
-        (
-            "model",
-            f"{report.model['name']}, {report.model['n_parameters'] / 1e6:,.1f} M parameters as {plan.weights}, "
-            f"kv {plan.kv.short}, context {plan.ctx}; ready in {ready_s:.1f} s",
-        ),
-        ("text", f"{speed(report)}; {prompt}" + (f" at {rate:.0f} tokens/s" if rate else "")),
-        *([("images", f"{images.n}, {images.tokens} tokens, {images.seconds:.3f} s")] if images else []),
-        ("memory", f"cache {cache}{state}, weights {weights}, peak {peak}"),
-        ("stopped", report.finish_message or "not yet"),
-        *(report.energy.rows() if report.energy else ()),
-        *(("note", note) for note in report.notes),
-    ]
-
-
-def speed(report: RunReport) -> str:
-    """Return tokens and their speed, and the time to the first."""
-    n = len(report.decode_latencies_s) + (report.time_to_first_token_s is not None)
-    tokens = f"{n} token{'s' * (n != 1)}"
-    if report.decode_tokens_per_s is not None:
-        tokens += f" at {report.decode_tokens_per_s:.1f} tokens/s"
-    first = report.time_to_first_token_s
-    return tokens if first is None else f"{tokens}, the first after {first:.2f} s"
-
-
 # edgekv run
 
 
@@ -182,9 +144,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         session.save(arguments.session)
     report = session.report()
     report.energy = meter.report()
-    message = report.finish_message and in_flags(report.finish_message)
-    shown = dataclasses.replace(report, notes=list(map(in_flags, report.notes)), finish_message=message)
-    print_rows(summary(session, shown, ready_s), sys.stderr)
+    (topic, model), *rows = report.rows()
+    rows = [(topic, f"{model}; ready in {ready_s:.1f} s"), *((name, in_flags(text)) for name, text in rows)]
+    print_rows(rows, sys.stderr)
     if arguments.json:
         write_json(arguments.json, report.as_dict())
     return status

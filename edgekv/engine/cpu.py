@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from edgekv.weights.cpu import CpuOps, product_threads
 from edgekv.weights.formats import WeightFormat
 from edgekv.weights.ops import NumpyOps, WeightOps
 
+TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 BLOCK_ROWS = 512  # query rows per block of a prompt's attention, all heads of a group together
 
 
@@ -53,8 +53,24 @@ class CpuBackend(Backend):
         return cls(store, CpuOps(store, product_threads(store, threads)), kernels, all_cores(threads))
 
     @classmethod
-    def precompiling(cls, spec: CacheSpec) -> AbstractContextManager[None]:
-        return precompiling(spec)
+    @contextlib.contextmanager
+    def precompiling(cls, spec: CacheSpec) -> Iterator[None]:
+        """Runs `main` in a process of its own within the block, unless that was done before, or can't help."""
+        kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
+        what, process, nothing = f"ahead {sorted(kinds)}", None, subprocess.DEVNULL
+        can_help = kinds and kernel_cache.folder(__file__) and all_cores() > 1
+        if can_help and not kernel_cache.is_warm(what):
+            with contextlib.suppress(OSError):
+                command = child.command(__name__, str(spec))
+                process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+        try:
+            yield
+            if process:
+                kernel_cache.mark_warm(what)
+        finally:
+            if process:
+                process.terminate()  # what it has not done by now is not needed any more
+                process.wait()
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
         """(n, hidden) float32 of n tokens."""
@@ -123,8 +139,9 @@ class NumpyBackend(CpuBackend):
         return cls(weights, NumpyOps(weights), numpy_kernels(all_cores(threads)), all_cores(threads))
 
     @classmethod
-    def precompiling(cls, spec: CacheSpec) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextlib.contextmanager
+    def precompiling(cls, spec: CacheSpec) -> Iterator[None]:
+        yield
 
 
 def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> int:
@@ -139,33 +156,6 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> in
     projected = max((each.projected for each in c.recurrences if each is not None), default=0)
     chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + 2 * projected + experts) + c.vocab_size
     return 4 * (prompt + chunk)
-
-
-TOKENS = 700  # beyond the windows and budgets that the schemes have by default
-
-
-@contextlib.contextmanager
-def precompiling(spec: CacheSpec) -> Iterator[None]:
-    """Runs the process within the block, unless it has run before, or could not help."""
-    kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
-    what = f"ahead {sorted(kinds or ())}"
-    if not (kinds and kernel_cache.folder(__file__) and all_cores() > 1) or kernel_cache.is_warm(what):
-        yield
-        return
-    nothing = subprocess.DEVNULL
-    try:
-        process = subprocess.Popen(
-            child.command(__name__, str(spec)), stdin=nothing, stdout=nothing, stderr=nothing
-        )
-    except OSError:
-        yield
-        return
-    try:
-        yield
-        kernel_cache.mark_warm(what)
-    finally:
-        process.terminate()  # what it has not done by now is not needed any more
-        process.wait()
 
 
 def main(kv: str) -> None:

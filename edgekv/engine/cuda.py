@@ -29,7 +29,7 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import NO_CHANGES, CudaOps, DeviceWeights
+from edgekv.weights.cuda import NO_LORA, CudaOps, DeviceWeights
 from edgekv.weights.formats import WeightFormat
 
 SCORES = 1 << 24  # float32 alive at once
@@ -93,7 +93,7 @@ class CudaBackend(Backend):
                 accepted=["1"],
             )
         if loras:
-            raise ConfigError(NO_CHANGES, field="loras")
+            raise ConfigError(NO_LORA, field="loras")
         if not runs(spec):
             able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(

@@ -26,7 +26,7 @@ from edgekv.models.rope import RopeConfig, frequencies
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.checkpoint_weights import Weights
 from edgekv.weights.formats import WeightFormat
-from edgekv.weights.ops import Changes, WeightOps
+from edgekv.weights.ops import LoraDeltas, WeightOps
 
 CHUNK = 256  # tokens of a prompt per pass of a layer: bounds the activations
 ATTEND_SCORES = 1 << 24  # float32 alive at once when a prompt continues a filled cache
@@ -214,10 +214,10 @@ class Decoder:
         """A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again."""
         return self.backend.upload(self.weights.vector(name).copy())
 
-    def with_changes(self, changes: Changes) -> Decoder:
+    def with_lora(self, deltas: LoraDeltas) -> Decoder:
         """The same with low-rank changes beside the weights. ConfigError where the backend has none."""
         other = copy.copy(self)
-        other.ops = self.ops.with_changes(changes)
+        other.ops = self.ops.with_lora(deltas)
         return other
 
     @property

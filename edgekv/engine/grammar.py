@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -97,22 +97,6 @@ class JsonSchema(Grammar):
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(error) from None
         super().__init__(text, tokenizer, vocab_size)
-
-
-def find_constraint(
-    schema: Mapping[str, Any] | None,
-    constraint: Constraint | None,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int,
-) -> Constraint | None:
-    """The constraint that a schema or a caller gives; None: neither. Raises ConfigError for both."""
-    if schema is None:
-        return constraint
-    if constraint is not None:
-        raise ConfigError(
-            "`json_schema` beside `constraint`: give one of them, as a schema is a constraint", field="json_schema"
-        )
-    return JsonSchema(schema, tokenizer(), vocab_size)
 
 
 def read_schema(path: str) -> dict[str, Any]:

@@ -408,7 +408,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
         scheduler, decoder.chunk = BatchScheduler(decoder.threads), min(decoder.chunk, SHARED_CHUNK)
     decoders: dict[str | None, Decoder] = {None: decoder}
     for name in model.loras:
-        decoders[name] = decoder.with_changes(model.changes(name))
+        decoders[name] = decoder.with_lora(model.lora_deltas(name))
         for compile_products in decoders[name].ops.warm_up():  # the base model's may be others
             compile_products()
     return LoadedModel(model, plan, decoders, scheduler, device, tokenizer, compile_s)

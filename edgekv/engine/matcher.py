@@ -34,18 +34,18 @@ def answer(request: bytes) -> bytes:
     """See above."""
     import llguidance
 
-    asked: dict[str, Any] = json.loads(request)
-    if "tokens" in asked:
-        wrapper = llguidance.TokenizerWrapper(_Vocabulary(asked))
-        _now["vocabulary"] = llguidance.LLTokenizer(wrapper, n_vocab=asked["n_vocab"], eos_token=asked["eos"])
+    data: dict[str, Any] = json.loads(request)
+    if "tokens" in data:
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(data))
+        _now["vocabulary"] = llguidance.LLTokenizer(wrapper, n_vocab=data["n_vocab"], eos_token=data["eos"])
         return b""
-    if "token" in asked:
-        _now["matcher"].consume_token(asked["token"])
+    if "token" in data:
+        _now["matcher"].consume_token(data["token"])
     else:
         try:
-            lark = asked.get("lark")
+            lark = data.get("lark")
             if lark is None:
-                lark = llguidance.LLMatcher.grammar_from_json_schema(asked["schema"], defaults=COMPACT)
+                lark = llguidance.LLMatcher.grammar_from_json_schema(data["schema"], defaults=COMPACT)
         except ValueError as error:
             return ERROR + str(error).encode()
         _now["matcher"] = llguidance.LLMatcher(_now["vocabulary"], lark, log_level=0)

@@ -27,7 +27,7 @@ from edgekv.models.llava import image_token
 from edgekv.types import Path, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
-from edgekv.weights.ops import Changes, low_rank, low_rank_bytes
+from edgekv.weights.ops import LoraDeltas, low_rank, low_rank_bytes
 from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
 
 
@@ -109,7 +109,7 @@ class Model:
         """Of the matrices of ``loras`` in memory."""
         return sum(low_rank_bytes(self.arch, self._deltas(each)) for each in self.loras.values())
 
-    def changes(self, name: str) -> Changes:
+    def lora_deltas(self, name: str) -> LoraDeltas:
         """One of ``loras``, read. Raises CheckpointError where it is not finite."""
         return low_rank(self.arch, self._deltas(self.loras[name]))
 

@@ -12,6 +12,7 @@ import numpy as np
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import DraftCounts
 from edgekv.engine.runner import State
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.energy import EnergyReport
@@ -97,39 +98,49 @@ class RunReport:
         ready: dict[str, Any] = _json_ready(asdict(self))
         return ready
 
-    def to_text(self) -> str:
-        """The report for people: a line per topic and a line per note, without a final newline."""
-        settings = (f"{name} {value}" for name, value in self.settings.items() if value is not None)
-        parameters = _number(_ratio(self.model.get("n_parameters"), 1e6), ".1f", " M parameters")
-        state = "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "
-        rows = [("model", f"{self.model.get('name')}, {parameters}"), ("settings", ", ".join(settings))]
-        if self.images:
-            rows.append(("images", f"{self.images.n}, {self.images.tokens} tokens, {self.images.seconds:.3f} s"))
-        if self.compile_s:
-            rows.append(("compiling", f"{self.compile_s:.1f} s for kernels, once per machine"))
-        prefill, decode = _number(self.prefill_tokens_per_s, ".1f", " tokens/s"), "no token"
-        if self.decode_latencies_s:
-            decode = f"{self.decode_tokens} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
-            decode += f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
-        rows += [
-            ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
-            ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
-            ("decode", decode),
+    def speed(self) -> str:
+        """Tokens and their speed, and the time to the first."""
+        first = self.time_to_first_token_s
+        n = len(self.decode_latencies_s) + (first is not None)
+        text = _counted(n, "token")
+        if self.decode_tokens_per_s is not None:
+            text += f" at {self.decode_tokens_per_s:.1f} tokens/s"
+        return text if first is None else f"{text}, the first after {first:.2f} s"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(topic, text) for people: model, text, images, drafts, memory, end, energy, notes."""
+        about, settings, images, drafts = self.model, self.settings, self.images, self.drafts
+        prompt = f"prompt of {_counted(self.prefill_tokens, 'token')}"
+        if self.prefill_tokens_per_s:
+            prompt += f" at {self.prefill_tokens_per_s:.0f} tokens/s"
+        rows = [
+            (
+                "model",
+                f"{about['name']}, {about['n_parameters'] / 1e6:,.1f} M parameters as {settings['weights']}, "
+                f"kv {CacheSpec.parse(settings['kv']).short}, context {settings['ctx']}",
+            ),
+            ("text", f"{self.speed()}; {prompt}"),
         ]
-        if self.drafts and self.drafts.source != "none":
-            per_pass = _number(_ratio(self.decode_tokens, self.drafts.passes), ".2f", " tokens per pass")
-            accepted = f"{self.drafts.accepted} of {self.drafts.proposed} tokens accepted"
-            rows.append(("drafts", f"{self.drafts.source}: {accepted}, {per_pass}"))
-        memory = f"cache {_size(self.cache_bytes)}, {state}weights {_size(self.weights_bytes)}"
-        rows.append(("memory", f"{memory}, peak RSS {_size(self.peak_rss_bytes)}"))
-        bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
-        rows += [
-            ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
-            *(self.energy.rows() if self.energy else ()),
+        if images:
+            rows.append(("images", f"{images.n}, {images.tokens} tokens, {images.seconds:.3f} s"))
+        if drafts and drafts.passes and drafts.source != "none":
+            accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
+            per_pass = f"{self.decode_tokens / drafts.passes:.2f} tokens per pass"
+            rows.append(("drafts", f"{drafts.source}: {accepted}, {per_pass}"))
+        sizes = (self.cache_bytes or 0, self.weights_bytes or 0, self.peak_rss_bytes or 0)
+        cache, weights, peak = map(format_bytes, sizes)
+        state = f", state {format_bytes(self.state_bytes)}" if self.state_bytes else ""
+        return [
+            *rows,
+            ("memory", f"cache {cache}{state}, weights {weights}, peak {peak}"),
             ("stopped", self.finish_message or "not yet"),
+            *(self.energy.rows() if self.energy else ()),
             *(("note", note) for note in self.notes),
         ]
-        return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
+
+    def to_text(self) -> str:
+        """The report for people: a line per topic and a line per note, without a final newline."""
+        return "\n".join(f"{topic:<12}{text}" for topic, text in self.rows())
 
 
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
@@ -138,7 +149,7 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     report.cache_bytes = sum(cache.nbytes for cache in attending(caches))
     report.state_bytes = state.nbytes - report.cache_bytes or None
     report.weights_bytes = decoder.ops.weights_bytes
-    read = decoder.weights.token_bytes + decoder.ops.changes_bytes
+    read = decoder.weights.token_bytes + decoder.ops.lora_bytes
     report.bytes_read_per_token = read + sum(cache.bytes_read() for cache in caches)
     n_decoded = len(report.decode_latencies_s)
     if report.drafts and report.drafts.accepted and n_decoded:
@@ -154,12 +165,8 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator and denominator else None
 
 
-def _number(value: float | None, style: str, unit: str) -> str:
-    return "not measured" if value is None else f"{value:{style}}{unit}"
-
-
-def _size(n_bytes: int | None) -> str:
-    return "not measured" if n_bytes is None else f"{format_bytes(n_bytes)} ({n_bytes} B)"
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _json_ready(value: Any) -> Any:

@@ -139,18 +139,11 @@ def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
     x = logits.astype(np.float64)
     x -= np.max(x)
     x -= np.log(np.sum(np.exp(x)))
-    ids = _largest(x, n_top)
+    ids = np.asarray([], np.int64, like=x) if n_top == 0 else _largest_k(x, min(n_top, x.size))
+    ids = ids[np.argsort(-x[ids], kind="stable")]
     places, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
     top = zip(map(int, places), map(float, values[1:]), strict=True)
     return TokenLogprob(token, float(values[0]), tuple(top))
-
-
-def _largest(x: Any, n: int) -> Any:
-    """Indices of the n largest, the largest first, of equals the lower one first; without a sort of them all."""
-    if n == 0:
-        return np.asarray([], np.int64, like=x)
-    ids = np.sort(np.argpartition(-x, n - 1)[:n]) if n < x.size else np.arange(x.size, like=x)
-    return ids[np.argsort(-x[ids], kind="stable")]
 
 
 def _require_finite(largest: float) -> None:
@@ -309,8 +302,8 @@ def continued(last: Sampler | None, params: SamplingParams) -> SamplingParams | 
     return last if last is not None and last.params == params else params
 
 
-def _largest_k(scores: NDArray[np.float64], k: int) -> NDArray[np.int64]:
-    """Ascending indices of the k largest scores, without a sort of them all."""
+def _largest_k(scores: Any, k: int) -> Any:
+    """Ascending indices of the k largest scores, of equals the lower ones; without a sort of them all."""
     border = scores[np.argpartition(scores, -k)[-k]]
     above = np.flatnonzero(scores > border)
     ties = np.flatnonzero(scores == border)[: k - above.size]

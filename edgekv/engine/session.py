@@ -17,7 +17,7 @@ from msgspec import Meta
 from edgekv.checks import Count, Natural, checked, checked_value
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import open_drafts
-from edgekv.engine.grammar import Constraint, find_constraint
+from edgekv.engine.grammar import Constraint, JsonSchema
 from edgekv.engine.loading import (
     LoadedModel,
     LoadOptions,
@@ -30,10 +30,10 @@ from edgekv.engine.loading import (
     warm_up,
 )
 from edgekv.engine.report import FinishReason, RunReport, measured
-from edgekv.engine.runner import Runner, Spans, State
+from edgekv.engine.runner import Runner, State
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
-from edgekv.errors import ContextError, SessionError
+from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
@@ -298,72 +298,64 @@ class Session:
         while another iterator is neither exhausted nor closed.
         """
         runner = self._idle_runner()
-        constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
+        if json_schema is not None:
+            if constraint is not None:
+                what = "`json_schema` beside `constraint`: give one of them, as a schema is a constraint"
+                raise ConfigError(what, field="json_schema")
+            constraint = JsonSchema(json_schema, self.require_tokenizer(), self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fitting_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         report.prefill_tokens = len(ids)  # until they are read
-        steps = self._generated(
-            runner, ids, spans, report, sampler, max_new_tokens, StopMatcher(stop), constraint, progress
-        )
+        matcher = StopMatcher(stop)
+        stream = StreamDecoder(self.tokenizer, at_start=False) if self.tokenizer else None
+        eos = self.tokenizer.eos_ids if self.tokenizer else ()
+
+        def generated() -> StepIterator:
+            try:
+                runner.state.sampler = sampler
+                begin = time.perf_counter()
+                logits: F32 = runner.append(ids, spans, progress=progress)[0]
+                report.drafts, report.prefill_tokens = runner.begin_drafts(), runner.n_read
+                report.prefill_s = time.perf_counter() - begin
+                for n in range(1, max_new_tokens + 1):
+                    same_pass = runner.is_ready
+                    if n > 1:
+                        begin = time.perf_counter()
+                        logits = runner.next_logits()
+                    token = choose_token(runner, sampler, logits, constraint, self.model.image_token)
+                    complete = constraint is not None and constraint.accept(token)
+                    latency = time.perf_counter() - begin
+                    if n == 1:
+                        report.time_to_first_token_s = latency
+                    else:
+                        report.add_latency(latency, same_pass)
+                    text, stopped = matcher.push(stream.push(token) if stream and token not in eos else "")
+                    ends: dict[tuple[FinishReason, str], bool] = {
+                        ("stop", "end of text"): token in eos,
+                        ("stop", "stop string"): stopped,
+                        ("stop", "end of schema"): complete,
+                        ("length", "max_new_tokens"): n == max_new_tokens,
+                        ("length", f"context full ({runner.ctx} tokens); {MORE}"): runner.is_full,
+                    }
+                    finish = next((end for end, has_come in ends.items() if has_come), None)
+                    if finish is None:
+                        yield Step(token, text, latency)
+                        continue
+                    report.finish_reason, report.finish_message = finish
+                    if stream and not stopped:  # what was held back in case a stop string, or a character, went on
+                        rest, stopped = matcher.push(stream.flush())
+                        text += rest if stopped else rest + matcher.flush()
+                    yield Step(token, text, latency, *finish)
+                    return
+            finally:
+                runner.end_text()
+
+        steps = generated()
         self._idle_runner()  # another thread may have begun a text meanwhile
         self._steps, self._report = weakref.ref(steps), report
         return steps
-
-    def _generated(
-        self,
-        runner: Runner,
-        ids: list[int],
-        spans: Spans,
-        report: RunReport,
-        sampler: Sampler,
-        max_new_tokens: int,
-        matcher: StopMatcher,
-        constraint: Constraint | None,
-        progress: LayerProgress | None,
-    ) -> StepIterator:
-        """Reads the prompt's ids and embeddings, then yields a step per token; fills the report."""
-        stream = StreamDecoder(self.tokenizer, at_start=False) if self.tokenizer else None
-        eos = self.tokenizer.eos_ids if self.tokenizer else ()
-        try:
-            runner.state.sampler = sampler
-            begin = time.perf_counter()
-            logits: F32 = runner.append(ids, spans, progress=progress)[0]
-            report.drafts, report.prefill_tokens = runner.begin_drafts(), runner.n_read
-            report.prefill_s = time.perf_counter() - begin
-            for n in range(1, max_new_tokens + 1):
-                same_pass = runner.is_ready
-                if n > 1:
-                    begin = time.perf_counter()
-                    logits = runner.next_logits()
-                token = choose_token(runner, sampler, logits, constraint, self.model.image_token)
-                complete = constraint is not None and constraint.accept(token)
-                latency = time.perf_counter() - begin
-                if n == 1:
-                    report.time_to_first_token_s = latency
-                else:
-                    report.add_latency(latency, same_pass)
-                text, stopped = matcher.push(stream.push(token) if stream and token not in eos else "")
-                ends: dict[tuple[FinishReason, str], bool] = {
-                    ("stop", "end of text"): token in eos,
-                    ("stop", "stop string"): stopped,
-                    ("stop", "end of schema"): complete,
-                    ("length", "max_new_tokens"): n == max_new_tokens,
-                    ("length", f"context full ({runner.ctx} tokens); {MORE}"): runner.is_full,
-                }
-                finish = next((end for end, has_come in ends.items() if has_come), None)
-                if finish is None:
-                    yield Step(token, text, latency)
-                    continue
-                report.finish_reason, report.finish_message = finish
-                if stream and not stopped:  # what was held back in case a stop string, or a character, went on
-                    rest, stopped = matcher.push(stream.flush())
-                    text += rest if stopped else rest + matcher.flush()
-                yield Step(token, text, latency, *finish)
-                return
-        finally:
-            runner.end_text()
 
     @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:

@@ -185,13 +185,13 @@ class SavedState(SessionFile):
             self._saved = saved = msgspec.convert(self.content, SavedContent)
             self.kv = CacheSpec.parse(saved.kv)
         except (ValueError, CacheError) as error:
-            raise self._foreign(error) from error
+            raise self._incompatible(error) from error
         self.ctx, self.weights, self.tokens = saved.ctx, saved.weights, saved.tokens
         ends = [0, *(b for _, b, _ in saved.spans)]
         if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, saved.spans, strict=False)):
-            raise self._foreign(f"embeddings at {short_repr(saved.spans)} of {len(self.tokens)} tokens")
+            raise self._incompatible(f"embeddings at {short_repr(saved.spans)} of {len(self.tokens)} tokens")
         if saved.kv_version != self.kv.scheme.version:
-            raise self._foreign(f"version {saved.kv_version} of {self.kv.scheme.name}")
+            raise self._incompatible(f"version {saved.kv_version} of {self.kv.scheme.name}")
 
     def require(self, kv: str | CacheSpec | None, ctx: int | None, weights: str) -> None:
         """Raises SessionError unless it was held with these; None and "auto" are whatever it has."""
@@ -214,7 +214,7 @@ class SavedState(SessionFile):
             found = f"{saved.model} with identity {saved.identity}"
             raise self._other("model", found, f"{model.name} with {model.identity}")
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
-            raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
+            raise self._incompatible(f"tokens outside the vocabulary of {model.config.vocab_size}")
         return given[saved.lora]
 
     def open_state(self, state: State, config: ModelConfig) -> None:
@@ -224,7 +224,7 @@ class SavedState(SessionFile):
         """
         saved, caches, sampler = self._saved, state.caches, self._sampler(config.vocab_size)
         if len(saved.layers) != len(caches):
-            raise self._foreign(f"{len(saved.layers)} layers, not {len(caches)}")
+            raise self._incompatible(f"{len(saved.layers)} layers, not {len(caches)}")
         layers = enumerate(zip(caches, saved.layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
         spans = [
@@ -233,10 +233,10 @@ class SavedState(SessionFile):
         self.fill(arrays | {f"span/{i}": span.rows for i, span in enumerate(spans)})
         lengths = {cache.n_seen for cache in caches}
         if len(lengths) != 1 or max(lengths) > len(self.tokens):
-            raise self._foreign(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
+            raise self._incompatible(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
         unreadable = [i for i, cache in enumerate(caches) if not cache.arrays_valid()]
         if unreadable:
-            raise self._foreign(f"what layer {unreadable[0]} holds")
+            raise self._incompatible(f"what layer {unreadable[0]} holds")
         state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, saved.memo, sampler
         state.n_dropped, state.n_first = saved.n_dropped, saved.n_first
 
@@ -246,10 +246,10 @@ class SavedState(SessionFile):
             if counters.keys() != empty.keys() or not all(
                 type(n) is int and 0 <= n <= cache.capacity for n in counters.values()
             ):
-                raise self._foreign(f"counters {short_repr(counters)}")
+                raise self._incompatible(f"counters {short_repr(counters)}")
             return cache.restore(counters, layer["fitted"])
         except DAMAGES as error:
-            raise self._foreign(error) from error
+            raise self._incompatible(error) from error
 
     def _sampler(self, vocab_size: int) -> Sampler | None:
         saved = self._saved.sampler
@@ -259,7 +259,7 @@ class SavedState(SessionFile):
             sampler = Sampler(SamplingParams(**saved["params"]), vocab_size)
             sampler.load_state(saved["state"])
         except (*DAMAGES, ConfigError) as error:
-            raise self._foreign(error) from error
+            raise self._incompatible(error) from error
         return sampler
 
     def _other(self, field: str, found: object, given: object) -> SessionError:
@@ -271,7 +271,7 @@ class SavedState(SessionFile):
             accepted=[str(found)],
         )
 
-    def _foreign(self, what: object) -> SessionError:
+    def _incompatible(self, what: object) -> SessionError:
         return SessionError(
             f"{self.path}: written by edgekv {self.content.get('edgekv')}, which this one (edgekv {__version__}) "
             f"can't take over ({str(what)[:200]}); open it with that, or start a new session"

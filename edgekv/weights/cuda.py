@@ -15,10 +15,10 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, linear_program, matvec, packed_matvec, takes_packed
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, TaskProgress
-from edgekv.weights.ops import Changes, NumpyOps
+from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
-NO_CHANGES = (
+NO_LORA = (
     "device='cuda' applies no LoRA at run time; give `lora` without a name, which is merged into the weights, or "
     "use device='cpu'"
 )
@@ -125,8 +125,8 @@ class CudaOps(NumpyOps):
     def for_rows(self, n: int) -> CudaOps:
         return self if self.half is None or n <= MATVEC_ROWS else self.half
 
-    def with_changes(self, changes: Changes) -> NumpyOps:
-        raise ConfigError(NO_CHANGES, field="loras")
+    def with_lora(self, deltas: LoraDeltas) -> NumpyOps:
+        raise ConfigError(NO_LORA, field="loras")
 
     def linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
         """Return the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""

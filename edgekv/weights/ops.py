@@ -67,11 +67,11 @@ class LowRank(NamedTuple):
 Product = Callable[[F32, F32], F32]
 """(x (n, columns), weights (rows, columns)) -> x times the transpose of the weights (n, rows), float32."""
 
-Changes = Mapping[str, tuple[LowRank, ...]]
+LoraDeltas = Mapping[str, tuple[LowRank, ...]]
 """By linear layer: what is added to each of its parts; of rank 0 where that is nothing."""
 
 
-def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> None:
+def add_lora(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> None:
     """Adds to y (n, rows), which is the linear layer of x (n, columns), what its parts' changes of x are."""
     row = 0
     for down, up in parts:
@@ -145,19 +145,19 @@ def groups(of: I64) -> Iterator[tuple[int, slice]]:
 class WeightOps(Ops, Protocol):
     """`Ops` over a model's weights; activations are float32 (n, channels), on the host or on the backend's device.
 
-    weights_bytes: of all weights that it reads. changes_bytes: the part of low-rank changes. threads: those of its
+    weights_bytes: of all weights that it reads. lora_bytes: the part of low-rank changes. threads: those of its
     products, where it has own ones.
     """
 
     weights_bytes: int
-    changes_bytes: int = 0
+    lora_bytes: int = 0
     threads: Threads | None = None
 
     def for_rows(self, n: int) -> WeightOps:
         """The operators for so many rows."""
         return self
 
-    def with_changes(self, changes: Changes) -> WeightOps:
+    def with_lora(self, deltas: LoraDeltas) -> WeightOps:
         """The same weights with low-rank changes beside them. ConfigError where the backend knows none."""
 
     def warm_up(self) -> list[Callable[[], object]]:
@@ -166,25 +166,25 @@ class WeightOps(Ops, Protocol):
 
 
 class NumpyOps(WeightOps):
-    """Operators that compute at once; float32 in, float32 out. changes: beside the weights."""
+    """Operators that compute at once; float32 in, float32 out. lora: beside the weights."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.arch, self.weights_bytes = weights, weights.arch, weights.nbytes
-        self.changes: Changes = {}
+        self.lora: LoraDeltas = {}
         self._linears, self._matrices = weights.arch.linears(), dict[str, F32]()
 
-    def with_changes(self, changes: Changes) -> NumpyOps:
+    def with_lora(self, deltas: LoraDeltas) -> NumpyOps:
         other = copy.copy(self)
-        other.changes = changes
-        other.changes_bytes = sum(m.nbytes for parts in changes.values() for change in parts for m in change)
-        other.weights_bytes = self.weights_bytes - self.changes_bytes + other.changes_bytes
+        other.lora = deltas
+        other.lora_bytes = sum(m.nbytes for parts in deltas.values() for part in parts for m in part)
+        other.weights_bytes = self.weights_bytes - self.lora_bytes + other.lora_bytes
         return other
 
     def linear(self, x: F32, name: str) -> F32:
         """Return the linear layer's outputs (n, rows) of x (n, columns)."""
         y = self._stored_linear(x, name)
-        if name in self.changes:
-            add_changes(x, y, self.changes[name], self._multiply)
+        if name in self.lora:
+            add_lora(x, y, self.lora[name], self._multiply)
         return y
 
     def _multiply(self, x: F32, matrix: F32) -> F32:

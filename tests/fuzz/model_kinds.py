@@ -214,7 +214,7 @@ def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
         weights.write_bytes(damaged(weights.read_bytes(), rng))
     given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
     if rng.random() < 0.5:
-        Model.open(m.llama, loras={"a": given}).changes("a")
+        Model.open(m.llama, loras={"a": given}).lora_deltas("a")
     else:
         Model.open(m.llama, lora=given).weights.matrix("1.qkv")
 

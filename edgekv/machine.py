@@ -81,8 +81,7 @@ def blas_threads(n: int) -> AbstractContextManager[object]:
 
     So one pool works at a time: BLAS on all cores in a prompt, on one in decoding.
     """
-    limit: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
-    return limit
+    return _thread_pools().limit(limits=n, user_api="blas")
 
 
 def peak_rss_bytes() -> int:

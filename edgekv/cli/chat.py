@@ -30,7 +30,7 @@ from edgekv.cli.terminal import Bars, Interrupt, raw
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.sampling import SamplingParams
-from edgekv.engine.session import Session, Step
+from edgekv.engine.session import Step
 from edgekv.errors import EdgeKVError, unknown
 from edgekv.machine import format_bytes
 from edgekv.vision.images import picture
@@ -299,22 +299,18 @@ def chat_command(arguments: argparse.Namespace) -> int:
     session = open_session(arguments, options, Bars())
     sampling = sampling_params(arguments, sampling_defaults(session.model))
     chat = Chat(session, open_template(arguments, session), arguments.system)
-    for line in banner(session):
-        say(line)
+    model, plan = session.model, session.plan
+    if sys.stdin.isatty():
+        say(
+            f"{model.name}, {model.n_parameters / 1e6:,.1f} M parameters, kv {plan.kv.short} "
+            f"({format_bytes(plan.cache_bytes)}), context {plan.ctx} tokens; /help lists commands, Ctrl-D ends"
+        )
+    for name, text in NO_ANSWERS.items():
+        if model.path == shipped_model(name):
+            say(text)
     if taken_up:
         say(f"{arguments.session}: {len(chat.messages)} messages, {len(session.tokens)} tokens")
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))
     if arguments.session is not None:
         session.save(arguments.session)
     return 0
-
-
-def banner(session: Session) -> list[str]:
-    """Return what one talks with, and how to go on; of a model that can't answer, that."""
-    model, plan = session.model, session.plan
-    first = (
-        f"{model.name}, {model.n_parameters / 1e6:,.1f} M parameters, kv {plan.kv.short} "
-        f"({format_bytes(plan.cache_bytes)}), context {plan.ctx} tokens; /help lists commands, Ctrl-D ends"
-    )
-    cannot = [text for name, text in NO_ANSWERS.items() if model.path == shipped_model(name)]
-    return [first, *cannot] if sys.stdin.isatty() else cannot

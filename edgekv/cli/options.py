@@ -246,23 +246,17 @@ def load_options(arguments: argparse.Namespace) -> Options:
 
 def _loras(values: list[str]) -> dict[str, Any]:
     """`lora` and `loras` of what was given. Raises ConfigError for two that would be merged, or of one name."""
-    merged: list[str] = []
-    named: dict[str, str] = {}
+    merged, named = list[str](), list[tuple[str, str]]()
     for value in values:
         name, equals, folder = value.partition("=")
-        if not equals or not LORA_NAME.fullmatch(name):
-            merged.append(value)
-        elif name in named:
-            raise ConfigError(f"--lora {value}: the name {name!r} is taken; give each another", field="loras")
+        if equals and LORA_NAME.fullmatch(name):
+            named.append((name, folder))
         else:
-            named[name] = folder
-    if len(merged) > 1:
-        raise ConfigError(
-            f"--lora {merged[1]}: {merged[0]} is merged into the weights already; one without a name at most, "
-            "NAME=FOLDER is applied beside them",
-            field="lora",
-        )
-    return {"lora": merged[0] if merged else None, "loras": named}
+            merged.append(value)
+    if len(merged) > 1 or len(dict(named)) < len(named):
+        what = "one FOLDER at most is merged into the weights; others are NAME=FOLDER, each of another name"
+        raise ConfigError(f"--lora {' --lora '.join(values)}: {what}", field="lora")
+    return {"lora": merged[0] if merged else None, "loras": dict(named)}
 
 
 def bytes_text(n: int) -> str:

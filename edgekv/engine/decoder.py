@@ -246,8 +246,7 @@ class Decoder:
 
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
-        logits: F32 = self.arch.head(self.ops.for_rows(len(x)), x)
-        return logits
+        return self.arch.head(self.ops.for_rows(len(x)), x)
 
     def max_draft_tokens(self, caches: Sequence[LayerState]) -> int:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
@@ -257,14 +256,12 @@ class Decoder:
 
     def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """Logits (vocab,) after appending one token, valid until the next step."""
-        logits: F32 = self.steps((token,), caches)[0]
-        return logits
+        return self.steps((token,), caches)[0]
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Logits (n, vocab) after each of a few tokens, all of them appended, valid until the next step."""
         if len(tokens) == 1 and self.replay is not None:
-            replayed: F32 = self.replay.step(tokens[0], attending(caches))[None]
-            return replayed
+            return self.replay.step(tokens[0], attending(caches))[None]
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
@@ -345,13 +342,11 @@ class Decoder:
 
     def attention_in(self, i: int, x: F32) -> F32:
         """x (n, hidden) before layer i -> queries, keys and values (n, width), as a rule."""
-        projected: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
-        return projected
+        return self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
 
     def attention_out(self, i: int, x: F32, attn_out: F32) -> F32:
         """The next layer's x (n, hidden) of residual x, which may be changed, and attention's (n, width)."""
-        following: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
-        return following
+        return self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
 
     def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
         """What `attention_out` reads of n tokens' projections; valid until the next call."""

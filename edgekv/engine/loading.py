@@ -222,8 +222,7 @@ def find_device(name: str) -> type[Backend]:
     if name not in DEVICES:
         raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
     module, _, backend = DEVICES[name].partition(":")
-    found: type[Backend] = getattr(importlib.import_module(module), backend)
-    return found
+    return getattr(importlib.import_module(module), backend)
 
 
 def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:

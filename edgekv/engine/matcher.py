@@ -26,8 +26,7 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """llguidance tries bytes first, once: they have no `encode`, and then it gives strings."""
-        ids: list[int] = json.loads(child.ask(ENCODE + text.encode()))
-        return ids
+        return json.loads(child.ask(ENCODE + text.encode()))
 
 
 def answer(request: bytes) -> bytes:

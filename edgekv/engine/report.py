@@ -95,8 +95,7 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
-        ready: dict[str, Any] = _json_ready(asdict(self))
-        return ready
+        return _json_ready(asdict(self))
 
     def speed(self) -> str:
         """Tokens and their speed, and the time to the first."""

@@ -384,8 +384,7 @@ class Session:
             hidden = decoder.prefill(decoder.embed(ids, 0), caches)
             states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
         mean = states.mean(axis=0)
-        vector: F32 = mean / np.linalg.norm(mean)
-        return vector
+        return mean / np.linalg.norm(mean)
 
     def report(self) -> RunReport:
         """Counts, times and bytes of the last `generate`."""

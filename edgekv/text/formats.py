@@ -119,8 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.id_to_token(token_id) or ""
 
     def _encode(self, text: str, bos: bool) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=bos).ids
-        return ids
+        return self._library.encode(text, add_special_tokens=bos).ids
 
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:

@@ -94,31 +94,28 @@ class ChatTemplate:
         return answer["text"]
 
     def _answer(self, names: Mapping[str, Any] | None) -> dict[str, str]:
-        """See `environment.rendered`. Our own template needs no limits."""
+        """See `sandbox.rendered`, which runs in a process of its own, within limits, but for our own template.
+
+        Jinja's sandbox does not keep strangers' programs from `'x' * 10**10`.
+        """
+        global _child
         if importlib.util.find_spec("jinja2") is None:
             raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'")
         if self.is_plain:
             from edgekv.text.sandbox import rendered
 
             return rendered(self.source, names)
-        return _rendered_apart(self.source, names)
-
-
-def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
-    """In a process of its own: Jinja's sandbox does not keep strangers' programs from `'x' * 10**10`."""
-    global _child
-    try:
-        request = json.dumps({"source": source, "names": names}).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        return {"refused": f"they are no JSON ({error})"}
-    with _lock:
-        if _child is None or not _child.is_alive:
-            _child = BoundedChild("edgekv.text.sandbox")
         try:
-            answer: dict[str, str] = json.loads(_child.ask(request))
-        except ChildError as error:
-            return {"refused": str(error)}
-    return answer
+            request = json.dumps({"source": self.source, "names": names}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"refused": f"they are no JSON ({error})"}
+        with _lock:
+            if _child is None or not _child.is_alive:
+                _child = BoundedChild("edgekv.text.sandbox")
+            try:
+                return json.loads(_child.ask(request))
+            except ChildError as error:
+                return {"refused": str(error)}
 
 
 def find_template(tokenizer: pathlib.Path) -> str | None:

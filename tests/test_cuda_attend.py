@@ -127,8 +127,14 @@ def test_every_kind_is_tried() -> None:
     assert tried == on_gpu - {"sign_index", "page_index"}  # which are no segments' keys
 
 
+PACKED = [pair for pair in PAIRS if pair != "f16"]
+CASES = [(1, None), (1, 77), (5, 77)]  # query tokens, and tokens that each sees
+
+
 @pytest.mark.parametrize(
-    ("pair", "shape", "case"), pairs(pair=list(PAIRS), shape=list(SHAPES), case=[(1, None), (1, 77), (5, 77)])
+    ("pair", "shape", "case"),
+    [("f16", *each) for each in pairs(shape=list(SHAPES), case=CASES)]
+    + [(pair, list(SHAPES)[(i + j) % 3], CASES[(i + 2 * j) % 3]) for i, pair in enumerate(PACKED) for j in (0, 1)],
 )
 def test_a_pair_between_exact_tokens(
     device: OnDevice, pair: str, shape: str, case: tuple[int, int | None]

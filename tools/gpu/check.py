@@ -80,7 +80,7 @@ def machine(gpu: measure.Gpu, log: Log) -> None:
 def tests(gpu: measure.Gpu, log: Log) -> None:
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_cuda_*.py"))
     workers = ["-n", str(min(14, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    options = ["-rfE", "--tb=short", "-W", "default", "-k", "gpu or greedy", *workers]
+    options = ["-rfE", "--tb=short", "-W", "default", "-k", "gpu or greedy or sessions", *workers]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", *options, *files]
     try:

@@ -63,7 +63,12 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
             w[r].load(weights + row * row_bytes, k, columns, aligned);
             if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
         }
-        load_four(x, k, columns, v), load_four(x, k + 4, columns, v + 4);
+        if (aligned && k < columns) {
+            float4 a = *(const float4*)(x + k), b = *(const float4*)(x + k + 4);
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        } else {
+            UNROLL for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
+        }
         if (QUANTISED) {
             UNROLL for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
         }

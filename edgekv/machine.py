@@ -81,7 +81,8 @@ def blas_threads(n: int) -> AbstractContextManager[object]:
 
     So one pool works at a time: BLAS on all cores in a prompt, on one in decoding.
     """
-    return _thread_pools().limit(limits=n, user_api="blas")
+    result: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
+    return result
 
 
 def peak_rss_bytes() -> int:

@@ -159,14 +159,16 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> in
 
 
 def main(kv: str) -> None:
-    """Compiles: first what packs tokens, then the loops that read them, the last one first."""
+    """Compiles: first the attention of one token, then the loops that read packed ones, the last one first.
+
+    The process that waits compiles the others meanwhile.
+    """
     from edgekv.kernels.cpu.loops import kernels_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
     cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.config)
-    cache.allocate(numba_kernels(1), Workspace())
-    q, k, v = (rng.standard_normal((n, TOKENS - 1, 64), np.float32) for n in (2, 1, 1))
-    cache.prefill(q, k, v)
+    cache.allocate(numba_kernels(all_cores()), Workspace())
+    cache.attend(*(rng.standard_normal((n, 1, 64), np.float32) for n in (2, 1, 1)))
     codecs = sorted(
         spec.scheme.codecs_used(spec.config) or (), key=lambda codec: (codec.kind == "f16", codec.kind)
     )

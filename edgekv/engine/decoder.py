@@ -246,7 +246,8 @@ class Decoder:
 
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
-        return self.arch.head(self.ops.for_rows(len(x)), x)
+        result: F32 = self.arch.head(self.ops.for_rows(len(x)), x)
+        return result
 
     def max_draft_tokens(self, caches: Sequence[LayerState]) -> int:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
@@ -256,12 +257,14 @@ class Decoder:
 
     def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """Logits (vocab,) after appending one token, valid until the next step."""
-        return self.steps((token,), caches)[0]
+        result: F32 = self.steps((token,), caches)[0]
+        return result
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Logits (n, vocab) after each of a few tokens, all of them appended, valid until the next step."""
         if len(tokens) == 1 and self.replay is not None:
-            return self.replay.step(tokens[0], attending(caches))[None]
+            result: F32 = self.replay.step(tokens[0], attending(caches))[None]
+            return result
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
@@ -342,11 +345,13 @@ class Decoder:
 
     def attention_in(self, i: int, x: F32) -> F32:
         """x (n, hidden) before layer i -> queries, keys and values (n, width), as a rule."""
-        return self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
+        result: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
+        return result
 
     def attention_out(self, i: int, x: F32, attn_out: F32) -> F32:
         """The next layer's x (n, hidden) of residual x, which may be changed, and attention's (n, width)."""
-        return self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
+        result: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
+        return result
 
     def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
         """What `attention_out` reads of n tokens' projections; valid until the next call."""

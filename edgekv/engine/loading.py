@@ -222,7 +222,8 @@ def find_device(name: str) -> type[Backend]:
     if name not in DEVICES:
         raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
     module, _, backend = DEVICES[name].partition(":")
-    return getattr(importlib.import_module(module), backend)
+    result: type[Backend] = getattr(importlib.import_module(module), backend)
+    return result
 
 
 def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:

@@ -26,7 +26,8 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """llguidance tries bytes first, once: they have no `encode`, and then it gives strings."""
-        return json.loads(child.ask(ENCODE + text.encode()))
+        result: list[int] = json.loads(child.ask(ENCODE + text.encode()))
+        return result
 
 
 def answer(request: bytes) -> bytes:

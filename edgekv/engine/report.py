@@ -95,7 +95,8 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
-        return _json_ready(asdict(self))
+        result: dict[str, Any] = _json_ready(asdict(self))
+        return result
 
     def speed(self) -> str:
         """Tokens and their speed, and the time to the first."""

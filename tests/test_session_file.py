@@ -1,6 +1,7 @@
 """Saved sessions: the text goes on as if nothing had happened; a damaged or foreign file is refused; kill -9."""
 
 import json
+import operator
 import os
 import pathlib
 import random
@@ -8,13 +9,16 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import golden_cases
 import numpy as np
 import pytest
 from helpers import SESSION_KV, raises
+from session_parts import put, rewritten
 
-from edgekv import SamplingParams, Session
+from edgekv import EdgeKVError, SamplingParams, Session
 from edgekv.cli import main
 from edgekv.engine.session_file import SessionFile, write
 from edgekv.errors import CheckpointError, SessionError
@@ -157,41 +161,133 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
         Session.restore(tmp_path / "newer", model)
 
 
-CHANGES = {
+# Honest checksums, lying content
+
+
+def entry(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets a field of the first array's entry."""
+
+    def change(entries: dict[str, Any]) -> None:
+        next(iter(entries.values()))[field] = value
+
+    return change
+
+
+def halved(entries: dict[str, Any]) -> None:
+    """The first array that can be as half of its elements of twice the size."""
+    found = next(each for each in entries.values() if each["dtype"] == "U8" and each["shape"][-1] % 2 == 0)
+    found["dtype"], found["shape"][-1] = "U16", found["shape"][-1] // 2
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "no object": lambda entries: [1],
+    "an entry": lambda entries: entries.update({"0/x": 3}),
+    "none": lambda entries: {},
+    "a name": lambda entries: entries.update({"9/x": entries.pop(next(iter(entries)))}),
+    "a type": entry("dtype", "O"),
+    "another type": halved,
+    "shape": entry("shape", [1 << 60, 1 << 60]),
+    "negative shape": entry("shape", [-1]),
+    "offsets": entry("data_offsets", [0, -1]),
+    "huge offsets": entry("data_offsets", [0, 10**30]),
+    "backward": entry("data_offsets", [64, 0]),
+}
+LIES: dict[str, Callable[[Any], Any]] = {
+    "no object": lambda content: [1],
+    "empty": lambda content: {},
+    "no text": lambda content: b"\xff\xfe",
+    "deep": lambda content: b'{"tokens": ' + b"[" * 100_000,
+    "huge number": lambda content: b'{"tokens": ' + b"9" * 5000 + b"}",
+    "huge token": put("tokens", [10**400]),
+    "negative token": put("tokens/0", -1),
+    "ctx": put("ctx", 1e308 * 10),
+    "kv": put("kv", {}),
+    "layers": put("layers", [3, 4, 5]),
+    "counters": put("layers/0/counters", []),
+    "a counter": put("layers/0/counters/n_seen", "many"),
+    "sampler": put("sampler", {"params": {"seed": []}, "state": {}}),
+    "sampler state": put("sampler/state", []),
+    "memo": put("memo", 3),
+    "no number": put("memo", {"x": float("nan")}),
+    "infinity": put("memo", {"x": float("inf")}),
+    "dropped": put("n_dropped", -5),
+    "first": put("n_first", -5),
+    "spans": put("spans", [[0, 5, "x"], [0, 5, "x"]]),
+}
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"identity": "0" * 16, "model": "other"}, "was held with model='other with identity 0000"),
     "other weights": ({"weights": "int8"}, "was held with weights='int8', not "),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": ({"kv": "onebit:sink=8"}, "can't take over \\(counters"),
     "fewer layers": ({"layers": []}, "0 layers"),
-    "nonsense counters": ({"layers": [{"counters": {"n_seen": 9999}, "fitted": {}}] * 3}, "n_seen"),
-    "no tokens": ({"tokens": None}, "can't take over"),
     "a sampler of the future": ({"sampler": {"params": {"mirostat": 1}}}, "mirostat"),
+}
+LIARS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    **{name: ("content", operator.methodcaller("update", change), why) for name, (change, why) in OTHERS.items()},
+    **{f"content: {name}": ("content", change, "") for name, change in LIES.items()},
+    **{f"entries: {name}": ("entries", change, "") for name, change in ENTRIES.items()},
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_belongs_to_something_else(
+@pytest.mark.parametrize("name", LIARS)
+def test_a_file_that_belongs_to_something_else_or_lies(
     name: str, loaded: Session, file: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    change, reason = CHANGES[name]
-    original = SessionFile(file)
-    state = {
-        f"{i}/{k}": a
-        for i, cache in enumerate(Session.restore(file, loaded).caches)
-        for k, a in cache.arrays.items()
-    }
-    write(tmp_path / "file", original.content | change, state)
+    part, change, reason = LIARS[name]
+    path = rewritten(file, tmp_path / "file", change, part)
     session = loaded.fork(kv="onebit")
     text(session, PROMPT[:40], 3)
     before = list(session.tokens)
-    with pytest.raises(SessionError, match=reason) as error:
-        Session.restore(tmp_path / "file", loaded)
+    with pytest.raises(EdgeKVError, match=reason or None) as error:
+        Session.restore(path, loaded)
     assert "\n" not in str(error.value)
-    with pytest.raises(SessionError):
-        session.load_state(tmp_path / "file")
+    with pytest.raises(EdgeKVError):
+        session.load_state(path)
     assert session.tokens == before
     assert len(text(session, [1], 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kv", "counter", "value"),
+    [
+        ("onebit", "n_seen", 0),
+        ("kivi2", "n_sink", 3),
+        ("kivi2", "n_seen", 100),
+        ("kivi2", "n_packed", 33),
+        ("kivi2", "n_stored", 0),
+        ("kivi2", "n_stored", CTX),
+        ("kvcomp", "n_recent", 194),
+        ("kvcomp", "n_stored", 128),
+        ("h1b", "n_fitted", 300),
+        ("snapkv:budget=100", "n_used", 101),
+    ],
+)
+def test_counters_that_lie(kv: str, counter: str, value: int, loaded: Session, tmp_path: pathlib.Path) -> None:
+    """In one layer; and in all of them alike, where they can't be told by the others."""
+    session = loaded.fork(kv=kv)
+    session.prefill(PROMPT[:250])
+    session.save(tmp_path / "file")
+    assert session.caches[0].state().counters[counter] != value
+    layers = len(session.caches)
+    for lying in (1, layers):
+
+        def change(content: Any, lying: int = lying) -> None:
+            for layer in content["layers"][:lying]:
+                layer["counters"][counter] = value
+
+        with pytest.raises(SessionError):
+            Session.restore(rewritten(tmp_path / "file", tmp_path / "lie", change), loaded)
+
+
+@pytest.mark.parametrize("memo", [{"x": float("nan")}, {"x": {1, 2}}, {"x": "\ud800"}])
+def test_a_memo_that_is_no_json_is_not_saved(loaded: Session, memo: object, tmp_path: pathlib.Path) -> None:
+    session = loaded.fork()
+    session.prefill([1, 2])
+    session.memo["x"] = memo
+    with raises(SessionError, field="memo"):
+        session.save(tmp_path / "file")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:

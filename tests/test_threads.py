@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from edgekv.checkpoint.hub import load_shape
-from edgekv.cli import main
 from edgekv.files import cache_root
 from edgekv.machine import machine_info
 from edgekv.types import Threads
@@ -78,13 +77,3 @@ def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
                 for each in (ops, plain)
             )
             assert all(map(np.array_equal, found, meant))
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_reports_show_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(threads, "measure", lambda store, n: ({4: 1.0, 3: 0.5}, {4: 0.5, 3: 1.0}))
-    run = ["run", "--model", MODEL, "--prompt", "a", "--max-new-tokens", "2", "--ctx", "64", "--json", str(report)]
-    assert main(run) == 0
-    settings = json.loads(report.read_text())["settings"]
-    assert [settings[name] for name in ("threads", "decode_threads", "prompt_threads")] == [4, 3, 4]

@@ -20,7 +20,7 @@ from tokenizer_cases import BPE, FORMATS, make_folders, make_sentencepiece, make
 from edgekv.checkpoint.gguf import imported
 from edgekv.errors import TokenizerError
 from edgekv.text import Tokenizer, load_tokenizer
-from edgekv.text.formats import FILES, read_pieces
+from edgekv.text.formats import read_pieces
 from edgekv.text.template import find_template
 
 PIECES = [" ", "  ", "the", " cat", "\n", "é", "🦙", "👩‍👩‍👧", "中文", "\0", "<0x41>", "<tool call>"]
@@ -199,7 +199,6 @@ def test_a_gguf_file_has_the_ids_of_what_it_was_made_from(
     ("split", "cuts"),
     [
         ("gpt-4o", ["camel", "Case's", " x", "123", "45", "//\n", " Ünï"]),
-        ("dbrx", ["camelCase", "'s", " x", "123", "45", "//\n", " Ünï"]),
         ("refact", ["camelCase", "'s", " x", "1", "2", "3", "4", "5", "//", "\n", " Ünï"]),
         ("olmo", ["camelCase", "'s", " x", "12345", "//", "\n", " Ünï"]),
         ("default", ["camelCase", "'", "s", " x", "123", "45", "//", "\n", " Ünï"]),
@@ -336,9 +335,8 @@ def refused(folder: pathlib.Path, *words: str) -> None:
 
 
 def test_files_that_are_no_tokenizer(tmp_path: pathlib.Path) -> None:
-    words = ("tokenizer.json", "tokenizer.model", "vocab.json and merges.txt", "tokenizer=PATH")
-    refused(tmp_path, str(tmp_path), *words)
-    refused(tmp_path / "missing", "missing", "tokenizer=PATH")
+    refused(tmp_path, str(tmp_path))
+    refused(tmp_path / "missing", "missing")
     for content in (b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\noid sha256"):
         (tmp_path / "tokenizer.model").write_bytes(content)
         refused(tmp_path, "tokenizer.model", "copy it again")
@@ -350,14 +348,6 @@ def test_files_that_are_no_tokenizer(tmp_path: pathlib.Path) -> None:
             library.decoder = decoder
         library.save(str(tmp_path / "tokenizer.json"))
         refused(tmp_path, "tokenizer.json", "decoder of type", "ByteLevel")
-
-
-@pytest.mark.parametrize("name", ["sentencepiece", "spaced json", "gpt2"])
-def test_a_truncated_file(copy: Callable[[str], pathlib.Path], name: str) -> None:
-    folder = copy(name)
-    file = next(folder / file for file in FILES if (folder / file).exists())
-    file.write_bytes(file.read_bytes()[:-3])
-    refused(folder, file.name, "copy")
 
 
 def test_gpt2_without_merges_or_end(copy: Callable[[str], pathlib.Path]) -> None:
@@ -393,10 +383,8 @@ def test_pipelines_that_take_all_memory(copy: Callable[[str], pathlib.Path]) -> 
     ("files", "words"),
     [
         ({"config": {"eos_token_id": 320}}, ["eos_token_id 320", "320 tokens"]),
-        ({"config": {"eos_token_id": 400, "vocab_size": 400}}, ["eos_token_id 400", "400 tokens"]),
         ({"generation_config": {"eos_token_id": [2, -1]}}, ["eos_token_id -1"]),
         ({"config": {"eos_token_id": "</s>"}}, ["eos_token_id is '</s>'"]),
-        ({"config": {"eos_token_id": [True]}}, ["eos_token_id", "[True]"]),
         ({"tokenizer_config": {"bos_token": "<nope>"}}, ["bos_token '<nope>'", "tokenizer_config.json"]),
         ({"tokenizer_config": {"eos_token": 2}}, ["eos_token is 2"]),
         ({"special_tokens_map": ["</s>"]}, ["special_tokens_map.json"]),

@@ -46,60 +46,6 @@ def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
         assert parse(said) == (n, list(scene))
 
 
-# Two nested loops, and a way out of the inner one that lies behind it in the text but in no loop.
-ASSEMBLY = """
-outer:
-	mov	x8, xzr
-.LBB0_1:
-	movi	v0.2d, #0000000000000000
-	mov	x9, x2
-.LBB0_2:
-	ldr	q1, [x0], #16
-	ldr	q2, [x1], #16
-	cbz	x3, .LBB0_5
-	fmla	v0.4s, v1.4s, v2.4s
-	fmla	v0.4s, v2.4s, v2.4s
-	subs	x9, x9, #1
-	b.ne	.LBB0_2
-	cbz	x6, .LBB0_4
-	fadd	s0, s0, s3
-	fadd	s0, s0, s3
-.LBB0_4:
-	str	s0, [x4, x8, lsl #2]
-	add	x8, x8, #1
-	cmp	x8, x5
-	b.lo	.LBB0_1
-	ret
-.LBB0_5:
-	bl	failed
-	ret
-flat:
-	fmul	s0, s0, s1
-	ret
-"""
-
-
-def test_loops_are_those_of_the_control_flow() -> None:
-    (_, code, labels), (_, *flat) = asm.functions(ASSEMBLY)
-    ((inner, (own,)),) = asm.chains(code, labels)
-    assert [i.mnemonic for i in inner.code] == ["ldr", "ldr", "cbz", "fmla", "fmla", "subs", "b.ne"]
-    assert [i.mnemonic for i in own] == [
-        "movi",
-        "mov",
-        "cbz",
-        "str",
-        "add",
-        "cmp",
-        "b.lo",
-    ]  # not what odd sizes take
-    assert list(asm.chains(*flat)) == []
-    kernel = asm.Kernel("any.outer", asm.FLOAT, 128, (4,))
-    each = {"name": "any.outer", "literal": False, "assembly": ASSEMBLY}
-    found = asm.measure("any", kernel, {"loops": [], "functions": [each]})
-    assert (found.loop, found.work, found.vector, found.calls) == (7, 8, 2, 0)
-    assert found.instructions_per_token == pytest.approx(7 * 128 / 8 + 7 / 4, abs=0.05)
-
-
 ON_ARM = {
     "edgekv.codecs.planes.cpu": (
         *(("1-bit scan", "tbl.16b"), ("2-bit scan, 2 rows", "ushr.16b"), ("centres", "sdot.4s")),

@@ -14,12 +14,13 @@ its tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from edgekv.codecs.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import arm, emit
@@ -63,58 +64,35 @@ PRODUCTS = {
 }
 
 
-def each_block(
-    b: Any,
-    n_rows: int,
-    words: Value,
-    sizes: Value,
-    width: Value,
-    centres: Value,
-    steps: Value,
-    n_blocks: Value,
-    near: Value,
-    write: Callable[[Value, Value], None],
-) -> None:
-    """Of every block calls write(its number, the address of its first row's NEAR products with the centres).
+class Queries(NamedTuple):
+    """Rows of queries inside a kernel: addresses of what `_prepare` put, and the channels of a row."""
 
-    Those of the next row lie `row_bytes` behind. The other arguments are those of `put_near`.
+    tables: Value
+    words: Value
+    sizes: Value
+    factors: Value
+    width: Value
+
+
+class Keys(NamedTuple):
+    """Blocks of keys inside a kernel: addresses of the first one's arrays, bits of a key, how many there are."""
+
+    planes: Value
+    bits: Value
+    scale: Value
+    centres: Value
+    steps: Value
+    n_blocks: Value
+
+
+def _put_near(b: Any, n_rows: int, queries: Queries, keys: Keys, near: Value) -> None:
+    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of keys' blocks.
+
+    Behind near lies room for what they are made of.
     """
-    together, block_bytes = BLOCKS[n_rows], b.lshr(b.mul(width, emit.I64(CENTRES)), emit.I64(1))
-    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
-        left = b.sub(n_blocks, few.i)
-        some = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
-        first = b.add(centres, b.mul(few.i, block_bytes))
-        first_steps = b.add(steps, b.mul(few.i, emit.I64(2 * CENTRES)))
-        for row in range(0, n_rows, ROWS[n_rows]):
-            queries = b.add(words, b.mul(width, emit.I64(2 * row))), b.add(sizes, emit.I64(8 * row))
-            put_near(b, n_rows, *queries, width, first, first_steps, some, b.add(near, emit.I64(4 * NEAR * row)))
-        with emit.loop(b, few.i, b.add(few.i, some), 1) as block:
-            write(block.i, b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * NEAR))))
-
-
-def row_bytes(n_rows: int) -> int:
-    """Between the products of two rows with a block's centres."""
-    return 4 * BLOCKS[n_rows] * NEAR
-
-
-def put_near(
-    b: Any,
-    n_rows: int,
-    queries: Value,
-    sizes: Value,
-    width: Value,
-    codes: Value,
-    steps: Value,
-    n_blocks: Value,
-    near: Value,
-) -> None:
-    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of blocks, of which there are n_blocks.
-
-    queries: what `centres.split` or `centres.as_words` has put, 2 * width bytes to a row. sizes (rows, 2): what
-    1 of a query stands for, and the sum of its numbers. Behind near lies room for what they are made of.
-    """
+    (_, words, sizes, _, width), (_, _, _, codes, steps, n_blocks) = queries, keys
     rows, together = ROWS[n_rows], BLOCKS[n_rows]
-    starts = [b.add(queries, b.mul(width, emit.I64(2 * r))) for r in range(rows)]
+    starts = [b.add(words, b.mul(width, emit.I64(2 * r))) for r in range(rows)]
     half = b.lshr(width, emit.I64(1))
     block_bytes = b.mul(half, emit.I64(CENTRES))
     with emit.loop(b, emit.I64(0), n_blocks, 1) as block:
@@ -365,96 +343,74 @@ def _look_up_one_by_one(b: Any, table: Value, index: Value) -> Value:
 
 
 @intrinsic
-def score_blocks(
-    context: Any,
-    tables: Any,
-    words: Any,
-    sizes: Any,
-    factors: Any,
-    rows: Any,
-    width: Any,
-    planes: Any,
-    bits: Any,
-    scale: Any,
-    centres: Any,
-    steps: Any,
-    n_blocks: Any,
-    s: Any,
-    gap: Any,
-    near: Any,
-) -> Any:
-    """s[m * gap + t] = the score of row m with token t of n_blocks blocks.
+def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: Any, near: Any) -> Any:
+    """s[m * gap + t] = the score of row m with token t of blocks; `Queries` of the rows, and `Keys`.
 
-    Addresses of the rows' tables (4 * width bytes each), of queries in two bytes and their
-    sizes, and of their factors; of the first block's planes, scales, centres and their steps. near: room of
-    `CENTRE_SCRATCH` bytes.
+    near: room of `CENTRE_SCRATCH` bytes.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        tables, words, sizes, factors, rows, width, *stored, s, gap, near = args
-        done = emit.I64(0)
+        rows, given, stored, s, gap, near = args
+        q, keys, done = (
+            Queries(*cgutils.unpack_tuple(b, given)),
+            Keys(*cgutils.unpack_tuple(b, stored)),
+            emit.I64(0),
+        )
         for together in ROW_COUNTS:
             with emit.loop(b, done, rows, together) as turn:
-                own = (
-                    b.add(tables, b.mul(turn.i, b.mul(width, emit.I64(4)))),
-                    b.add(words, b.mul(turn.i, b.mul(width, emit.I64(2)))),
-                    b.add(sizes, b.mul(turn.i, emit.I64(8))),
-                    b.add(factors, b.mul(turn.i, emit.I64(4))),
-                )
-                target = b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
+                queries, target = _row(b, q, turn.i), b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
                 write = functools.partial(_score_rows, together)
-                emit.call_own(b, f"score_planes_{together}", write, *own, width, *stored, target, gap, near)
+                emit.call_own(b, f"score_planes_{together}", write, queries, keys, target, gap, near)
             done = turn.i
         return context.get_dummy_value()
 
-    return types.none(*[types.intp] * 15), build
+    whole = types.intp
+    given, stored = (types.UniTuple(whole, len(each._fields)) for each in (Queries, Keys))
+    return types.none(whole, given, stored, whole, whole, whole), build
 
 
-def _score_rows(
-    n_rows: int,
-    b: Any,
-    tables: Value,
-    words: Value,
-    sizes: Value,
-    factors: Value,
-    width: Value,
-    planes: Value,
-    bits: Value,
-    scale: Value,
-    centres: Value,
-    steps: Value,
-    n_blocks: Value,
-    s: Value,
-    gap: Value,
-    near: Value,
-) -> None:
+def _row(b: Any, q: Queries, row: Value) -> Queries:
+    """The queries from a row on."""
+    tables, words = (b.add(x, b.mul(row, b.mul(q.width, emit.I64(n)))) for x, n in ((q.tables, 4), (q.words, 2)))
+    sizes, factors = (b.add(x, b.mul(row, emit.I64(n))) for x, n in ((q.sizes, 8), (q.factors, 4)))
+    return Queries(tables, words, sizes, factors, q.width)
+
+
+def _block(b: Any, keys: Keys, width: Value, block: Value, n_blocks: Value) -> Keys:
+    """n_blocks of the keys, from a block on."""
+    block_bytes = b.mul(b.mul(keys.bits, width), emit.I64(BLOCK // 8))
+    centres = b.mul(b.lshr(b.mul(width, emit.I64(CENTRES)), emit.I64(1)), block)
+    return Keys(
+        planes=b.add(keys.planes, b.mul(block, block_bytes)),
+        bits=keys.bits,
+        scale=b.add(keys.scale, b.mul(block, emit.I64(2 * BLOCK))),
+        centres=b.add(keys.centres, centres),
+        steps=b.add(keys.steps, b.mul(block, emit.I64(2 * CENTRES))),
+        n_blocks=n_blocks,
+    )
+
+
+def _score_rows(n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, gap: Value, near: Value) -> None:
+    width, together = queries.width, BLOCKS[n_rows]
+    with emit.loop(b, emit.I64(0), b.add(keys.n_blocks, emit.I64(together - 1)), together) as few:
+        left = b.sub(keys.n_blocks, few.i)
+        some = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
+        stored = _block(b, keys, width, few.i, some)
+        for row in range(0, n_rows, ROWS[n_rows]):
+            _put_near(b, n_rows, _row(b, queries, emit.I64(row)), stored, b.add(near, emit.I64(4 * NEAR * row)))
+        with emit.loop(b, few.i, b.add(few.i, some), 1) as block:
+            at = b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * NEAR)))
+            target = b.add(s, b.mul(block.i, emit.I64(4 * BLOCK)))
+            _scan_block(n_rows, b, queries, _block(b, keys, width, block.i, emit.I64(1)), at, target, gap)
+
+
+def _scan_block(n_rows: int, b: Any, queries: Queries, keys: Keys, near: Value, s: Value, gap: Value) -> None:
+    """s = near + factor * scale * (sums over all planes of a block), for n_rows rows.
+
+    The products of a row with the block's centres lie BLOCKS * NEAR float32 behind those of the row before.
+    """
+    (tables, _, _, factors, width), (planes, bits, scale, _, _, _) = queries, keys
     block_bytes = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8))
-
-    def write(block: Value, at: Value) -> None:
-        _scan_block(
-            *(n_rows, b, tables, width, b.add(planes, b.mul(block, block_bytes)), bits),
-            *(b.add(scale, b.mul(block, emit.I64(2 * BLOCK))), factors, at),
-            *(b.add(s, b.mul(block, emit.I64(4 * BLOCK))), gap, block_bytes),
-        )
-
-    each_block(b, n_rows, words, sizes, width, centres, steps, n_blocks, near, write)
-
-
-def _scan_block(
-    n_rows: int,
-    b: Any,
-    tables: Value,
-    width: Value,
-    planes: Value,
-    bits: Value,
-    scale: Value,
-    factors: Value,
-    near: Value,
-    s: Value,
-    gap: Value,
-    block_bytes: Value,
-) -> None:
-    """s = near + factor * scale * (sums over all planes of a block), for n_rows rows."""
     emit.prefetch(b, b.add(scale, emit.I64(2 * BLOCK * BLOCKS_AHEAD)), 2 * BLOCK)
     ahead = b.add(planes, b.mul(block_bytes, emit.I64(BLOCKS_AHEAD)))
     with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
@@ -486,7 +442,7 @@ def _scan_block(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
                         functools.partial(_so_far, b, at),
-                        functools.partial(_near, b, b.add(near, emit.I64(row_bytes(n_rows) * r))),
+                        functools.partial(_near, b, b.add(near, emit.I64(4 * BLOCKS[n_rows] * NEAR * r))),
                     )
                     for run, x in enumerate(_in_runs(b, totals[p * n_rows + r], less)):
                         product = b.fmul(b.sitofp(x, FLOATS), widths[run])
@@ -573,7 +529,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
         _put_tables(floats(rounded), row, width, chars(tables_at), 4 * row)
         for d in range(row, row + width):
             put(floats(rounded), d, get(floats(rounded), d) * step)
-        size, total = in_two_bytes(floats(rotated), row, width, chars(words), 2 * row)
+        size, total = _in_two_bytes(floats(rotated), row, width, chars(words), 2 * row)
         put(floats(sizes), 2 * m, size)
         put(floats(sizes), 2 * m + 1, np.float32(total))
         put(floats(sizes), 2 * rows + m, key_scale * step)
@@ -604,12 +560,16 @@ def scan_blocks(
     width, bits, of_head = get(x, AT.width), get(numbers(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
     first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
     tables_at, _, _, words, sizes = _query_parts(prepared, rows, width)
-    score_blocks(
-        *(tables_at, words, sizes, sizes + 8 * rows, rows, width),
-        *(get(x, AT.planes) + first * width * BLOCK // 8, bits, get(x, AT.scale) + 2 * BLOCK * of_head),
-        *(get(x, AT.centres) + of_head * CENTRES * width // 2, get(x, AT.centre_step) + 2 * CENTRES * of_head),
-        *(n_blocks, s, gap, scratch),
+    queries = tables_at, words, sizes, sizes + 8 * rows, width
+    keys = (
+        get(x, AT.planes) + first * width * BLOCK // 8,
+        bits,
+        get(x, AT.scale) + 2 * BLOCK * of_head,
+        get(x, AT.centres) + of_head * CENTRES * width // 2,
+        get(x, AT.centre_step) + 2 * CENTRES * of_head,
+        n_blocks,
     )
+    score_blocks(rows, queries, keys, s, gap, scratch)
 
 
 def _store_numbers(codec: Any) -> KeyNumbers:
@@ -638,45 +598,27 @@ KEYS = CodecKernels(
 
 
 @jit
-def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
-    """x[start:][:n] ~ size * (256 * high + low): n bytes high, then n bytes low, from `target` on.
+def _in_two_bytes(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """x[start:][:n] ~ size * (256 * high + low), from `target` on; returns size, and the sum of 256 * high + low.
 
-    Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
+    For Arm n bytes high, then n bytes low, which have signs; else words of two bytes, which have a sign. The error
+    is at most 2 ** -16 of the largest element.
     """
-    size, divisor = _size_of(x, start, n)
-    total = 0
-    for d in range(n):
-        whole = np.int32(round_to_even(get(x, start + d) / divisor))
-        put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
-        put(halves, target + n + d, np.uint8(whole & 255))
-        total += whole
-    return size, total
-
-
-@jit
-def as_words(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
-    """`split`, as words of two bytes that have a sign."""
-    size, divisor = _size_of(x, start, n)
-    total = 0
-    for d in range(n):
-        whole = np.int32(round_to_even(get(x, start + d) / divisor))
-        put(halves, target + 2 * d, np.uint8(whole & 255))
-        put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
-        total += whole
-    return size, total
-
-
-in_two_bytes = split if IN_BYTES else as_words
-
-
-@jit
-def _size_of(x: F32, start: int, n: int) -> tuple[Scalar, Scalar]:
-    """What 1 of two bytes stands for, and what to divide by."""
-    largest = ZERO
+    largest, total = ZERO, 0
     for d in range(start, start + n):
         largest = maximum(largest, abs(get(x, d)))
     size = largest / LARGEST_SPLIT
-    return size, ONE if size == ZERO else size
+    divisor = ONE if size == ZERO else size
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        total += whole
+        if IN_BYTES:
+            put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
+            put(halves, target + n + d, np.uint8(whole & 255))
+        else:
+            put(halves, target + 2 * d, np.uint8(whole & 255))
+            put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
+    return size, total
 
 
 @jit

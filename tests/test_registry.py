@@ -11,7 +11,7 @@ from kernel_cases import CODECS
 
 from edgekv.errors import CacheError
 from edgekv.kernels.cuda.kernels import kernels_of as cuda_loops
-from edgekv.kernels.registry import find_codec_kernels
+from edgekv.kernels.interface import find_codec_kernels
 
 ONLY_PLANES = """
 import sys

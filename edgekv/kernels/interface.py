@@ -14,6 +14,8 @@ else, and trusts its arguments: shapes and ranges are the caller's duty.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -136,3 +138,28 @@ class Kernels(Protocol):
 
     def hadamard_back(self, x: F32, flips: F32, out: F32) -> None:
         """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
+
+
+FUNCTIONS: dict[str, str] = {"short_conv": "recurrence", "gated_delta": "recurrence"}
+"""What only some models call -> module in each backend. CUDA has none of them."""
+
+
+def find_codec_kernels(backend: str, codec: Any) -> Any:
+    """Returns how ``backend`` (reference, cpu, cuda) reads a codec: ``KERNELS[codec.kind]`` of its module.
+
+    None: the codec brings nothing for it.
+    """
+    module: str | None = codec.backends.get(backend)
+    return None if module is None else _loops(module, codec.kind)
+
+
+@functools.cache
+def _loops(module: str, kind: str) -> Any:
+    return importlib.import_module(module).KERNELS[kind]
+
+
+def find_function(backend: str, name: str) -> Any:
+    """Returns a function of FUNCTIONS in the package ``backend``. Raises AttributeError for any other name."""
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module {backend!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{backend}.{FUNCTIONS[name]}"), name)

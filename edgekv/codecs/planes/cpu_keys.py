@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 
 from edgekv.codecs.planes import CENTRES, LARGEST_FOUR
-from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
@@ -45,7 +45,7 @@ PAIRS_AT_ONCE = 4 if emit.REGISTER == 16 else 2  # of a row and a block whose pr
 ROWS = {1: 1, 2: 2, 4: PAIRS_AT_ONCE}  # of those that a scan takes together, and
 BLOCKS = {1: PAIRS_AT_ONCE, 2: PAIRS_AT_ONCE // 2, 4: 1}  # blocks: by a scan's rows, what is done together
 CENTRES_AHEAD = 4
-IN_BYTES = arm.IS_ARM
+IN_BYTES = emit.IS_ARM
 LEVELS, MIDDLE = 15, 7.5
 
 Value = Any  # an llvmlite value
@@ -168,7 +168,7 @@ def _levels(b: Any, codes: Value) -> tuple[Value, Value]:
 
 def _add_products(b: Any, codes: Value, query: Value, so_far: Value) -> Value:
     if IN_BYTES:
-        return arm.add_products(b, codes, query, so_far, "s")
+        return emit.add_products(b, codes, query, so_far, "s")
     if "+avx512vnni" in CPU_FEATURES and N == 16:
         codes, query = b.bitcast(codes, INTS), b.bitcast(query, INTS)
         return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, so_far, codes, query)
@@ -180,7 +180,7 @@ def _pairs(b: Any, x: Value, y: Value) -> Value:
     feature, name = PRODUCTS[2 * x.type.count]
     if feature in CPU_FEATURES:
         return emit.call(b, name, emit.vector(emit.I32, x.type.count // 2), x, y)
-    return arm.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
+    return emit.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
 
 
 def _joined_sums(b: Any, vectors: list[Value]) -> Value:
@@ -326,7 +326,7 @@ def _look_up(b: Any, table: Value, index: Value) -> Value:
         (False, 2): "llvm.x86.avx2.pshuf.b",
         (False, 1): "llvm.x86.ssse3.pshuf.b.128" if "+ssse3" in CPU_FEATURES else "",
         (True, 1): "llvm.aarch64.neon.tbl1.v16i8",
-    }[arm.IS_ARM, GROUPS]
+    }[emit.IS_ARM, GROUPS]
     if not name:
         return _look_up_one_by_one(b, table, index)
     if table.type != index.type:

@@ -21,7 +21,7 @@ import numpy as np
 from numba import types
 
 from edgekv.codecs.planes import LEAST_WEIGHT
-from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.byte_products import INTS, products
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value
@@ -159,7 +159,11 @@ WEIGHTS_AT, WEIGHTS_BYTES, STEPS_AT = 0, BLOCK, ROWS * BLOCK
 SUMS_SCRATCH = STEPS_AT + 2 * TO_SHIFTS
 BLOCKS_AHEAD = 4  # whose codes are fetched
 # By rows, columns at a time: as many sums as hide a product's latency, and fit the registers.
-COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
+COLUMNS = {
+    1: (2, 1) if emit.IS_ARM else (4, 1),
+    2: (2, 1),
+    4: (1,) if emit.IS_ARM or emit.FEW_REGISTERS else (2, 1),
+}
 FLOATS = emit.vector(emit.F32, LANES)
 
 
@@ -231,7 +235,7 @@ def _emit_add_block(parts: Parts, n_rows: int, b: Any, weights: Value, steps: Va
 
 def _quad_weights(b: Any, weights: Value) -> Callable[[int], Value]:
     """quad -> its four weights in every lane; weights: BLOCK bytes."""
-    if arm.IS_ARM:  # products take a lane of a register
+    if emit.IS_ARM:  # products take a lane of a register
         four = emit.vector(emit.I32, 4)
         registers = [emit.load(b, four, weights, 16 * j) for j in range(BLOCK // 16)]
         return lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES)
@@ -257,7 +261,7 @@ def _emit_integer_sums(
     for part, first_line in parts:
         if first_line:
             low = [[b.shl(x, emit.constant(INTS, 1)) for x in row] for row in low]
-        in_place = part < 4 and not (arm.IS_ARM and n_rows == 4)  # every second code of a byte is
+        in_place = part < 4 and not (emit.IS_ARM and n_rows == 4)  # every second code of a byte is
         for line in range(2 * part):
             address = b.add(start, b.mul(line_bytes, emit.I64(first_line + line)))
             emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)

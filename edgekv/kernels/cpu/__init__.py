@@ -5,7 +5,7 @@ from typing import Any
 from edgekv.kernels.cpu.attend import append, attend, encode, scores
 from edgekv.kernels.cpu.rope import hadamard, hadamard_back, project, split_rope
 from edgekv.kernels.cpu.softmax import softmax
-from edgekv.kernels.registry import FUNCTIONS, find_function
+from edgekv.kernels.interface import FUNCTIONS, find_function
 
 backend = "cpu"
 

@@ -21,7 +21,6 @@ from edgekv.kernels.cpu.launch import PARALLEL_FOR, parallel_for
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     Bound,
-    Loop,
     address_of,
     aligned_size,
     bound,
@@ -165,16 +164,12 @@ def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> 
     least = max(k.block(segment.keys), v.block(segment.values))
     return PairPlan(
         *(keys, values.numbers, rows),
-        (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
+        (address_of(keys.numbers), address_of(values.numbers), *(loop.address if loop else 0 for loop in loops)),
         *(max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),
     )
-
-
-def _address(loop: Loop | None) -> int:
-    return 0 if loop is None else loop.address
 
 
 ZERO, ONE, TWO, THIRD = np.array([0, 1, 2, 1 / 3], np.float32)
@@ -267,7 +262,8 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows if run.kept else 0):
             column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
-            _copy(s, m * run.block, floats(p.kept), column, n)
+            for k in range(n):
+                put(floats(p.kept), column + k, get(s, m * run.block + k))
         whole = (n + BLOCK - 1) // BLOCK * BLOCK
         for m in range(p.rows if n < whole else 0):
             fill(s, m * run.block + n, m * run.block + whole, MINUS_INFINITY)
@@ -309,12 +305,6 @@ def _bound(s: F32, gap: int, n: int, rows: int, cap: Scalar) -> None:
             small = exp_of_negative(-TWO * part)
             tanh = part - part * part * part * THIRD if part < NEAR_ZERO else (ONE - small) / (ONE + small)
             put(s, k, np.copysign(cap * tanh, x))
-
-
-@fast_jit
-def _copy(source: F32, i: int, target: F32, j: int, n: int) -> None:
-    for k in range(n):
-        put(target, j + k, get(source, i + k))
 
 
 @fast_jit

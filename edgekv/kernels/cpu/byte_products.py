@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES
 from edgekv.kernels.cpu.emit import LANES, Value
 
@@ -27,11 +27,11 @@ def _byte_pairs(b: Any, words: Value, codes: Value, so_far: Value) -> Value:
 
 
 def _narrow_byte_pairs(b: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return arm.by_register(b, functools.partial(_byte_pairs, b), words, codes, so_far)
+    return emit.by_register(b, functools.partial(_byte_pairs, b), words, codes, so_far)
 
 
 def _arm(b: Any, words: Value, codes: Value, so_far: Value, sign: str = "u") -> Value:
-    return arm.add_products(b, words, codes, so_far, sign)
+    return emit.add_products(b, words, codes, so_far, sign)
 
 
 def _plain(b: Any, words: Value, codes: Value, so_far: Value, signed: bool = False) -> Value:
@@ -44,7 +44,7 @@ def _plain(b: Any, words: Value, codes: Value, so_far: Value, signed: bool = Fal
 
 
 def _choose() -> Callable[..., Value]:
-    if arm.IS_ARM:
+    if emit.IS_ARM:
         return _arm
     if "+avx512vnni" in CPU_FEATURES if LANES == 16 else "+avxvnni" in CPU_FEATURES:
         return _vnni

@@ -216,14 +216,6 @@ def entry_jit(function: F) -> F:
     return kept_jit(function, error_model="numpy", fastmath=False)
 
 
-def parallel_jit(function: F) -> F:
-    """Called from Python; `numba.prange` loops run on all threads.
-
-    Allocate nothing inside them: it is ten times slower. What they call is compiled a second time: see `share`.
-    """
-    return kept_jit(function, parallel=True)
-
-
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """`numba.extending.intrinsic`: the decorated function is called without its first argument."""
     return cast(Callable[..., Any], _intrinsic(function))

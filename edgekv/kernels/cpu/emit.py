@@ -5,15 +5,16 @@ compiles in a fraction of the time, unrolls what the kernel says and keeps its s
 sizes are values of 64 bits, offsets are bytes.
 """
 
+import functools
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 
-from edgekv.kernels.cpu import arm
 from edgekv.kernels.cpu.compile import CPU_FEATURES, intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 
@@ -22,9 +23,10 @@ Kind = Any  # an llvmlite type
 I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 _VOID = ir.VoidType()
+IS_ARM = platform.machine() == "aarch64"
 REGISTER = 16 if "+avx512f" in CPU_FEATURES else 8 if "+avx" in CPU_FEATURES else 4  # float32 in one register
 LANES = 16 if REGISTER == 16 else 8  # float32 that are worked on side by side
-FEW_REGISTERS = not (arm.IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
+FEW_REGISTERS = not (IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
 LINE = 64
 CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
 
@@ -169,11 +171,74 @@ def row(builder: Any, xs: Sequence[Value]) -> Value:
 def _pairwise(builder: Any, operation: Any, x: Value, y: Value) -> Value:
     """In each 128 bits, the operation on both pairs of x's lanes, then of y's."""
     n = x.type.count
-    if arm.IS_ARM and operation is add:
+    if IS_ARM and operation is add:
         name = "llvm.aarch64.neon.faddp.v4f32" if x.type.element == F32 else "llvm.aarch64.neon.addp.v4i32"
         return call(builder, name, x.type, x, y)
     first = [i + j for i in range(0, n, 4) for j in (0, 2, n, n + 2)]
     return operation(builder, lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
+
+
+# What Arm processors have: products of bytes, register by register.
+SUM_OF_PRODUCTS = """
+define i32 @f(<16 x i8> %a, <16 x i8> %b) {
+  %x = zext <16 x i8> %a to <16 x i32>
+  %y = zext <16 x i8> %b to <16 x i32>
+  %z = mul <16 x i32> %x, %y
+  %s = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %z)
+  ret i32 %s
+}
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+
+
+@functools.cache
+def has_dot() -> bool:
+    """Whether LLVM multiplies bytes in dot products for the processor that Numba compiles for.
+
+    On Linux the processor's name tells it; LLVM's list of features never does.
+    """
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_triple(binding.get_process_triple())
+    name = config.CPU_NAME or binding.get_host_cpu_name()
+    machine = target.create_target_machine(cpu=name, features=CPU_FEATURES, opt=3)
+    return "udot" in machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
+
+
+def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> Value:
+    """so_far + the products of four bytes to a lane; sign is "u" or "s". Those of b, or of a, are at most 127."""
+    return by_register(
+        builder, functools.partial(_dot if has_dot() else _added_pairs, builder, sign), a, b, so_far
+    )
+
+
+def _dot(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
+    a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
+    return call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", vector(I32, 4), so_far, a, b)
+
+
+def _added_pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
+    """Without dot products: in 16 bits, where two products have room."""
+    a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
+    products = []
+    for half in (range(8), range(8, 16)):
+        low, high = lanes(builder, a, half), lanes(builder, b, half)
+        products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", vector(I16, 8), low, high))
+    pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", vector(I16, 8), *products)
+    return builder.add(so_far, call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", vector(I32, 4), pairs))
+
+
+def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
+    """The operation on each 128 bits of the vectors."""
+    n_registers = vectors[0].type.count * vectors[0].type.element.width // 128
+    results = []
+    for register in range(n_registers):
+        parts = []
+        for x in vectors:
+            n = x.type.count // n_registers
+            parts.append(lanes(builder, x, range(register * n, (register + 1) * n)))
+        results.append(operation(*parts))
+    return tree(builder, joined, results)
 
 
 def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from edgekv.kernels.cpu import arm, byte_products, emit
+from edgekv.kernels.cpu import byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
 from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value
@@ -43,7 +43,7 @@ from edgekv.kernels.cpu.loops import Loop, call
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
 # By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
-ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}
+ZERO_POINTS = {4: 8, 8: 0 if emit.IS_ARM else 128}
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
 
 
@@ -255,15 +255,15 @@ def load_some(b: Any, kind: Any, place: Value, offset: int, n: Value | None, eac
 def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
     """Codes, a byte each, as `add_products` takes them: of 4 bits a vector of low ones, and one of high ones."""
     if layout.bits == 8:
-        return [b.xor(packed, emit.constant(INTS, SIGN)) if arm.IS_ARM else packed]
+        return [b.xor(packed, emit.constant(INTS, SIGN)) if emit.IS_ARM else packed]
     nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
     return [look_up(b, E2M1, each) for each in nibbles] if layout.e2m1 else nibbles
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Value) -> Value:
     """table[nibble] for each byte."""
-    if arm.IS_ARM:
-        return arm.by_register(b, functools.partial(_shuffle, b, table), nibbles)
+    if emit.IS_ARM:
+        return emit.by_register(b, functools.partial(_shuffle, b, table), nibbles)
     return _shuffle(b, table, nibbles)
 
 

@@ -37,7 +37,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
 from edgekv.kernels.cpu.compile import FAST, KeptKernel, intrinsic
-from edgekv.kernels.registry import find_codec_kernels
+from edgekv.kernels.interface import find_codec_kernels
 from edgekv.types import F32
 
 ALIGNMENT = 64

@@ -18,7 +18,7 @@ from edgekv.kernels.cpu.loops import AT_ONCE, CodecKernels, add_loop, floats, nu
 from edgekv.kernels.cpu.scalar import as_float, get, put, widen
 from edgekv.types import F32, I8, U16
 
-N = emit.REGISTER
+N = WIDTH = emit.REGISTER
 VECTOR = emit.vector(emit.F32, N)
 ROW_COUNTS = 4, 2, 1
 # Tokens whose scores are made together, and vectors of channels summed together, by rows: to fit the registers.
@@ -146,9 +146,6 @@ def _add(size: int, n_rows: int, b: Any, p: Any, gap: Any, values: Any, head_dim
             for place, total in zip(places, turn.values, strict=True):
                 emit.store(b, total, *place)
         done = tile.i
-
-
-WIDTH = emit.REGISTER
 
 
 score_singles, add_singles = score_rows(4), add_rows(4)

@@ -22,20 +22,6 @@ NOT_NAN = ("nnan", "nsz")
 
 
 @intrinsic
-def address(context: Any, array: Any) -> Any:
-    """The elements of a contiguous array, for what takes a flat array here: a bare pointer.
-
-    Numba counts the references of an array at each call that gets it, in atomic operations, and passes seven words
-    for it. The array must stay referenced elsewhere, as the arguments of a kernel are.
-    """
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
-
-    return types.CPointer(array.dtype)(array), build
-
-
-@intrinsic
 def get(context: Any, array: Any, index: Any) -> Any:
     """array[index] of a flat array, index >= 0: Numba's wrap-around of negative ones hides the stride."""
 

@@ -30,8 +30,7 @@ from edgekv.kernels.cuda.driver import (
     place,
 )
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
-from edgekv.kernels.interface import Segment, Visible
-from edgekv.kernels.registry import find_codec_kernels
+from edgekv.kernels.interface import Segment, Visible, find_codec_kernels
 from edgekv.types import I64
 
 THREADS, TILE = 128, 64

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from edgekv.kernels.interface import FUNCTIONS, find_function
 from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax
 from edgekv.kernels.reference.rope import hadamard, hadamard_back, project, split_rope
-from edgekv.kernels.registry import FUNCTIONS, find_function
 
 backend = "reference"
 

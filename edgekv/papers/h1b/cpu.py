@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Args, Scalar, intrinsic, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
@@ -179,30 +179,30 @@ def _score_tile(
 # Counts of the bits of LANES words: a number to each; on Arm two parts of a word, or four, added up at the end.
 WORDS, FLOATS, INTS = (emit.vector(kind, LANES) for kind in (emit.I64, emit.F32, emit.I32))
 COUNTS = WORDS
-if arm.IS_ARM:
-    COUNTS = emit.vector(emit.I32, 2 * LANES) if arm.has_dot() else emit.vector(emit.I16, 4 * LANES)
+if emit.IS_ARM:
+    COUNTS = emit.vector(emit.I32, 2 * LANES) if emit.has_dot() else emit.vector(emit.I16, 4 * LANES)
 BYTES16, EIGHT, FOUR = emit.vector(emit.I8, 16), emit.vector(emit.I16, 8), emit.vector(emit.I32, 4)
 
 
 def _count(b: Any, words: Any, so_far: Any) -> Any:
     """so_far + the 1 bits of words."""
-    if arm.IS_ARM:
-        return arm.by_register(b, functools.partial(_count_on_arm, b), words, so_far)
+    if emit.IS_ARM:
+        return emit.by_register(b, functools.partial(_count_on_arm, b), words, so_far)
     return b.add(emit.call(b, f"llvm.ctpop.v{LANES}i64", WORDS, words), so_far)
 
 
 def _count_on_arm(b: Any, words: Any, so_far: Any) -> Any:
     ones = emit.call(b, "llvm.ctpop.v16i8", BYTES16, b.bitcast(words, BYTES16))
-    if arm.has_dot():
-        return arm.add_products(b, ones, emit.constant(BYTES16, 1), so_far, "u")
+    if emit.has_dot():
+        return emit.add_products(b, ones, emit.constant(BYTES16, 1), so_far, "u")
     return b.add(so_far, emit.call(b, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", EIGHT, ones))
 
 
 def _as_floats(b: Any, counts: Any) -> Any:
-    if not arm.IS_ARM:
+    if not emit.IS_ARM:
         return b.sitofp(b.trunc(counts, INTS), FLOATS)
-    if not arm.has_dot():
+    if not emit.has_dot():
         add_pairs = functools.partial(emit.call, b, "llvm.aarch64.neon.uaddlp.v4i32.v8i16", FOUR)
-        counts = arm.by_register(b, add_pairs, counts)
+        counts = emit.by_register(b, add_pairs, counts)
     even, odd = (emit.lanes(b, counts, range(first, 2 * LANES, 2)) for first in (0, 1))
     return b.sitofp(b.add(even, odd), FLOATS)

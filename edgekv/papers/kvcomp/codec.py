@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import importlib
 import mmap
 from collections.abc import Callable, Mapping
 
@@ -13,7 +15,6 @@ from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import LARGEST_F16
-from edgekv.kernels.registry import package_function
 from edgekv.papers.kvcomp.codebook import TABLE_BITS, Codebook, gaussian_counts
 from edgekv.papers.kvcomp.reference import huffman_decode
 from edgekv.types import F32, U8, U16, U64, Array
@@ -145,7 +146,9 @@ class HuffmanCodec(Codec):
         self._grow(int(ends[-1, -1]) + 1)
         words = np.stack([a["words"], self._plain[0]])
         lengths = np.stack([a["lengths"], self._plain[1]])
-        pack = package_function(self.kernels, __package__, "huffman_pack")
+        pack = importlib.import_module(f"{__package__}.{self.kernels.backend}").huffman_pack
+        if self.kernels.backend == "cuda":
+            pack = functools.partial(pack, self.kernels)
         pack(codes, words, lengths, plain.view(np.uint8), a["offsets"], first, self.block, self.pool)
         self.n_encoded = t0 + x.shape[1]
 

@@ -37,7 +37,7 @@ PARALLEL = {  # what compiles with parallel=True, and where it is
 }
 CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
 ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools
-    "(root)": 1_200, "checkpoint": 2_500, "cli": 2_700, "codecs": 2_950, "engine": 5_100, "eval": 900,
+    "(root)": 1_200, "checkpoint": 2_500, "cli": 2_700, "codecs": 3_000, "engine": 5_100, "eval": 900,
     "kernels": 7_800, "kvcache": 2_050, "models": 2_300, "papers": 4_400, "power": 2_200, "server": 3_900,
     "text": 1_100, "vision": 650, "weights": 2_300, "tests": 27_500, "tools": 4_500,
 }  # fmt: skip

@@ -1,14 +1,11 @@
 """Fixtures shared by all tests: the optional material folder, and a private cache folder."""
 
-import json
 import os
 import pathlib
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import golden_cases
-import lora_cases
 import pytest
 from cuda_cases import device  # noqa: F401
 from helpers import HAS_PAPERS
@@ -61,13 +58,3 @@ def client(server: Server) -> "Iterator[openai.OpenAI]":
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture
-def demo_lora(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Of the model that ships."""
-    config = json.loads((ROOT / "models" / "demo" / "config.json").read_text())
-    monkeypatch.setitem(golden_cases.CASES, "demo", config)
-    case = lora_cases.LoraCase("demo", ("q_proj", "v_proj", "down_proj"), {"r": 4, "lora_alpha": 4})
-    monkeypatch.setitem(lora_cases.CASES, "demo", case)
-    return lora_cases.write("demo", tmp_path / "demo-lora")

@@ -25,11 +25,10 @@ def write_gguf(
     path: pathlib.Path,
     kind: str = "F32",
     *,
-    head: str | None = None,
     tokenizer: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Matrices of type ``kind`` (the output projection of type ``head``), vectors in float32.
+    """Matrices of type ``kind``, vectors in float32.
 
     metadata: of the architecture; None: what the config says under the family's keys.
     """
@@ -47,9 +46,7 @@ def write_gguf(
             array = _reordered(target, to_float32(file[name].read()), config)
             if array.ndim == 1 and target.endswith("norm.weight"):
                 array = array + np.float32(family.norm_offset)
-            chosen = TYPES[head if head and target == "output.weight" else kind]
-            if array.ndim == 1 or target == "position_embd.weight":
-                chosen = TYPES.F32
+            chosen = TYPES.F32 if array.ndim == 1 or target == "position_embd.weight" else TYPES[kind]
             writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(array), chosen), raw_dtype=chosen)
         for name, factors in _rope_factors(config).items():
             writer.add_tensor(name, np.array(factors, np.float32))

@@ -5,10 +5,7 @@ import pathlib
 import stat
 from collections.abc import Callable, Mapping
 
-import pytest
-
-from edgekv.power import METERS
-from edgekv.power.meters import MeterAbsent, PowerMeter, Reading
+from edgekv.power.meters import PowerMeter, Reading
 
 PMIC = """ 3V7_WL_SW_A current(0)=0.00000000A
    3V3_SYS_A current(1)=0.06245952A
@@ -205,13 +202,3 @@ class Steady(Signal):
     @classmethod
     def open(cls, root: object) -> "Steady":
         return cls()
-
-
-def hide_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No meter finds one."""
-
-    def probe(root: object = "/") -> None:
-        raise MeterAbsent("not here")
-
-    for kind in METERS.values():
-        monkeypatch.setattr(kind, "probe", probe)

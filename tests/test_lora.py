@@ -1,7 +1,9 @@
-"""LoRAs: merged as PEFT merges them, known by stores and sessions, refused where they can't be merged."""
+"""LoRAs, merged and beside the weights: PEFT's numbers, identities, what is refused; conversations never mix."""
 
+import functools
 import json
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +12,28 @@ import lora_cases
 import numpy as np
 import packed_cases
 import pytest
+import tiny_models
 from checkpoint_files import one_line
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
+from serving import asked as served
+from slot_cases import Recorded, at_once
 
-from edgekv import Session
+from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.cli import main
+from edgekv.engine.cuda import CudaBackend
+from edgekv.engine.loading import Options
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
-from edgekv.weights.formats import WEIGHTS
+from edgekv.kvcache import CacheSpec
+from edgekv.server.engine import SessionPool
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")
 CASE = lora_cases.CASES["llama"]
 TOKENS = golden_cases.tokens(CASE.model)
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 
-FAMILIES = ("qwen3", "gemma3", "olmo2", "ministral3", "lfm2-options", "qwen3_5")
+FAMILIES = ("gemma3", "lfm2-options", "qwen3_5")
 AddCase = Callable[[str, dict[str, Any], tuple[str, ...]], None]
 
 
@@ -37,11 +45,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture
 def lora(tmp_path: pathlib.Path) -> pathlib.Path:
     return lora_cases.write("llama", tmp_path / "helper")
-
-
-def logits(model: pathlib.Path, lora: Any, device: str = "numpy", weights: str = "f32") -> np.ndarray:
-    with Session.load(model, lora=lora, weights=weights, kv="dense:dtype=f32", device=device) as session:
-        return session.logits(TOKENS)
 
 
 @pytest.fixture
@@ -67,32 +70,17 @@ def changed(lora: pathlib.Path, change: Callable[[dict[str, np.ndarray]], None])
 
 @pytest.mark.parametrize(("name", "device"), pairs(name=list(lora_cases.CASES), device=["numpy", "cpu"]))
 def test_logits_are_those_of_peft(name: str, device: str, tmp_path: pathlib.Path) -> None:
-    """Which are not the base model's."""
+    """Merged and beside the weights; without it they are those of the model alone."""
     case = lora_cases.CASES[name]
-    model = golden_cases.write_checkpoint(case.model, tmp_path / "base")
+    model, tokens = golden_cases.write_checkpoint(case.model, tmp_path / "base"), golden_cases.tokens(case.model)
     given = f"{lora_cases.write(name, tmp_path / 'lora')}:{case.scale}"
-    with Session.load(model, lora=given, weights="f32", kv="dense:dtype=f32", device=device) as session:
-        found = session.logits(golden_cases.tokens(case.model))[::3]
-    np.testing.assert_allclose(found, GOLDEN[name], atol=2e-4, rtol=0)
-    plain = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")[case.model]
-    assert np.abs(GOLDEN[name] - plain).max() > 0.3
-
-
-def test_quantized_weights_are_those_of_the_merged_checkpoint(base: pathlib.Path, lora: pathlib.Path) -> None:
-    """Merged before it is rounded: the codes are those of a checkpoint into which NumPy merged it."""
-    tensors, changes = golden_cases.tensors(CASE.model), lora_cases.tensors("llama")
-    for name in [name for name in changes if ".lora_A." in name]:
-        target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-        tensors[target] = tensors[target] + changes[name.replace("_A", "_B")] @ changes[name] * np.float32(0.5 * 2)
-    merged = lora.parent / "merged"
-    merged.mkdir()
-    save_file(tensors, merged / "model.safetensors")
-    (merged / "config.json").write_text(json.dumps(golden_cases.CASES[CASE.model]))
-    models = Model.open(base, lora=f"{lora}:0.5"), Model.open(merged)
-    stores = [model.store(WEIGHTS["int8"]) for model in models]
-    for name in stores[0].arch.linears():
-        np.testing.assert_allclose(stores[0].matrix(name), stores[1].matrix(name), atol=1e-2)
-        assert np.mean(stores[0].raw(f"{name}.codes") != stores[1].raw(f"{name}.codes")) < 1e-3
+    options = LoadOptions(weights="f32", kv="dense:dtype=f32", device=device)
+    merged, plain = Session.load(model, **options, lora=given), Session.load(model, **options)
+    beside = Session.load(model, **options, loras={"own": given})
+    np.testing.assert_array_equal(beside.logits(tokens), plain.logits(tokens))
+    beside.use_lora("own")
+    for session in (merged, beside):
+        np.testing.assert_allclose(session.logits(tokens)[::3], GOLDEN[name], atol=2e-4, rtol=0)
 
 
 def test_each_lora_and_scale_has_an_identity(base: pathlib.Path, lora: pathlib.Path) -> None:
@@ -104,24 +92,6 @@ def test_each_lora_and_scale_has_an_identity(base: pathlib.Path, lora: pathlib.P
     given = (None, lora, f"{lora}:0.5", f"{lora}:-1", other)
     assert len({alpha, *(Model.open(base, lora=each).identity for each in given)}) == 6
     assert Model.open(base, lora=f"{lora}:1.0").identity == Model.open(base, lora=lora).identity == copied
-
-
-def test_saved_sessions_belong_to_their_lora(base: pathlib.Path, lora: pathlib.Path) -> None:
-    saved = lora.parent / "session"
-    with Session.load(base, lora=f"{lora}:0.5", weights="f32", device="numpy") as session:
-        session.prefill(TOKENS[:20])
-        session.save(saved)
-        expected = [step.token for step in session.generate(TOKENS[20:24], max_new_tokens=3, temperature=0.0)]
-        assert session.report().settings["lora"].startswith("helper:0.5 (")
-    with Session.restore(saved, base, lora=f"{lora}:0.5", device="numpy") as session:
-        steps = session.generate(TOKENS[20:24], max_new_tokens=3, temperature=0.0)
-        assert [step.token for step in steps] == expected
-    for other in (lora, None):
-        with pytest.raises(SessionError) as error:
-            Session.restore(saved, base, lora=other, device="numpy")
-        assert error.value.field == "lora"
-        given = "no LoRA" if other is None else "the LoRA helper:1 ("
-        one_line(error, "the LoRA helper:0.5 (", given, "`lora`")
 
 
 @pytest.mark.parametrize("name", ["gptq-32", "fp8"])
@@ -157,28 +127,25 @@ def test_a_store_is_made_with_a_lora_and_takes_none(base: pathlib.Path, lora: pa
     out = lora.parent / "store"
     command = ["quantize", "--model", str(base), "--weights", "f32", "--output", str(out)]
     assert main([*command, "--lora", f"{lora}:0.5"]) == 0
-    np.testing.assert_array_equal(logits(out, None), logits(base, f"{lora}:0.5"))
+    stored = Session.load(out, weights="f32").logits(TOKENS)
+    merged = Session.load(base, lora=f"{lora}:0.5", weights="f32").logits(TOKENS)
+    np.testing.assert_array_equal(stored, merged)
     with pytest.raises(ConfigError) as error:
         Model.open(out, lora=lora)
     one_line(error, lora, out, "is a store", "original checkpoint", "no `lora`")
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "model.language_model."])
-def test_a_lora_of_another_wrapping_of_the_model_fits(prefix: str, base: pathlib.Path, lora: pathlib.Path) -> None:
+def test_a_lora_of_another_wrapping_of_the_model_fits(base: pathlib.Path, lora: pathlib.Path) -> None:
     """AutoModel has no prefix. A name that no wrapping has is refused."""
-    expected = Model.open(base, lora=lora).weights.matrix("2.down")
-
-    def rename(tensors: dict[str, np.ndarray]) -> None:
-        for name in list(tensors):
-            tensors[name.replace(".model.model.", f".model.{prefix}", 1)] = tensors.pop(name)
-
-    changed(lora, rename)
-    if prefix == "model.language_model.":
-        with pytest.raises(ConfigError) as error:
-            Model.open(base, lora=lora)
-        one_line(error, "is no linear layer of this llama model", "down_proj")
-    else:
-        np.testing.assert_array_equal(Model.open(base, lora=lora).weights.matrix("2.down"), expected)
+    expected, old = Model.open(base, lora=lora).weights.matrix("2.down"), ".model.model."
+    for new in (".model.", ".model.model.language_model."):
+        changed(lora, lambda t: [t.update({n.replace(old, new, 1): t.pop(n)}) for n in list(t)])  # noqa: B023
+        old = new
+        if new == ".model.":
+            np.testing.assert_array_equal(Model.open(base, lora=lora).weights.matrix("2.down"), expected)
+    with pytest.raises(ConfigError) as error:
+        Model.open(base, lora=lora)
+    one_line(error, "is no linear layer of this llama model", "down_proj")
 
 
 def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -186,9 +153,7 @@ def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp
         ({"use_dora": True}, ["use_dora is True", "accepted: none"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
         ({"bias": "lora_only"}, ["bias is 'lora_only'", "none"]),
-        ({"peft_type": "LOHA"}, ["peft_type", "LOHA", "LORA"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["pissa", "path_initial_model_for_weight_conversion"]),
-        ({"r": 0}, ["r is 0"]),
         ({"r": 5}, ["ranks 4 and 4", "says 5"]),
         ({"lora_alpha": float("nan")}, ["not finite"]),
         ({"lora_alpha": None, "alpha_pattern": {"(a+)+b": 3}}, ["alpha_pattern", "(a+)+b"]),
@@ -202,17 +167,10 @@ def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp
 A, B = (Q_PROJ.format(half) for half in "AB")
 
 
-def _nan(a: np.ndarray) -> np.ndarray:
-    a = a.copy()
-    a[1, 2] = np.nan
-    return a
-
-
 DAMAGES: tuple[tuple[Callable[[dict[str, np.ndarray]], Any], tuple[str, ...]], ...] = (
-    (lambda t: t.update({A: _nan(t[A])}), (A[:50], "not finite")),
+    (lambda t: t.update({A: np.full_like(t[A], np.nan)}), (A[:50], "not finite")),
     (lambda t: t.pop(A), ("without its other half",)),
     (lambda t: t.update({A: t[A].astype(np.int8)}), ("I8",)),
-    (lambda t: t.update({A: t[A].ravel()}), ("(256,)",)),
     (lambda t: t.update({A: np.ones((4, 65), np.float32)}), ("(64, 65)", "(64, 64)")),
     (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A]}), ("lora_embedding_A",)),
     (lambda t: t.update({Q_PROJ.format("magnitude_vector"): t[A]}), ("neither lora_A nor lora_B",)),
@@ -256,3 +214,159 @@ def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Pa
     (lora / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
         Model.open(base, lora=lora)
+
+
+# Beside the weights
+
+
+@pytest.fixture(scope="module")
+def both(base: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """Of a model with two of them."""
+    lora = lora_cases.write("llama", tmp_path_factory.mktemp("lora") / "helper")
+    return Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", ctx=64)
+
+
+def with_lora(session: Session, name: str | None) -> Session:
+    """A conversation of its own."""
+    fork = session.fork()
+    fork.use_lora(name)
+    return fork
+
+
+def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
+
+
+def test_quantized_weights_stay_as_they_are(
+    base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One store for the model and all its LoRAs, whose change is added to what that holds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = LoadOptions(weights="int4", kv="dense:dtype=f32")
+    session = Session.load(base, **options, loras={"one": lora, "half": f"{lora}:0.5"})
+    np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, **options).logits(TOKENS))
+    assert len(list((tmp_path / "edgekv" / "stores").iterdir())) == 1
+    exact = Session.load(base, **options, loras={"half": f"{lora}:0.5"}, device="numpy")
+    found = []
+    for each in (session, exact):
+        each.use_lora("half")
+        found.append(each.logits(TOKENS))
+    assert np.sqrt(np.mean(np.square(found[0] - found[1]))) < 0.05 * found[1].std()  # activations are rounded, too
+
+
+def test_a_conversation_is_of_one_lora(both: Session) -> None:
+    plain, one, half = (with_lora(both, name) for name in (None, "one", "half"))
+    texts = [text(session, TOKENS[:20]) for session in (plain, one, half)]
+    assert len({tuple(each) for each in texts}) == 3
+    assert (plain.lora, one.lora, one.fork().lora) == (None, "one", "one")
+    assert one.report().settings["lora"].startswith("helper:1 (")
+    assert "beside the weights" in one.report().settings["lora"]
+    changes = sum(array.nbytes for array in lora_cases.tensors("llama").values())
+    assert one.report().bytes_read_per_token - plain.report().bytes_read_per_token == changes
+    with pytest.raises(SessionError, match="LoRA"):
+        plain.copy_from(one)
+    one.use_lora("half")
+    assert not one.tokens
+    assert text(one, TOKENS[:20]) == texts[2]
+    with pytest.raises(ConfigError) as error:
+        one.use_lora("none")
+    one_line(error, "'none'", "one", "half")
+
+
+def test_saved_sessions_go_on_with_their_own(
+    both: Session, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    saved, one = tmp_path / "s.ekv", with_lora(both, "one")
+    one.prefill(TOKENS[:20])
+    one.save(saved)
+    expected = text(one, TOKENS[20:24])
+    options = LoadOptions(weights="f32", loras={"another-name": lora, "half": f"{lora}:0.5"})
+    for session in (Session.restore(saved, base, **options), Session.restore(saved, both)):
+        assert text(session, TOKENS[20:24]) == expected
+    other = with_lora(both, "half")
+    other.load_state(saved)
+    assert other.lora == "one"
+    assert text(other, TOKENS[20:24]) == expected
+    for given in ({}, {"half": f"{lora}:0.5"}):
+        with pytest.raises(SessionError) as error:
+            Session.restore(saved, base, weights="f32", loras=given)
+        one_line(error, "the LoRA helper:1 (", "beside the weights", "no LoRA")
+
+
+def test_those_of_several_loras_decode_together(
+    base: pathlib.Path, lora: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in passes of its own."""
+    session = Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", slots=4, ctx=64)
+    names = ("one", None, "half", "one")
+    expected = [text(with_lora(session, name), TOKENS[:n]) for n, name in enumerate(names, 5)]
+    assert len({tuple(each) for each in expected}) == 4
+    passes = [Recorded(with_lora(session, name), monkeypatch) for name in (None, "one", "half")]
+    works = [functools.partial(text, with_lora(session, name), TOKENS[:n]) for n, name in enumerate(names, 5)]
+    assert at_once(works) == expected
+    assert [sum(each.rows) for each in passes] == [11, 22, 11]
+
+
+def test_what_one_has_read_is_not_anothers(both: Session) -> None:
+    """Of the server's pool: also where there is one session for all."""
+    prompt = TOKENS[:40]
+    expected = {name: text(with_lora(both, name), prompt) for name in (None, "one", "half")}
+    for room in (1, 8):
+        pool = SessionPool(both.fork(), room * both.plan.cache_bytes)
+        for name in (None, "one", "one", "half", None, "half", "one"):
+            session, new = pool.acquire(prompt, name)
+            assert session.lora == name
+            assert text(session, list(new)) == expected[name]
+            pool.release(session)
+        assert pool.n_sessions <= room
+    borrowed = pool.borrow("half")
+    assert borrowed.lora == "half"
+    assert borrowed.tokens[:40] == prompt
+
+
+def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for names in ({"": lora}, {"a b": lora}, {"x" * 65: lora}, {"a": 3}, [lora]):
+        with pytest.raises(ConfigError) as error:
+            Options(loras=names)  # type: ignore[arg-type]
+        assert error.value.field == "loras"
+        one_line(error)
+    other = golden_cases.write_checkpoint("llama1", tmp_path / "other")
+    with pytest.raises(ConfigError) as foreign:
+        Session.load(other, loras={"one": lora})
+    one_line(foreign, "k_proj", "(32, 64)", "(64, 64)", "trained on")
+    with pytest.raises(CheckpointError) as infinite:
+        Session.load(base, loras={"one": f"{lora}:1e300"}, weights="f32")
+    one_line(infinite, "not finite", "scale")
+
+
+def test_a_gpu_has_none() -> None:
+    with pytest.raises(ConfigError) as error:
+        CudaBackend.require(CacheSpec.parse("dense"), loras=True)
+    one_line(error, "device='cpu'", "without a name")
+
+
+def test_a_server_has_several(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A request chooses by the model's name, and nothing of another's cache comes into its answer."""
+    tiny_models.write_tokenizer(shutil.copytree(base, tmp_path / "m"))
+    session = Session.load(tmp_path / "m", loras={"mine": lora, "half": f"{lora}:0.5"}, weights="f32", slots=2)
+    asks, expected, vectors = {"max_tokens": 8, "temperature": 0, "repetition_penalty": 1}, {}, {}
+    for name in (None, "mine", "half"):
+        own = with_lora(session, name)
+        vectors[name or "demo"] = own.embed("It was a dark")
+        steps = own.generate("It was a dark", max_new_tokens=8, sampling=SamplingParams(0.0))
+        expected[name or "demo"] = "".join(step.text for step in steps)
+    with served(session, pool_bytes=1 << 20, queue_limit=8) as client:
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [*expected]
+
+        def text_of(name: str) -> str:
+            body = {"prompt": "It was a dark", "model": name, **asks}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["model"] == (name if name in expected else "demo")
+            return str(answer["choices"][0]["text"])
+
+        names = ["mine", "demo", "half", "half", "mine", "demo"]
+        assert at_once([functools.partial(text_of, name) for name in names]) == [expected[name] for name in names]
+        assert text_of("other") == expected["demo"]
+        for name, vector in vectors.items():
+            answer = client.post("/v1/embeddings", json={"input": "It was a dark", "model": name}).json()
+            np.testing.assert_allclose(answer["data"][0]["embedding"], vector, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The decoders against transformers' logits, llama2.c's golden text and published GPT-2 numbers."""
+"""The decoders against transformers' logits and llama2.c's golden text."""
 
 import json
 import pathlib
@@ -87,7 +87,8 @@ def test_the_decoder_of_a_model_that_sees(name: str, outer: str, tmp_path: pathl
     arrays["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
     arrays["multi_modal_projector.norm.weight"] = np.ones(4, np.float32)
     config = {"model_type": outer, "image_token_index": 9, "text_config": text, "vision_config": {}}
-    _save(tmp_path, arrays, config)
+    save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     session = Session.load(tmp_path, kv="dense:dtype=f32", weights="f32")
     logits = session.logits(golden_cases.tokens(name))
     np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
@@ -101,50 +102,4 @@ def test_stories260k_reproduces_its_golden_text(shared: pathlib.Path, kv: str, d
     session = Session.load(shared / "models" / "stories260K", kv=kv, weights="f32", device=device)
     steps = list(session.generate([golden["bos"]], max_new_tokens=golden["steps"], temperature=0.0))
     assert [golden["bos"], *(step.token for step in steps)] == golden["token_ids"]
-    text = "".join(step.text for step in steps)
-    assert session.tokenizer is not None
-    assert text.strip() == session.tokenizer.decode(golden["token_ids"]).strip()
-    assert text.startswith(" Once upon a time")
-
-
-def test_tiny_random_gpt2_published_logits(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    golden = json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())
-    arrays = dict(np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz"))
-    sizes = {"vocab_size": 1000, "n_positions": 512, "n_embd": 32, "n_layer": 5, "n_head": 4}
-    _save(tmp_path, arrays, {"model_type": "gpt2", **sizes})
-    prompts, decoded = [], []
-    for ids, greedy in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
-        session = Session.load(tmp_path, weights="f32")
-        logits = session.logits(ids)
-        prompts.append(logits)
-        decoded.append(session.logits([int(logits[-1].argmax())])[0])
-        session.reset()
-        steps = session.generate(ids, max_new_tokens=10 - len(ids), temperature=0.0)
-        assert ids + [step.token for step in steps] == greedy
-    published = golden["prompt_logits_stride200"]
-    np.testing.assert_allclose(
-        np.concatenate(prompts).ravel()[::200], published, atol=golden["tolerance_in_source"]
-    )
-    first = golden["decode1_logits_stride200"]
-    np.testing.assert_allclose(np.concatenate(decoded)[::200], first, atol=golden["tolerance_in_source"])
-
-
-def test_mistral_without_a_window_slides_over_4096(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of 4,160 tokens' logits are those of transformers 5.23; with no window they differ by 0.5."""
-    config = golden_cases.CASES["mistral"] | {"num_hidden_layers": 1, "max_position_embeddings": 8192}
-    del config["sliding_window"]
-    monkeypatch.setitem(golden_cases.CASES, "mistral-default", config)
-    path = golden_cases.write_checkpoint("mistral-default", tmp_path / "model")
-    session = Session.load(path, kv="dense:dtype=f32", weights="f32", ctx=4200)
-    logits = session.prefill([7 * i % 96 for i in range(4160)])
-    expected = [0.107545525, -0.862241566, -0.572205901, 1.816124082, -2.426096916, -2.695036888]
-    np.testing.assert_allclose(logits[:6], expected, atol=1e-4, rtol=0)
-
-
-def _save(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict) -> None:
-    save_file(
-        {name: np.ascontiguousarray(a, np.float32) for name, a in arrays.items()}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps(config))
+    assert "".join(step.text for step in steps).startswith(" Once upon a time")

@@ -142,18 +142,3 @@ def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv:
         temperatures.append([cache.extra_state().get("tau") for cache in session.caches])
     assert all(answer == answers[0] for answer in answers)
     assert all(tau == temperatures[0] for tau in temperatures)
-
-
-def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None:
-    pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
-    shared = list(range(3, 63))
-    first, new = pool.acquire([*shared, 100, 101])
-    list(first.generate(new, max_new_tokens=3, temperature=0.0))
-    pool.release(first)
-    second, new = pool.acquire([*shared, 200, 201])
-    assert second is not first
-    assert new == [200, 201]
-    pool.release(second)
-    again, new = pool.acquire([*first.tokens, 7])
-    assert again is first
-    assert new == [7]

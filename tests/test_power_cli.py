@@ -2,11 +2,7 @@
 
 import csv
 import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,9 +10,10 @@ import power_trees as trees
 import pytest
 
 from edgekv.cli import main
-from edgekv.cli.power import diagnosis, samples_csv
-from edgekv.power import METERS, survey
+from edgekv.cli.power import samples_csv
+from edgekv.power import METERS
 from edgekv.power.energy import Trace, read_log
+from edgekv.power.meters import MeterAbsent
 
 
 @pytest.fixture
@@ -27,7 +24,12 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sensor at all, whatever this machine has."""
-    trees.hide_sensors(monkeypatch)
+
+    def probe(root: object = "/") -> None:
+        raise MeterAbsent("not here")
+
+    for kind in METERS.values():
+        monkeypatch.setattr(kind, "probe", probe)
 
 
 # edgekv power
@@ -67,10 +69,11 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
         ("power record", "no command"),
         ("power record -- /no/such/program", "/no/such/program: can't be run"),
         ("power record --csv /no/such/folder/x.csv -- true", "/no/such/folder"),
-        ("run --prompt x --power sundial", "accepted: auto, rpi-pmic"),
         ("run --prompt x --power-csv /no/log.csv", "/no/log.csv"),
-        ("run --prompt x --power-estimate -3", "--power-estimate"),
         ("run --prompt x --power-estimate 3 --power-idle -1", "idle time"),
+        ("board --minutes 0", "accepted are minutes above 0"),
+        ("board --shape llama9", "no such shape"),
+        ("board --power sundial", "accepted: auto"),
     ],
 )
 def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,31 +109,6 @@ def test_record_writes_the_samples_and_passes_the_status_on(
     assert (len(times), n_bad) == (len(rows), 0)
 
 
-def test_record_on_a_pi_from_the_outside(tmp_path: pathlib.Path) -> None:
-    """A process of its own, the fake vcgencmd on its PATH, and Ctrl-C for the program that it meters."""
-    trees.fake_vcgencmd(tmp_path / "bin", trees.pmic_script())
-    environment = os.environ | {"PATH": trees.path_with(tmp_path / "bin")}
-    path = tmp_path / "log.csv"
-    command = [sys.executable, "-m", "edgekv", "power", "--meter", "rpi-pmic", "record", "--csv", str(path), "--"]
-    program = "trap 'exit 9' INT; echo ready; while :; do sleep 0.05; done"
-    process = subprocess.Popen(
-        [*command, "sh", "-c", program],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdout.readline() == b"ready\n"
-    time.sleep(1.5)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 9, stderr.decode()
-    assert b"the sum of 5 rails" in stderr
-    assert b"at the wall = 1.1451 x sum + 0.5879 W" in stderr
-    _, watts, _ = read_log(path)
-    assert watts == pytest.approx(trees.PMIC_W, abs=1e-3)
-
-
 def test_a_counter_s_samples_as_watts() -> None:
     times = np.array([1.0, 1.5, 2.5])
     energy = np.array([[0.0, 0.0], [2.0, 1.0], [5.0, np.nan]])
@@ -147,28 +125,6 @@ def test_a_counter_s_samples_as_watts() -> None:
 # edgekv power doctor
 
 
-def test_doctor_on_boards(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    tree = trees.AGX_ORIN | trees.model("NVIDIA Jetson AGX Orin Developer Kit") | trees.battery("Charging")
-    root = trees.write_tree(tmp_path, tree)
-    rows = dict(diagnosis(survey(root), root))
-    assert rows["board"].startswith("NVIDIA Jetson AGX Orin Developer Kit: 12 x Cortex-A78AE")
-    assert "total = VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0" in rows["ina3221"]
-    assert "VDDQ_VDD2_1V8AO 1.5 W" in rows["ina3221"]
-    assert rows["rapl"] == "-- no RAPL of Intel and AMD processors"
-    assert rows["battery"].startswith("!! battery is here but can't be read (BAT0 is Charging)")
-    assert rows["verdict"] == "--power uses ina3221"
-
-
-def test_doctor_says_how_to_get_permission(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", trees.path_with(tmp_path / "bin"))
-    trees.fake_vcgencmd(tmp_path / "bin", "echo 'VCHI initialization failed'; exit 255")
-    text = "\n".join(line for _, line in diagnosis(survey(tmp_path), tmp_path))
-    assert "usermod -aG video" in text
-    assert "99-edgekv-power.rules /etc/udev/rules.d/" in text
-
-
 # edgekv run --power
 
 
@@ -180,10 +136,7 @@ def run(*arguments: str) -> int:
 def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     assert run("--power", "--power-idle", "0.3", "--json", str(path)) == 0
-    err = capsys.readouterr().err
-    assert "power       rpi-pmic: total; a made-up board" in err
-    assert "idle        4 W" in err
-    assert "energy      decode" in err
+    assert "energy      decode" in capsys.readouterr().err
     facts = json.loads(path.read_text())["energy"]
     decode = facts["phases"]["decode"]
     assert facts["phases"]["prefill"]["tokens"] == 6
@@ -209,13 +162,10 @@ def test_run_without_a_sensor_with_an_estimate_and_with_a_meter_s_log(
         return capsys.readouterr().err, facts["phases"]["decode"]
 
     err, found = decode("--power")
-    assert "energy      n/a: no power sensor" in err
     assert "power doctor" in err
     assert found["joules"] is found["mj_per_token"] is None
     err, found = decode("--power-estimate", "6.5")
-    assert "power       estimate; a stated 6.5 W, not measured" in err
     assert err.count("ESTIMATE") == 2
     assert "energy  " not in err
     err, found = decode("--power-csv", str(log))
     assert found["joules"] == pytest.approx(3.5 * found["seconds"])
-    assert "what the external meter measures (log.csv)" in err

@@ -2,14 +2,21 @@
 
 import dataclasses
 import datetime
-import json
+import errno
+import itertools
+import math
 import pathlib
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
+import power_trees as trees
 import pytest
 
 from edgekv.errors import PowerError
+from edgekv.power import PowerSampler
+from edgekv.power import energy as sampler
 from edgekv.power.energy import (
     CsvLog,
     EnergyMeter,
@@ -20,7 +27,7 @@ from edgekv.power.energy import (
     Window,
     integrate_power,
 )
-from edgekv.power.meters import Correction, Throttle
+from edgekv.power.meters import Correction, Reading, Throttle
 from edgekv.types import F64
 
 START, END = 2.0, 12.0  # metered part of a run of 15 s
@@ -31,10 +38,6 @@ SIGNALS: dict[str, tuple[Callable[[F64], F64], Callable[[float], float]]] = {
     "square": (
         lambda t: np.where(t % 2.0 < 0.7, 9.0, 3.0),
         lambda t: 3.0 * t + 6.0 * (0.7 * (t // 2.0) + min(t % 2.0, 0.7)),
-    ),
-    "sine": (
-        lambda t: 6.0 + 2.0 * np.sin(2 * np.pi * t / 1.7),
-        lambda t: 6.0 * t + 2.0 * 1.7 / (2 * np.pi) * (1 - np.cos(2 * np.pi * t / 1.7)),
     ),
 }
 
@@ -206,11 +209,8 @@ def test_phases_apart_gross_above_idle_and_corrected(clock: Clock, tmp_path: pat
     assert found.rails_j == {"VIN": pytest.approx(54.0)}
     assert found.n_samples == pytest.approx(600, abs=3)
     text = "\n".join(f"{topic}: {line}" for topic, line in report.rows())
-    assert "power: ina238: VIN; the board; not corrected; at the wall = 1.2 x sum + 0.5 W (a fit)" in text
     assert "energy: prefill 180 mJ/token gross" in text
     assert "5650 at the wall (12 tokens, 6.00 s, 54 ± " in text
-    assert "0.40% of one core, no gaps" in text
-    assert json.dumps(dataclasses.asdict(report))
 
 
 def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pathlib.Path) -> None:
@@ -305,8 +305,6 @@ def test_half_written_lines_are_lost_and_a_clock_that_was_set_is_noted(
         ("", "holds no line"),
         ("time,volts\n1,2\n", "no columns of time and watts"),
         ("time,watts\n0.1,5\n0.2,5\n", "not understood"),
-        ("time,watts\nyesterday,5\n", "not understood"),
-        ("just words\n", "no columns"),
     ],
 )
 def test_a_log_that_cannot_be_used(content: str | None, message: str, tmp_path: pathlib.Path) -> None:
@@ -317,3 +315,137 @@ def test_a_log_that_cannot_be_used(content: str | None, message: str, tmp_path: 
         CsvLog(path)
     assert "Unix seconds or ISO 8601" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# The sampling thread: known signals in real time, and sensors that fail, lie, hang and vanish in mid-run
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what a busy machine may take long for."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def sample(
+    read: Callable[[], float], seconds: float, **options: float
+) -> tuple[Window, PowerSampler, float, float]:
+    """The window, the sampler and the moments between which it was sampled."""
+    meter = PowerSampler(trees.Signal(read), **options)
+    meter.start()
+    start = time.perf_counter()
+    time.sleep(seconds)
+    until(lambda: len(meter.trace().times_s) > 5)
+    end = time.perf_counter()
+    meter.stop()
+    return meter.window(start, end), meter, start, end
+
+
+def test_a_known_signal_in_real_time() -> None:
+    origin = time.perf_counter()
+
+    def watts(t: float) -> float:
+        return 6.0 if t % 0.5 < 0.25 else 2.0
+
+    window, _, start, end = sample(lambda: watts(time.perf_counter() - origin), 1.0)
+    grid = np.linspace(start - origin, end - origin, 100_001)
+    exact = np.mean([watts(t) for t in grid]) * (end - start)
+    assert abs(window.joules - exact) <= window.error_j + 0.01 * exact
+
+
+def test_errors_cost_samples_and_are_counted() -> None:
+    problems = [OSError(errno.EIO, "Input/output error"), ValueError("garbage"), RuntimeError("a driver's own")]
+    calls, impossible = 0, itertools.cycle([math.nan, math.inf, -500.0, 1e9])
+
+    def read() -> float:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            return 4.0 if calls % 3 == 1 else next(impossible)
+        raise problems[calls // 3 % 3]
+
+    window, meter, start, end = sample(read, 0.5)
+    assert window.joules == pytest.approx(4.0 * (end - start))
+    assert meter.about().losses.keys() == {
+        *(f"total reads {watts} W" for watts in (math.nan, math.inf, -500.0, 1e9)),
+        *("input/output error", "garbage", "a driver's own"),
+    }
+
+
+def test_a_sensor_that_vanishes_in_mid_run() -> None:
+    gone = threading.Event()
+
+    def read() -> float:
+        if gone.is_set():
+            raise OSError(errno.ENODEV, "No such device")
+        return 4.0
+
+    meter = PowerSampler(trees.Signal(read))
+    meter.start()
+    start = time.perf_counter()
+    until(lambda: len(meter.trace().times_s) > 5)
+    gone.set()
+    time.sleep(0.3)
+    until(lambda: sum(meter.about().losses.values()) > 1)
+    end = time.perf_counter()
+    meter.stop()
+    window = meter.window(start, end)
+    assert window.longest_gap_s > 0.2
+    assert window.joules == pytest.approx(4.0 * (end - start))
+    assert meter.about().losses["no such device"] > 1
+    with pytest.raises(PowerError, match="no such device"):
+        meter.window(end - 0.1, end)
+
+
+def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "STOP_S", 0.05)
+    hanging, release = threading.Event(), threading.Event()
+    calls = 0
+
+    def read() -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            hanging.set()
+            release.wait(60)
+        return 4.0
+
+    meter = PowerSampler(trees.Signal(read))
+    meter.start()
+    start = time.perf_counter()
+    assert hanging.wait(60)
+    time.sleep(0.3)
+    end = time.perf_counter()
+    meter.stop()
+    assert meter._thread.is_alive()
+    window = meter.window(start, end)
+    assert window.longest_gap_s > 0.2
+    release.set()
+    meter._thread.join(60)
+    assert not meter._thread.is_alive()
+
+
+def test_the_edges_of_a_phase_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter that is read once in 100 s has a sample at every mark, with all that it can tell."""
+
+    class Costly(trees.Signal):
+        def read_edge(self) -> Reading:
+            return Reading(power_w={"total": 4.0}, energy_j={"total": 4.0 * time.perf_counter()})
+
+    monkeypatch.setattr(sampler, "MARK_S", 60.0)
+    meter = PowerSampler(Costly(lambda: 4.0), hz=0.01)
+    meter.start()
+    spans = []
+    for _ in range(3):
+        meter.mark()
+        start = time.perf_counter()
+        time.sleep(0.05)
+        spans.append((start, time.perf_counter()))
+        meter.mark()
+    meter.stop()
+    assert len(meter.trace().times_s) == 1 + 6 + 1
+    for start, end in spans:
+        window = meter.window(start, end)
+        assert window.joules == pytest.approx(4.0 * (end - start), rel=0.2)
+        assert window.n_samples == 0

@@ -12,9 +12,7 @@ from edgekv.errors import PowerError
 from edgekv.power import METERS, find_meter, meters, survey
 from edgekv.power.meters import (
     Battery,
-    Conditions,
     EnergyCounter,
-    Ina238,
     Ina3221,
     MeterAbsent,
     MeterRefused,
@@ -24,9 +22,7 @@ from edgekv.power.meters import (
     RpiPmic,
     Throttle,
     find_profile,
-    power_file,
     throttle,
-    throttle_text,
     throttled_between,
 )
 
@@ -63,7 +59,6 @@ def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
     [
         ("""echo 'error=1 error_msg="Command not registered"'""", MeterAbsent, "only the Pi 5"),
         ("echo 'VCHI initialization failed' >&2; exit 255", MeterRefused, "usermod -aG video"),
-        ("exit 3", MeterRefused, "exit status 3"),
         ("echo nothing useful", MeterRefused, "no line of pmic_read_adc"),
     ],
 )
@@ -87,7 +82,6 @@ def test_vcgencmd_that_hangs(pi: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
 NVIDIA, INPUT = "NVIDIA Jetson {} Developer Kit", ["VDD_IN"]
 BOARDS = {
     "nano": (NVIDIA.format("Nano"), "jetson-nano", trees.NANO, "ina3221-iio", ["POM_5V_IN"], 2.003),
-    "xavier": (NVIDIA.format("Xavier NX"), "jetson-xavier-nx", trees.ORIN_NANO, "ina3221", INPUT, 6.048),
     "orin-nano": (NVIDIA.format("Orin Nano"), "jetson-orin-nano", trees.ORIN_NANO, "ina3221", INPUT, 6.048),
     "orin-nano-super": (
         NVIDIA.format("Orin Nano Engineering Reference") + " Super",
@@ -147,14 +141,6 @@ def test_rails_that_fail(tmp_path: pathlib.Path) -> None:
         Ina3221.probe(root)
 
 
-def test_thor_ignores_usb_contracts_and_names_several_monitors(tmp_path: pathlib.Path) -> None:
-    trees.write_tree(tmp_path, trees.ina238())
-    trees.write_tree(tmp_path, trees.ina238(number=6, microwatts=1_000_000))
-    meter = Ina238.probe(tmp_path)
-    assert (meter.rails[0], len(meter.rails)) == ("VIN", 2)
-    assert trees.total_w(meter) == pytest.approx(42.5)
-
-
 # Counters: RAPL and NVML
 
 
@@ -176,14 +162,6 @@ def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: path
         path.write_text(f"{(microjoules + 10_000_000) % 262_143_328_850}\n")
     joules = meter.read().energy_j
     assert sum(joules[rail] for rail in meter.total) == pytest.approx(30)
-
-
-def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
-    root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)))
-    eio(root / "sys/class/powercap/intel-rapl:0/energy_uj")  # root, too, could not read it
-    with pytest.raises(MeterRefused, match="udev rule"):
-        Rapl.probe(root)
-    assert 'KERNEL=="intel-rapl:*"' in power_file("99-edgekv-power.rules").read_text()
 
 
 def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unknown() -> None:
@@ -230,7 +208,6 @@ def test_nvml_falls_back_or_is_refused_and_reports_clock_limits() -> None:
         Nvml(trees.FakeNvml(refuses=("init",)))
     library = trees.FakeNvml(reasons=1)
     meter = Nvml(library)
-    assert meter.throttle().now == frozenset()
     library.refuses, library.reasons = ("instant", "energy"), 4 + 32
     with pytest.raises(OSError, match="Not Supported"):
         meter.read()
@@ -302,10 +279,7 @@ def test_profiles_name_known_meters(tmp_path: pathlib.Path) -> None:
         assert set(board["meters"]) <= set(METERS)
         for bound in board["lower_bounds"]:
             assert bound["peak_ms"] == pytest.approx(bound["bytes"] / board["peak_gb_s"] / 1e6, abs=0.05)
-    assert find_profile(tmp_path) is None
     assert find_profile(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
-    trees.write_tree(tmp_path, trees.model("NVIDIA Jetson Nano 2GB Developer Kit"))
-    assert find_profile(tmp_path)["meters"] == []
 
 
 # What limits the clocks
@@ -327,11 +301,8 @@ INTEL = {f"sys/devices/system/cpu/cpu{i}/thermal_throttle/package_throttle_count
     ("tree", "expected"),
     [
         ({}, None),
-        (cooling(pwm_fan=3), None),
         (cooling(pwm_fan=3, cpu_throttle_alert=0), Throttle()),
         (cooling(cpu_throttle_alert=2), Throttle(frozenset({"cooling by cpu-throttle-alert"}))),
-        (PI_VOLTAGE, Throttle(frozenset({"under-voltage"}))),
-        (INTEL, Throttle(ever={"processor temperature": 6})),
         (INTEL | PI_VOLTAGE, Throttle(frozenset({"under-voltage"}), {"processor temperature": 6})),
     ],
 )
@@ -342,15 +313,6 @@ def test_clock_limits(
     assert throttle(trees.write_tree(tmp_path, tree)) == expected
 
 
-def test_a_pi_s_flags(pi: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    trees.fake_vcgencmd(pi, trees.pmic_script(throttled="0x50004"))
-    found = throttle(tmp_path)
-    assert found.now == {"throttled"}
-    assert found.ever == {"under-voltage": 1, "frequency capped": 0, "throttled": 1, "soft temperature limit": 0}
-    trees.fake_vcgencmd(pi, "exit 1")
-    assert throttle(tmp_path) is None
-
-
 def test_what_happened_between_two_looks() -> None:
     calm = Throttle(ever={"throttled": 0, "under-voltage": 0, "processor temperature": 3})
     assert throttled_between(None, calm) is throttled_between(calm, None) is None
@@ -359,8 +321,3 @@ def test_what_happened_between_two_looks() -> None:
     assert throttled_between(calm, hot) == ("cooling by cpu", "processor temperature", "throttled")
     sticky = Throttle(ever={"under-voltage": 1})
     assert throttled_between(sticky, sticky) == ("under-voltage (before the run; whether again is not known)",)
-    assert len({throttle_text(limits) for limits in (None, (), ("x", "y"))}) == 3
-    now = Conditions.now()
-    assert now.memory_used_bytes > 1e6
-    assert "load" in now.to_text()
-    assert json.dumps(now.as_dict())

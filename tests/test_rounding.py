@@ -21,12 +21,11 @@ from edgekv.engine import calibration
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.types import F32, F64, U8
-from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks, per_linear_format, quantize
+from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks, quantize
 from edgekv.weights.rounding import (
     DAMPING,
     SAMPLE,
     SHRINK,
-    CalibratingOps,
     Rounder,
     column_order,
     cross_products,
@@ -34,7 +33,7 @@ from edgekv.weights.rounding import (
     in_column_order,
     output_correction,
 )
-from edgekv.weights.store import RandomWeights, WeightStore, Write, build, random_store
+from edgekv.weights.store import WeightStore, random_store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -190,20 +189,6 @@ def test_a_linear_term_is_the_formula(tokens: int, columns: int, rows: int) -> N
     np.testing.assert_allclose(aim(w, lost, own), expected, atol=1e-3 * change)
 
 
-def test_a_linear_term_makes_up_for_what_the_text_shows() -> None:
-    """What inputs lost as a rule is made up for; what they lost by chance hardly, however short the text."""
-    rng, w = np.random.default_rng(1), drawn(64, 64)
-    own, other = np.split(inputs(3000, 64), [1000])
-    lost = own * np.float32(0.1)
-    left = other @ (w * np.float32(1.1) - aim(w, lost, own)).T
-    assert np.square(left).sum() < 0.01 * np.square(other @ (0.1 * w).T).sum()
-    chance = rng.standard_normal((1000, 64)).astype(np.float32)
-    for n in (60, 1000):  # least squares alone changes the outputs by 0.58 and 0.02 of what was lost
-        change = aim(w, chance[:n], own[:n]) - w
-        assert np.square(other @ change.T).mean() < 0.001 * np.square(chance @ w.T).mean()
-    np.testing.assert_array_equal(aim(w, np.zeros_like(own), own), w)
-
-
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "WINDOW", 256)
@@ -266,7 +251,6 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     for name, model, weights, part in (
         ("short", DEMO, "int4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "int4", "not UTF-8"),
-        ("absent", DEMO, "int4", "cannot be read"),
         ("long", DEMO, "int8", "these are to be int8"),
         ("long", store, "auto", "is a store"),
     ):
@@ -284,71 +268,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("head") / "m")
 
 
-@pytest.mark.parametrize("weights", ["int4,head=int8", "int4-32,head=f32", "auto,head=int8-32"])
-def test_the_head_has_bits_of_its_own(weights: str, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("weights", ["int4,head=int8", "auto,head=int8-32"])
+def test_the_head_has_bits_of_its_own(weights: str, model: pathlib.Path) -> None:
     opened = Model.open(model)
     form = opened.weight_format(weights)
     base, head = form.name.split(",head=")
     assert (form.of("0.qkv").name, form.of("head").name) == (base, head)
     store = opened.store(form)
     assert store.form == form
-    assert form.name in store.folder.name
     sizes = [opened.weights_bytes(opened.weight_format(name)) for name in (base, head)]
     assert min(sizes) < opened.weights_bytes(form) == store.nbytes < max(sizes)
     np.testing.assert_array_equal(store.matrix("head"), opened.store(opened.weight_format(head)).matrix("head"))
-    session = Session.load(model, weights=weights)
-    logits = session.logits([1, 2, 3])
-    session.save(tmp_path / "session")
-    assert Session.restore(tmp_path / "session", model).plan.weights == form.name
-    reference = Session.load(model, weights=weights, device="numpy").logits([1, 2, 3])
+    logits, reference = (
+        Session.load(model, weights=weights, device=device).logits([1, 2, 3]) for device in ("cpu", "numpy")
+    )
     assert np.sqrt(np.mean(np.square(logits - reference))) < 0.05 * reference.std()
-
-
-def test_heads_that_are_refused(model: pathlib.Path) -> None:
-    opened = Model.open(model)
-    assert opened.weight_format("int4,head=int4") == opened.weight_format("int4")
-    for weights in ("int4,head=int5", "int5,head=int4", "int4,head=", "int4,tail=int8", "int4, head=int8"):
+    for refused in ("int4,head=int5", "int4,head=", "int4,tail=int8"):
         with raises(ConfigError, field="weights", match="accepted"):
-            opened.weight_format(weights)
-
-
-class WithOffsets(RandomWeights):
-    def offsets(self, name: str) -> F32:
-        blocks = n_blocks(self._linears[name].columns, 32)
-        return np.ones((self._linears[name].rows, blocks), np.float32)
-
-
-class Rounded:
-    """Hands on codes that are not the checkpoint's."""
-
-    note = "a text"
-
-    def __init__(self, weights: RandomWeights) -> None:
-        self.weights = weights
-
-    def __call__(self, form: WeightFormat, write: Write) -> None:
-        for name in self.weights.arch.linears():
-            write(name, self.weights.exact_codes(name, form.of(name)))
-
-
-@pytest.mark.parametrize("is_rounded", [False, True])
-def test_only_codes_that_are_taken_over_have_offsets(is_rounded: bool, tmp_path: pathlib.Path) -> None:
-    weights = WithOffsets(load_shape("tiny", 1))
-    form = per_linear_format("several", dict.fromkeys(weights.arch.linears(), "int4-32-offsets"))
-    build(weights, form, tmp_path / "store", None, rounding=Rounded(weights) if is_rounded else None)
-    offsets = WeightStore(tmp_path / "store").shift("0.qkv")
-    assert (offsets == (0 if is_rounded else 1)).all()
-
-
-@pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "fp4-32", "int8"])
-def test_other_formats_are_handed_on_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text rounds to whole numbers around 0 alone; of other layers both models have the weights, read once."""
-    weights, handed, read = RandomWeights(load_shape("tiny", 1)), [], []
-    matrix = weights.matrix("0.qkv")
-    monkeypatch.setattr(weights, "exact_codes", lambda *of: None)
-    monkeypatch.setattr(weights, "matrix", lambda name: read.append(name) or matrix)
-    ops = CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
-    x = inputs(2, matrix.shape[1])
-    np.testing.assert_allclose(ops.linear(x, "0.qkv"), x @ matrix.T, rtol=1e-4, atol=1e-4)
-    assert handed == [("0.qkv", None)]
-    assert read == ["0.qkv"]
+            opened.weight_format(refused)

@@ -1,4 +1,4 @@
-"""Programs that people use with OpenAI's API, unmodified: litellm, LangChain, llm; each where it is installed."""
+"""Programs that people use with OpenAI's API, unmodified: litellm and LangChain, where they are installed."""
 
 import importlib.util
 import os
@@ -78,16 +78,3 @@ def test_litellm(server: Server) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("litellm is content\n")
-
-
-def test_llm(server: Server, tmp_path: pathlib.Path) -> None:
-    """Simon Willison's command line."""
-    imported("llm")
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: demo\n  model_name: demo\n  api_base: {server.url}/v1\n"
-    )
-    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    command = [sys.executable, "-m", "llm", "-m", "demo", "-o", "max_tokens", "8", "Tell me of the sea."]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()

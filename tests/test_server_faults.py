@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ from serving import DEMO, asked, engine_of
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.answers import ChatFormat, CompletionFormat
+from edgekv.server.answers import CompletionFormat
 from edgekv.server.engine import AnswerEnd, Channel, Engine
-from edgekv.server.limits import LogLimit, ServerLimits
+from edgekv.server.limits import ServerLimits
 from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import FAILED, CompletionRequest, RequestError
 
@@ -125,40 +123,8 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
     assert Counter(began) == {"a": 100, "b": 1, "c": 2, "d": 1}
 
 
-def test_the_log_has_every_cause_once(caplog: pytest.LogCaptureFixture) -> None:
-    def raise_value() -> None:
-        raise ValueError
-
-    def raise_key() -> None:
-        raise KeyError
-
-    def raise_another_value() -> None:
-        raise ValueError
-
-    def log_failure(fails: Any) -> None:
-        try:
-            fails()
-        except Exception:
-            log.exception("an answer failed")
-
-    log, limit = logging.getLogger("edgekv.test"), LogLimit()
-    log.addFilter(limit)
-    for fails in (raise_value, raise_key, raise_another_value, raise_value):
-        log_failure(fails)
-    log.removeFilter(limit)
-    places = [list(walk_tb(record.exc_info[2]))[-1][0] for record in caplog.records if record.exc_info]
-    assert [place.f_code.co_name for place in places] == ["raise_value", "raise_key", "raise_another_value"]
-
-
-@pytest.mark.parametrize(
-    ("path", "form", "asks"),
-    [
-        ("/v1/completions", CompletionFormat, {"prompt": "It was"}),
-        ("/v1/chat/completions", ChatFormat, {"messages": [{"role": "user", "content": "Sing"}]}),
-    ],
-)
 def test_an_answer_that_cannot_be_built_says_so(
-    path: str, form: Any, asks: Any, loaded: Session, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    loaded: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **options: object) -> None:
         raise KeyError("a bug")
@@ -168,17 +134,14 @@ def test_an_answer_that_cannot_be_built_says_so(
     with asked(loaded) as client:
         for method in ("__init__", "take", "whole"):
             with monkeypatch.context() as patch:
-                patch.setattr(form, method, fail)
-                answer = client.post(path, json={"model": "m", **asks})
+                patch.setattr(CompletionFormat, method, fail)
+                answer = client.post("/v1/completions", json=ANSWER)
             assert (answer.status_code, answer.json()) == (500, {"error": fault})
         for method in ("take", "closing"):
             caplog.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(form, method, fail)
-                lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
+                patch.setattr(CompletionFormat, method, fail)
+                lines = client.post("/v1/completions", json={**ANSWER, "stream": True}).text.splitlines()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert (events[-1]["error"]["type"], lines[-2]) == ("server_error", "data: [DONE]")
             assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
-    monkeypatch.setattr(form, "take", fail)
-    with asked(loaded, raising=True) as client, pytest.raises(KeyError, match="a bug"):  # also for uvicorn's log
-        client.post(path, json={"model": "m", **asks})

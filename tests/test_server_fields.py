@@ -12,10 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import DEMO, asked, chat, openai_client
 from starlette.testclient import TestClient
 
-from edgekv import SamplingParams, Session
+from edgekv import Session
 from edgekv.engine.model import sampling_defaults
 from edgekv.power.energy import Estimate
-from edgekv.server.requests import ChatRequest, parse_json, read
 
 PROMPT = "It was a dark night when the old man"
 SEA = "Tell me of the sea."
@@ -85,28 +84,15 @@ def test_stop_seed_and_sampling(client: openai.OpenAI) -> None:
     assert limited.usage.completion_tokens == 3
 
 
-def test_models_and_names(client: openai.OpenAI, http: TestClient) -> None:
-    assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").owned_by == "edgekv"
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.models.retrieve("gpt-9")
-    assert complete(client, model='gpt-9\u00df"').model == "demo"
-    assert http.get("/health").json()["status"] == "ok"
-
-
 def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
-    number = {"type": "integer", "minimum": 0, "maximum": 99}
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 9}, "age": number},
-        "required": ["name", "age"],
-        "additionalProperties": False,
+    schema: Any = {"type": "object", "properties": {"ship": {"enum": ["cog", "hulk"]}}, "required": ["ship"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": schema | {"additionalProperties": False}},
     }
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
-    for seed in range(2):
-        answer = chat(client, "Who?", response_format=form, temperature=1, seed=seed, max_tokens=80)
-        assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
-        assert answer.choices[0].finish_reason == "stop"
+    answer = chat(client, "What?", response_format=form, temperature=1, max_tokens=80).choices[0]
+    assert json.loads(answer.message.content)["ship"] in ("cog", "hulk")
+    assert answer.finish_reason == "stop"
 
 
 def test_metrics_are_prometheus(http: TestClient, client: openai.OpenAI) -> None:
@@ -150,15 +136,6 @@ def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
     assert sea(client).choices[0].logprobs is None
 
 
-def test_log_probabilities_end_before_a_stop(client: openai.OpenAI) -> None:
-    whole = sea(client, logprobs=True)
-    third = whole.choices[0].logprobs.content[3].token
-    stopped = sea(client, logprobs=True, stop=[third])
-    tokens = [entry.token for entry in stopped.choices[0].logprobs.content]
-    assert "".join(tokens).startswith(stopped.choices[0].message.content)
-    assert len(tokens) <= 4
-
-
 def test_several_answers(client: openai.OpenAI) -> None:
     answer = sea(client, n=3, temperature=1, seed=5)
     texts = [choice.message.content for choice in answer.choices]
@@ -187,12 +164,6 @@ def test_lists_of_prompts(client: openai.OpenAI, session: Session) -> None:
     assert texts == [complete(client, prompt).choices[0].text for prompt in prompts]
 
 
-def test_a_bias(client: openai.OpenAI, session: Session) -> None:
-    token = session.require_tokenizer().encode("a sea", bos=False)[-1]
-    forced = complete(client, logit_bias={str(token): 100}, max_tokens=4).choices[0].text
-    assert forced.count("sea") == 4
-
-
 def test_embeddings(client: openai.OpenAI, session: Session) -> None:
     """The client asks for base64 by itself."""
     texts = ["The sea was calm.", "A ship."]
@@ -202,16 +173,6 @@ def test_embeddings(client: openai.OpenAI, session: Session) -> None:
     assert answer.usage.total_tokens == sum(len(session.encode(text)) for text in texts)
     floats = client.embeddings.create(model="demo", input=session.encode(texts[1]), encoding_format="float")
     assert floats.data[0].embedding == pytest.approx(answer.data[1].embedding, abs=1e-6)
-
-
-def test_props(http: TestClient) -> None:
-    props = http.get("/props").json()
-    settings = props["default_generation_settings"]
-    assert settings["n_ctx"] == props["ctx"] == 1024
-    assert settings["params"] == {"max_tokens": 64, "temperature": 1.0, "top_p": 0.95}
-    assert props["modalities"] == {"vision": False, "audio": False}
-    assert "message.role" in props["chat_template"]
-    assert props["model"]["n_layers"] > 0
 
 
 def test_a_page_elsewhere_may_call_if_it_is_named(http: TestClient) -> None:
@@ -252,28 +213,18 @@ BAD_TOOL = [{"function": {"name": "f", "parameters": {"type": 3}}}]
 BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blame, what is answered
     ([1], None, "JSON list"),
     ({"mirostat": 2}, "mirostat", "unknown field 'mirostat'; accepted: "),
-    ({"messages": None}, "messages", "is missing"),
-    ({"messages": []}, "messages", "length >= 1"),
-    ({"messages": ["x"]}, "messages[0]", "is 'x'"),
     (said("robot"), "messages[0].role", "system, developer, user, assistant, tool"),
     (said(content=[IMAGE]), "image_url", "data:image/png"),
     (said(content=[SEEN]), "messages", "takes no images"),
-    (said(content=[SEEN] * 17), "messages", "up to 16"),
-    (said(content=[{"type": "image_url"}]), "messages[0].content[0]", "image_url where"),
     (said(content=[{"type": "audio"}]), "messages[0].content[0].type", "accepted: text, image_url"),
     (said(tool_calls=[FUNCTION]), "messages[0]", "only an assistant's"),
-    ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
     ({"tool_choice": "required"}, "tool_choice", "a tool that"),
     ({"tools": BAD_TOOL, "tool_choice": "required"}, "tools", "can't be followed"),
-    ({"tool_choice": "may"}, "tool_choice", "accepted: none, auto, required"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     (schema_of({"type": 3}), "response_format", "can't be followed"),
     ({"temperature": 10**400}, "temperature", "a smaller number"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
     ({"top_logprobs": 2}, "top_logprobs", "needs"),
-    ({"frequency_penalty": 9}, "frequency_penalty", "from -2 to 2"),
-    ({"temperature": -1}, "temperature", "temperature=-1.0"),
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"stop": [""]}, "stop[0]", ">= 1"),
     ({"chat_template_kwargs": {"messages": []}}, "messages", "which the server does"),
@@ -345,26 +296,9 @@ def test_odd_bodies_are_the_clients_fault(http: TestClient) -> None:
         assert refusal(http, "chat/completions", begin + field + b"}")[0] == 400, field[:60]
 
 
-def test_json_of_pairs_and_equal_keys() -> None:
-    assert parse_json(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
-    assert parse_json(b'{"n": 1, "a": {"n": 1, "n": 2}, "n": 3}') == {"n": 3, "a": {"n": 2}}
-
-
 def test_wrong_paths_methods_and_names(http: TestClient) -> None:
     for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
         answer = http.request(method, path)
         assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
     for host, status in {"evil.example": 403, "LocalHost:80": 200, "[::1]:80": 403}.items():
         assert http.get("/health", headers={"Host": host}).status_code == status
-
-
-def test_what_a_request_asks_of_the_model() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "c", "name": "d"}]
-    form = {"response_format": {"type": "json_object"}}
-    fields = {"temperature": None, "top_p": 0.5, "seed": -3, "stop": "x", "user": "someone", "logit_bias": {}}
-    ask = read({"model": "m", "messages": messages, **fields, **form}, ChatRequest)
-    assert ask.turns() == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
-    params = ask.sampling(SamplingParams(temperature=0.25))
-    assert (params.temperature, params.top_p, params.seed) == (0.25, 0.5, 2**64 - 3)
-    assert (ask.stops, ask.schema) == (("x",), {"type": "object"})

@@ -1,16 +1,18 @@
-"""Images in prompts: transformers' logits, every scheme, rewinds, files, overflow, the command line."""
+"""Image files and their preprocessing; images in prompts: transformers' logits, every scheme, rewinds."""
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
-import sys
+import struct
+import zlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import golden_cases
 import numpy as np
-import numpy.typing as npt
 import pytest
 import vision_cases as cases
 from cuda_cases import OnDevice
@@ -27,13 +29,12 @@ from edgekv.kernels.arrays import to_host
 from edgekv.server.prompts import RequestEncoder
 from edgekv.server.requests import ChatRequest, ImageUrl, Message, Part
 from edgekv.text.template import ChatTemplate
-from edgekv.vision.images import picture
+from edgekv.vision.images import Preprocess, picture
 from edgekv.weights.cuda import DeviceWeights
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
-from PIL import Image  # noqa: E402
+from PIL import GifImagePlugin, Image  # noqa: E402
 
-F32 = npt.NDArray[np.float32]
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "vision.npz")
 IMAGES = [Image.fromarray(cases.pixels(*size)) for size in cases.SIZES]
 N = cases.N_TOKENS
@@ -135,40 +136,6 @@ def test_rewinding_into_an_image_computes_the_rest_of_it_again(base: Session, kv
     for n in (SECOND[1] - 1, FIRST[1], FIRST[0] + 5, FIRST[0]):
         session.rewind(n)
         np.testing.assert_allclose(session.prefill([Embeddings(flat[n:])]), whole, atol=atol)
-
-
-def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = base.fork(kv=VISUAL)
-    pieces = base.prompt(TEXT, IMAGES[:2])
-    expected = session.prefill(pieces)
-    session.reset()
-
-    def stop(done: int, total: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        session.prefill(pieces, progress=stop)
-    assert (session.tokens, session._state.spans, session._state.n_cached) == ([], [], 0)
-    np.testing.assert_array_equal(session.prefill(pieces), expected)
-
-
-def test_visual1_packs_the_images_alone(base: Session) -> None:
-    session = base.fork(kv=VISUAL, ctx=100)
-    text(session, base.prompt(TEXT, IMAGES[:2]), 1)
-    cache, g = session.caches[0], session.caches[0].geometry
-    assert cache.name == "visual1"
-    session.reset()
-    text(session, TEXT, 3, images=IMAGES[:2])
-    assert [(span.start, span.stop) for span in cache.spans] == [FIRST, SECOND]
-    report = session.report()
-    visual = 2 * (2 * N * g.n_kv_heads * g.head_dim // 8 + 2 * 2 * 2 * g.n_kv_heads)
-    exact = (100 - 2 * N) * g.n_kv_heads * g.head_dim * 4
-    assert report.cache_bytes == (visual + exact) * base.config.n_layers
-    assert (report.images.n, report.images.tokens) == (2, 2 * N)
-    assert report.images.seconds > 0
-    text(session, [5], 1)
-    assert session.report().images is None
 
 
 @pytest.mark.parametrize("kv", ["onebit", VISUAL])
@@ -281,10 +248,6 @@ def projector_of_another_decoder(folder: pathlib.Path) -> None:
     cases.save_file(weights, folder / "projector.safetensors")
 
 
-def without(name: str) -> object:
-    return lambda folder: (folder / name).unlink()
-
-
 def config(**changes: object) -> object:
     return lambda folder: (folder / "config.json").write_text(json.dumps(cases.CONFIG | changes))
 
@@ -292,14 +255,11 @@ def config(**changes: object) -> object:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (without("vision.onnx"), ImageError, "has no vision.onnx, without which images can't be read"),
-        (without("preprocessor_config.json"), ImageError, "has no preprocessor_config.json"),
+        (lambda folder: (folder / "vision.onnx").unlink(), ImageError, "has no vision.onnx"),
         (graph(b"no graph"), CheckpointError, r"vision.onnx: onnxruntime can't open it \(.*\); export it again"),
         (graph(cases.vision_onnx(30, 30)), CheckpointError, r"takes images of \[30, 30\]"),
-        (graph(cases.vision_onnx(name="image")), CheckpointError, r"inputs .*; accepted: pixel_values"),
         (graph(cases.vision_onnx(endless=True)), CheckpointError, "onnxruntime can't run it"),
         (projector_of_another_decoder, CheckpointError, r"linear_2.weight' has shape \(60, 64\)"),
-        (config(projector_hidden_act="tanh"), ConfigError, "activation 'tanh' is not supported"),
         (config(image_token_index=None), ImageError, "takes no images, its model_type is llava"),
     ],
 )
@@ -315,51 +275,178 @@ def test_models_that_lack_a_part(
     assert "\n" not in str(raised.value)
 
 
-def test_without_onnxruntime(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    session = Session.load(folder, weights="f32")
-    with pytest.raises(ImageError, match=r"need onnxruntime, .*: pip install 'edgekv\[vision\]'"):
-        session.generate([1, 5], images=IMAGES[:1], temperature=0.0)
-
-
 def test_an_unknown_placeholder(copied: pathlib.Path) -> None:
     config(image_token_index=94)(copied)
     with pytest.raises(ImageError, match=r"does not read <image> as the model's image token 94"):
         Session.load(copied, weights="f32").generate("<image> w5", images=IMAGES[:1], temperature=0.0)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main(["run", "--weights", "f32", "--max-new-tokens", "4", *map(str, arguments)])
-    out = capsys.readouterr()
-    return status, out.out, out.err
-
-
-def test_run(
-    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], base: Session
-) -> None:
-    files = [tmp_path / "a.png", tmp_path / "b.jpg"]
-    IMAGES[0].save(files[0])
-    IMAGES[1].convert("CMYK").save(files[1])
-    options = [option for path in files for option in ("--image", path)]
-    report = tmp_path / "report.json"
-    command, saved = ("--model", folder, "--session", tmp_path / "a.kv"), ("--kv", VISUAL, "--json", report)
-    status, out, err = run(capsys, *command, "--prompt", TEXT, *options, *saved)
-    assert status == 0
-    assert out.startswith("w")
-    assert f"note        {files[1]} is CMYK: converted to RGB without a colour profile" in err.splitlines()
-    assert json.loads(report.read_text())["images"]["n"] == 2
-    status, out, err = run(capsys, *command, "--prompt", "w8", "--image", files[0])
-    assert status == 0
-    assert "images      1, 16 tokens" in err
-
-
-def test_a_store_sees_too(
-    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    IMAGES[0].save(tmp_path / "a.png")
+def test_a_store_sees_too(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     store = tmp_path / "store"
     assert main(["quantize", "--model", str(folder), "--weights", "f32", "--output", str(store)]) == 0
-    capsys.readouterr()
-    options = "--prompt", "<image> w8", "--image", tmp_path / "a.png", "--greedy"
-    outs = [run(capsys, "--model", model, *options)[:2] for model in (folder, store)]
-    assert outs[0] == outs[1] == (0, outs[0][1])
+    texts = [
+        text(Session.load(each, weights="f32"), "<image> w8", 4, images=IMAGES[:1]) for each in (folder, store)
+    ]
+    assert texts[0] == texts[1]
+
+
+# Image files: what is read, converted and refused; preprocessing as transformers does it
+
+RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+GREY16 = (np.arange(5 * 7, dtype=np.uint16) * 1801).reshape(5, 7)
+
+
+def png(width: int, height: int, bits: int = 8, colour: int = 2, data: bytes = b"") -> bytes:
+    """A PNG by hand: Pillow writes none of these."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    )
+
+
+def rgb16_png() -> bytes:
+    rows = (RGB.astype(">u2") * 256 + 77).astype(">u2")
+    return png(7, 5, 16, data=b"".join(b"\0" + row.tobytes() for row in rows))
+
+
+def write(path: pathlib.Path, content: bytes | Callable[[pathlib.Path], object]) -> pathlib.Path:
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    return path
+
+
+def test_rgb_is_read_as_it_is(tmp_path: pathlib.Path) -> None:
+    for path in (tmp_path / f"a.{suffix}" for suffix in ("png", "bmp", "tiff", "ppm", "webp")):
+        Image.fromarray(RGB).save(path, lossless=True)
+        read = picture(path)
+        np.testing.assert_array_equal(np.asarray(read.rgb), RGB)
+        assert (read.rgb.mode, read.notes, read.name) == ("RGB", (), str(path))
+        assert picture(read) is read
+    read = picture(Image.fromarray(RGB).convert("L"))
+    assert (read.rgb.mode, read.rgb.size, read.notes) == ("RGB", (7, 5), ())
+
+
+def test_photos_are_turned_upright(tmp_path: pathlib.Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    Image.fromarray(RGB).save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(np.asarray(picture(tmp_path / "a.png").rgb), np.rot90(RGB, -1))
+
+
+def animated(path: pathlib.Path) -> None:
+    frames = [Image.fromarray(np.full((5, 7, 3), 60 * i, np.uint8)) for i in range(3)]
+    frames[1].save(path, save_all=True, append_images=[frames[0], frames[2]], loop=0, format="GIF")
+
+
+def test_frames_are_not_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file with a million Pillow would read them all."""
+    animated(tmp_path / "a.gif")
+    monkeypatch.setattr(GifImagePlugin.GifImageFile, "n_frames", property(lambda image: pytest.fail("counted")))
+    assert len(picture(tmp_path / "a.gif").notes) == 1
+
+
+def transparent(path: pathlib.Path) -> None:
+    Image.fromarray(np.dstack([RGB, np.full((5, 7), 9, np.uint8)])).save(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note", "expected"),
+    [
+        ("a.gif", animated, "has several frames: the first is used", np.full((5, 7, 3), 60, np.uint8)),
+        ("a.jpg", lambda path: Image.new("CMYK", (7, 5)).save(path), "is CMYK: converted to RGB", None),
+        ("a.png", lambda path: Image.fromarray(GREY16).save(path), "has 16 bits per pixel", GREY16 >> 8),
+        ("a.png", rgb16_png(), "has 16 bits per channel: the upper 8 are used", RGB),
+        ("a.png", transparent, "has transparent parts", RGB),
+    ],
+    ids=["animated", "cmyk", "grey16", "rgb16", "transparent"],
+)
+def test_conversions_are_said(
+    name: str,
+    content: bytes | Callable[[pathlib.Path], object],
+    note: str,
+    expected: np.ndarray | None,
+    tmp_path: pathlib.Path,
+) -> None:
+    read = picture(write(tmp_path / name, content))
+    (said,) = read.notes
+    assert said.startswith(f"{tmp_path / name} {note}")
+    assert (read.rgb.mode, read.rgb.size) == ("RGB", (7, 5))
+    if expected is not None:
+        expected = expected if expected.ndim == 3 else expected[:, :, None].repeat(3, 2)
+        np.testing.assert_array_equal(np.asarray(read.rgb), expected)
+
+
+def cut_off(path: pathlib.Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:4000])
+
+
+BAD = {
+    "text": (b"this is no image", "is no image that can be read; accepted: PNG, JPEG"),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image that can be read"),
+    "cut off": (cut_off, "can't be read whole"),
+    "no data": (png(9, 9), "can't be read whole"),
+    "no pixels": (png(0, 5), "no image that can be read|at least one"),
+    "big": (png(10_000, 10_000), r"has 10000 x 10000 pixels; accepted: up to 64,000,000: make it smaller"),
+    "bomb": (png(60_000, 60_000), r"has more than [0-9,]+ pixels; accepted: up to 64,000,000"),
+    "float": (lambda path: Image.fromarray(RGB[..., 0] * np.float32(0.1)).save(path, "TIFF"), "floating-point"),
+    "missing": (lambda path: None, "No such file"),
+    "folder": (lambda path: path.mkdir(), "not a regular file"),
+    "pipe": (os.mkfifo, "not a regular file"),
+}
+
+
+def test_bad_files_are_refused_in_one_line(tmp_path: pathlib.Path) -> None:
+    for name, (content, message) in BAD.items():
+        path = write(tmp_path / f"{name}.png", content)
+        with pytest.raises(ImageError, match=message) as error:
+            picture(path)
+        assert str(error.value).startswith(f"{path}: ")
+        assert "\n" not in str(error.value)
+
+
+# Preprocessing
+
+
+def read_settings(folder: pathlib.Path, settings: object) -> Preprocess:
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(settings))
+    return Preprocess.read(path)
+
+
+@pytest.mark.parametrize("name", cases.PREPROCESS)
+def test_values_are_transformers(name: str, tmp_path: pathlib.Path) -> None:
+    preprocess = read_settings(tmp_path, cases.PREPROCESS[name])
+    for i, size in enumerate(cases.SIZES):
+        values, expected = preprocess(picture(Image.fromarray(cases.pixels(*size)))), GOLDEN[f"{name}/{i}"]
+        assert (values.dtype, values.shape) == (np.float32, expected.shape)
+        assert preprocess.output == expected.shape[1:]
+        np.testing.assert_allclose(values, expected, atol=1e-6)
+
+
+def test_other_configs_are_refused(tmp_path: pathlib.Path) -> None:
+    for settings in (
+        {},
+        {"size": {"longest_edge": 30}},
+        {"size": 30, "crop_size": 0},
+        {"size": 30, "image_mean": [0.5]},
+        {"size": 30, "do_pad": True},
+        {"size": 1 << 20},
+        {"size": 10**400},
+        {"size": 30, "image_std": [0, 1, 1]},
+        {"image_processor": []},
+    ):
+        with pytest.raises(ConfigError, match=r"preprocessor_config.json: is not what .*; copy the model's own"):
+            read_settings(tmp_path, settings)
+
+
+def test_a_strip_would_become_too_long(tmp_path: pathlib.Path) -> None:
+    preprocess = read_settings(tmp_path, {"size": {"shortest_edge": 336}, "crop_size": 336})
+    with pytest.raises(
+        ImageError, match=r"the image: has 30000 x 1 pixels, .* would see 10080000 x 336; accepted: up to"
+    ):
+        preprocess(picture(Image.new("RGB", (30_000, 1))))

@@ -9,7 +9,6 @@ import pathlib
 import shutil
 from unittest import mock
 
-import expert_cases
 import gguf_writer
 import golden_cases
 import packed_cases
@@ -79,7 +78,7 @@ class Material:
         self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
         (folder / "packed").mkdir()
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
-        self.packed.append(expert_cases.write_mxfp4(folder / "mxfp4")[0])
+        self.packed.append(packed_cases.write_mxfp4(folder / "mxfp4")[0])
         self.talker = tiny_models.write("mixtral", folder / "talker")
         self.lasting = []
         for source in (self.llama, self.gpt2, *self.families):

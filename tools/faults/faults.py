@@ -202,7 +202,7 @@ FAULTS = (
         "a conversation of another LoRA goes on",
         "if session.lora == lora]",
         "]",
-        "test_lora_beside.py -k 'anothers'",
+        "test_lora.py -k 'anothers'",
     ),
     Fault(
         "an answer's mark: its last letter alone is let through",

@@ -1,4 +1,4 @@
-"""Write tests/golden/gguf.json: what llama.cpp's converter writes of the models of tests/gguf_cases.py.
+"""Write tests/golden/gguf.json: what llama.cpp's converter writes of the models of tests/golden_cases.py.
 
 usage: python tools/golden/gguf_files.py LLAMA_CPP [--keep FOLDER]      (needs torch, transformers)
 
@@ -20,7 +20,6 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-import gguf_cases  # noqa: E402
 import golden_cases  # noqa: E402
 
 from edgekv.checkpoint.gguf import Header  # noqa: E402
@@ -66,11 +65,11 @@ def main() -> None:
     sys.path[:0] = [str(options.llama_cpp / "gguf-py"), str(options.llama_cpp)]
     found = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, config in gguf_cases.CASES.items():
+        for name, config in golden_cases.GGUF_CASES.items():
             folder = (options.keep or pathlib.Path(temporary)) / name
             golden_cases.CASES[name] = config
             golden_cases.write_checkpoint(name, folder)
-            named = config | {"architectures": [gguf_cases.ARCHITECTURES[config["model_type"]]]}
+            named = config | {"architectures": [golden_cases.GGUF_ARCHITECTURES[config["model_type"]]]}
             (folder / "config.json").write_text(json.dumps(named))
             words = {f"w{i}": i for i in range(golden_cases.VOCAB)}  # Gemma's rows are counted by it
             (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))

@@ -37,9 +37,6 @@ CODECS: dict[str, type[Any]] = {each.kind: each for base in BASES for each in _b
 EITHER_WAY = [0, 1 << 62]
 EITHER_PATH = pytest.mark.parametrize("min_parallel_work", EITHER_WAY, ids=["parallel", "serial"])
 
-HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
-LENGTHS = (1, 2, 63, 64, 65, 127, 200, 513)
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -67,14 +64,6 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join(f"{name}{value}" for name, value in dataclasses.asdict(self).items())
-
-
-def cases(widths: tuple[int, ...]) -> list[Case]:
-    """Every width with every length; the other sizes take turns, so that each occurs many times."""
-    return [
-        Case(d, length, g=1 + i % 3, r=1 + i % 8, n=(1, 3)[i // 3 % 2], t0=(0, 3, 64)[i % 3], s0=(0, 5)[i % 2])
-        for i, (d, length) in enumerate(itertools.product(widths, LENGTHS))
-    ]
 
 
 def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:
@@ -132,12 +121,6 @@ def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> 
             loops.finish.call(store, address_of(sums), address_of(out[g]), rows)
 
 
-def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-    """What a codec in planes says of its heads' ``bits``."""
-    first = np.cumsum(bits) - bits
-    return {"bits": bits, "first_plane": first, "heads": np.stack([first, bits], axis=1).astype(np.int32)}
-
-
 def generator(case: Case) -> np.random.Generator:
     return np.random.default_rng(dataclasses.astuple(case))
 
@@ -163,19 +146,6 @@ def awkward_rows(n: int, d: int, levels: int) -> npt.NDArray[np.float32]:
     x[11] = np.arange(d) % (2 * levels - 1) * 0.5  # halfway between levels
     x[12, 0], x[13, 0] = 1000, -1000  # outliers
     return x[None]
-
-
-def poisoned_scores(case: Case, contiguous: bool) -> npt.NDArray[np.float32]:
-    """NaN scores with unused columns before and behind; as a slice, rows are apart in memory."""
-    columns = case.s0 + case.length + 4
-    if contiguous:
-        return np.full((case.g, case.m, columns), np.nan, np.float32)
-    return np.full((case.g, case.m + 1, columns + 3), np.nan, np.float32)[:, : case.m, 1 : columns + 1]
-
-
-def inside(case: Case) -> slice:
-    """The columns of the scores that a kernel may write."""
-    return slice(case.s0, case.s0 + case.length)
 
 
 def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: float = 2e-6) -> None:

@@ -209,21 +209,6 @@ def test_exact_and_packed_segments(name: str, p: Problem, way: int, monkeypatch:
     assert_same(p, segments, bound, cap=1.5)
 
 
-@pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
-def test_segments_of_several_codecs(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers: two packed stores behind exact tokens."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
-    rng, position, segments = np.random.default_rng(0), 0, []
-    for pair in (
-        exact(p, 4, rng),
-        *(packed(p, of_scheme(text)(p), rng) for text in ("onebit", "planes:v_bits=4")),
-    ):
-        stop = pair[0].capacity
-        segments.append(Segment(*pair, 0, stop, position))
-        position += stop
-    assert_same(p, segments, 3e-3)
-
-
 @EITHER_PATH
 def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
@@ -236,11 +221,12 @@ def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
 def test_sinks(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink takes its share of every head's weights; one of -inf takes none."""
+    """Beside several packed stores: a sink takes its share of every head's weights; one of -inf takes none."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng = np.random.default_rng(3)
-    pair = packed(p, of_scheme("planes")(p), rng)
-    segments = [Segment(*exact(p, 9, rng), 1, 5, 0), Segment(*pair, 0, p.length, 4)]
+    one, other = (packed(p, of_scheme(text)(p), rng) for text in ("planes", "onebit"))
+    stored = Segment(*one, 0, p.length, 4), Segment(*other, 0, p.length, 4 + p.length)
+    segments = [Segment(*exact(p, 9, rng), 1, 5, 0), *stored]
     sinks = np.linspace(-2, 9, p.g * p.r, dtype=np.float32)
     assert_same(p, segments, bound_of("planes"), sinks=sinks)
     none = attended(cpu, p, segments, sinks=np.full_like(sinks, -np.inf))

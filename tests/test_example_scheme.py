@@ -156,9 +156,7 @@ def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
 BROKEN = {
     "gone": ("", "ModuleNotFoundError"),
     "leaves": ("raise SystemExit(3)", "SystemExit: 3"),
-    "lines": ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two"),
     "no scheme": ("class BFloat16: pass", "is no KV scheme"),
-    "bad options": ("from edgekv_bf16 import *\nBFloat16.Config.__init__ = None", "TypeError"),
     "a name of ours": ("from edgekv_bf16 import *\nBFloat16.name = 'dense'", "the name 'dense' is taken"),
     "no layout": ("from edgekv_bf16 import *\nBFloat16.layout = lambda self: 1 / 0", "ZeroDivisionError"),
 }
@@ -194,22 +192,12 @@ def test_a_package_that_is_broken_is_left_out_of_lists(
 def test_registering() -> None:
     dense = CACHES["dense"]
     assert register(dense) is dense
-
-    class Other(dense):
-        """Not the scheme that has this name."""
-
-    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.policies\.Dense"):
-        register(Other)
-    Other.name = "other"
-    assert register(Other) is CACHES["other"]
-    with pytest.raises(CacheError, match="no KV scheme"):
-        register(int)
-
-    class Nameless(KVCache):
-        pass
-
-    with pytest.raises(CacheError, match="Nameless has no name"):
-        register(Nameless)
+    other, nameless = type("Other", (dense,), {}), type("Nameless", (KVCache,), {})
+    for scheme, why in ((other, "'dense' is taken by"), (int, "no KV scheme"), (nameless, "Nameless has no name")):
+        with pytest.raises(CacheError, match=why):
+            register(scheme)
+    other.name = "other"
+    assert register(other) is CACHES["other"]
     with raises(CacheError, field="kv") as caught:
         CacheSpec.parse("nowhere")
     assert "other" in caught.value.accepted

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import add_values, codec, normal
+from kernel_cases import codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
@@ -30,47 +30,35 @@ SPINCOUNT = os.environ.get("GOMP_SPINCOUNT")
 
 # Two Python threads in parallel kernels at once: Numba's workqueue would abort the process without the lock.
 TWO_THREADS = """
-import threading, numba, numpy as np
+import sys, threading, numba, numpy as np
 from edgekv.kernels import numba_kernels, threads
 from edgekv.kernels.cpu import launch
+from edgekv.weights.formats import quantize
+from edgekv.weights.rounding import Rounder
 
 kernels = numba_kernels()
 launch.MIN_PARALLEL_WORK = 0
-def work():
+weight, done = np.random.default_rng(0).standard_normal((256, 64), np.float32), []
+rounder = Rounder(np.eye(64, dtype=np.float32), 32)
+def attend():
     for _ in range(300):
         s = np.zeros((2, 2, 64), np.float32)
         kernels.softmax(s, np.zeros(2, np.int64), np.full(2, 64))
         assert (s == 1 / 64).all()
         done.append(1)
-done = []
-pair = [threading.Thread(target=work) for _ in range(2)]
-for thread in pair: thread.start()
-for thread in pair: thread.join()
-print(numba.threading_layer(), threads.count(), len(done))
-"""
-
-
-TWO_BUILDERS = """
-import sys, threading, numba, numpy as np
-from edgekv.kernels.threads import serial_kernels
-from edgekv.weights.formats import quantize
-from edgekv.weights.rounding import Rounder
-
-weight = np.random.default_rng(0).standard_normal((256, 64), np.float32)
-rounder, done = Rounder(np.eye(64, dtype=np.float32), 32), []
-def work():
+def build():
     for _ in range(50):
         codes, scales = np.empty((256, 2, 16), np.uint8), np.empty((256, 2), np.float32)
         quantize(weight, 4, 32, codes, scales)
         rounder.round(weight, weight)
         done.append(1)
 def serial():
-    with serial_kernels():
-        work()
-pair = [threading.Thread(target=serial if sys.argv[1:] == ["serial"] else work) for _ in range(2)]
+    with threads.serial_kernels():
+        build()
+pair = [threading.Thread(target=globals()[sys.argv[1]]) for _ in range(2)]
 for thread in pair: thread.start()
 for thread in pair: thread.join()
-print(numba.threading_layer(), len(done))
+print(numba.threading_layer(), threads.count(), len(done))
 """
 
 
@@ -113,25 +101,23 @@ def test_settings_of_libgomp_are_not_left_in_the_environment() -> None:
     assert os.environ.get("GOMP_SPINCOUNT") == SPINCOUNT
 
 
-@pytest.mark.parametrize("layer", ["default", "workqueue"])
-def test_two_python_threads_may_use_kernels_at_once(layer: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "layer", "n"),
+    [
+        ("attend", "default", 600),
+        ("attend", "workqueue", 600),
+        ("build", "workqueue", 100),
+        ("serial", "workqueue", 100),
+    ],
+)
+def test_two_python_threads_may_use_kernels_at_once(what: str, layer: str, n: int) -> None:
     environment = {**os.environ, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", TWO_THREADS, what]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     name, count, done = result.stdout.split()
-    assert (count, done) == ("2", "600")
+    assert (count, done) == ("2", str(n))
     assert layer in ("default", name)
-
-
-@pytest.mark.parametrize("how", ["parallel", "serial"])
-def test_two_python_threads_may_round_weights_at_once(how: str) -> None:
-    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_BUILDERS, how], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stdout.split()) == (0, ["workqueue", "100"]), result.stderr
 
 
 def test_each_python_thread_uses_the_configured_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,27 +157,16 @@ def test_addresses_are_of_contiguous_arrays() -> None:
 
 
 def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
-    """Contiguous and sliced scores, single tokens and many: one signature (two where stores differ in type)."""
-    rng = np.random.default_rng(0)
+    """Contiguous and sliced scores, single tokens and many: one signature."""
+    rng, empty = np.random.default_rng(0), np.empty(0, np.float32)
+    keys = codec("f16", (2, 128, 32), {"half": np.zeros((2, 128, 32), np.uint16)})
     for n_rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
-        n, d = 70, 32
-        s = np.zeros((2, n_rows, n + gap), np.float32)[:, :, :n]
-        q, x, out = normal(rng, 2, n_rows, d), normal(rng, 2, n, d), normal(rng, 2, n_rows, d)
-        store = np.zeros((2, 128, d), np.uint16)
-        keys = codec("f16", store.shape, {"half": store})
-        cpu.encode(keys, x, 0)
-        cpu.scores(keys, q, 0, n, s)
-        cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))
-        add_values(cpu, keys, s, 0, n, out)
-        heads = [np.zeros((h, n_rows + gap, d), np.float32)[:, :n_rows] for h in (4, 2, 2)]
-        table = normal(rng, 2, n_rows, 8)
-        empty = np.empty(0, np.float32)
-        cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
-    for items in (
-        rope._split_tokens,
-        _score_items,
-        _softmax_rows,
-    ):
+        s = np.zeros((2, n_rows, 70 + gap), np.float32)[:, :, :70]
+        cpu.scores(keys, normal(rng, 2, n_rows, 32), 0, 70, s)
+        cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, 70))
+        heads = [np.zeros((h, n_rows + gap, 32), np.float32)[:, :n_rows] for h in (4, 2, 2)]
+        cpu.split_rope(normal(rng, n_rows, 256), *normal(rng, 2, n_rows, 8), *heads, 1.0, empty, empty, 1e-6)
+    for items in (rope._split_tokens, _score_items, _softmax_rows):
         assert len(shared(items).signatures) == 1, items
 
 
@@ -208,15 +183,3 @@ def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first() -> N
 
     assert [calls_it(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
     assert [calls_it_too(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
-
-
-def test_what_kernels_alone_call_is_refused_from_python() -> None:
-    @jit.jit
-    def one_more(x: int) -> int:
-        return x + 1
-
-    with pytest.raises(KeyError, match="one_more is called by kernels alone"):
-        one_more(1)
-    assert numba.njit(lambda x: one_more(x))(1) == 2
-    with pytest.raises(KeyError, match="one_more is called by kernels alone"):
-        one_more(1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, HEAD_DIMS, assert_close, normal
+from kernel_cases import EITHER_WAY, assert_close, normal, pairs
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 
 F64 = npt.NDArray[np.float64]
 NONE = np.empty(0, np.float32)
+HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
 EPS = 1e-6
 
 
@@ -58,9 +59,9 @@ def test_numpy_follows_transformers(rotated: int, with_norm: bool) -> None:
             np.testing.assert_array_equal(v[i, t], heads[t, h + g + i])
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("d", "contiguous", "min_parallel_work"), pairs(d=HEAD_DIMS, contiguous=[True, False], way=EITHER_WAY)
+)
 def test_numba_equals_numpy(
     d: int, contiguous: bool, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

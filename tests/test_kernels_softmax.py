@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, assert_close
+from kernel_cases import EITHER_WAY, assert_close, pairs
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
@@ -50,9 +50,9 @@ def test_masked_and_far_scores(backend: object) -> None:
     assert not rows[0, 3].any()
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(
+    ("columns", "contiguous", "min_parallel_work"), pairs(n=COLUMNS, contiguous=[True, False], way=EITHER_WAY)
+)
 def test_numba_equals_numpy(
     columns: int, contiguous: bool, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

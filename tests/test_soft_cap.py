@@ -1,18 +1,23 @@
-"""Scores bounded softly (Gemma 2), by every scheme: against the formula and plain attention."""
+"""What changes scores in every KV scheme: soft bounds (Gemma 2), and sinks, scores of a head that no token has."""
 
 from __future__ import annotations
 
 import pathlib
 
+import golden_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import attention, make, normal, relative
+from cache_cases import attention, draw, make, normal, relative
 from helpers import SCHEMES
 from tiny_models import tiny_model
 
 from edgekv.cli import main
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
+from edgekv.kvcache import CacheSpec
 
+F32 = npt.NDArray[np.float32]
 HEADS, N, CAP = (4, 2, 32), 300, 20.0
 SMALL = {  # of which not all tokens fit, or not all are read
     **{name: f"{name}:budget=128" for name in ("streaming", "h2o", "snapkv", "tova", "mikv")},
@@ -24,12 +29,12 @@ SMALL = {  # of which not all tokens fit, or not all are read
 }
 
 
-def drawn() -> tuple[npt.NDArray[np.float32], ...]:
+def drawn() -> tuple[F32, ...]:
     """Queries, keys and values whose scores go well beyond CAP."""
     return tuple(2 * x for x in normal(HEADS, N, 5))
 
 
-def attended(name: str, backend: str, cap: float | None, window: int | None = None) -> npt.NDArray[np.float32]:
+def attended(name: str, backend: str, cap: float | None, window: int | None = None) -> F32:
     """Attention of the last of N tokens."""
     q, k, v = drawn()
     layer = {"layer": 2, "n_layers": 4, "sliding_window": window, "score_cap": cap}
@@ -42,7 +47,7 @@ def attended(name: str, backend: str, cap: float | None, window: int | None = No
 
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
-def test_equals_the_formula(backend: str, window: int | None) -> None:
+def test_a_bound_equals_the_formula(backend: str, window: int | None) -> None:
     q, k, v = drawn()
     expected = attention(q[:, -7:], k, v, window, CAP)
     np.testing.assert_allclose(attended("dense:dtype=f32", backend, CAP, window), expected, atol=2e-5)
@@ -50,7 +55,7 @@ def test_equals_the_formula(backend: str, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme(name: str) -> None:
+def test_every_scheme_is_bounded(name: str) -> None:
     """The backends agree, a bound far away changes nothing, and a near one does."""
     assert relative(attended(name, "numba", CAP, 150), attended(name, "numpy", CAP, 150)) < 2e-3
     plain = attended(name, "numpy", None)
@@ -76,6 +81,8 @@ def test_commands_with_their_own_schemes(
     text.write_text("It is said that bounded scores are scores, too. " * 15)
     model = ["--model", str(tiny_model("gemma2", tmp_path_factory)), "--weights", "int4"]
     assert main(["warm", *model]) == 0
+    assert main(["warm", "--kv", "nosuch"]) == 2
+    capsys.readouterr()
     assert main(["bench", *model, "--ctx", "100", "--tokens", "1"]) == 0
     assert main(["eval", *model, "--text", str(text), "--ctx", "300"]) == 0
     assert "left out" not in capsys.readouterr().err
@@ -84,3 +91,46 @@ def test_commands_with_their_own_schemes(
     assert main(["eval", *model, "--text", str(text), "--kv", "bitplane"]) == 2
     assert main(["budget", *model, "--kv", "auto", "--kv-budget", "500K"]) == 0
     assert main(["run", *model, "--prompt", "a", "--max-new-tokens", "2", "--kv-budget", "2M"]) == 0
+
+
+def beside_sinks(kv: str, backend: str, *sinks: float) -> F32:
+    """A token's attention behind a prompt of 200, then that of three at once; none: without sinks."""
+    heads, prompt = (4, 2, 128), 200
+    cache = make(kv, heads, 256, backend)
+    q, k, v = draw(heads, prompt + 4, offset=0)
+    cache.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
+    type(cache).finish_prefill([cache])
+    given = np.array(sinks, np.float32) if sinks else None
+    parts = [
+        cache.attend(*(np.ascontiguousarray(x[:, a:b]) for x in (q, k, v)), given).copy()
+        for a, b in ((prompt, prompt + 1), (prompt + 1, prompt + 4))
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize(("kv", "backend"), [(kv, ("numpy", "numba")[i % 2]) for i, kv in enumerate(SCHEMES)])
+def test_a_sink_takes_its_share(kv: str, backend: str) -> None:
+    """One of -inf takes nothing, a very large one everything, and one between part of each head's."""
+    plain, none = beside_sinks(kv, backend), -np.inf
+    np.testing.assert_array_equal(beside_sinks(kv, backend, *[none] * 4), plain)
+    assert np.abs(beside_sinks(kv, backend, *[80] * 4)).max() < 1e-6 * np.abs(plain).max()
+    first = beside_sinks(kv, backend, none, 6, none, 6)[:, 0]
+    np.testing.assert_allclose(first[[0, 2]], plain[[0, 2], 0], rtol=0, atol=1e-6)
+    for head in (1, 3):
+        share = (first[head] @ plain[head, 0]) / (plain[head, 0] @ plain[head, 0])
+        assert 0.05 < share < 0.95, share
+        np.testing.assert_allclose(first[head], share * plain[head, 0], rtol=0, atol=0.05 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+def test_prompts_that_are_read_together_see_the_sinks(device: str, tmp_path: pathlib.Path) -> None:
+    model = Model.open(golden_cases.write_checkpoint("gpt-oss", tmp_path / "model"))
+    decoder = find_device(device).decoder(model, model.weight_format("f32"), 48, 1, None)
+    prompts = [decoder.embed(golden_cases.tokens("gpt-oss")[a : a + 12], 0) for a in (0, 12)]
+    together, alone = decoder.read_together(np.concatenate(prompts), 12), []
+    for x in prompts:
+        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, 48)
+        for cache in caches:
+            cache.allocate(decoder.kernels, decoder.workspace)
+        alone.append(decoder.prefill(x.copy(), caches))
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-4)

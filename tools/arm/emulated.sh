@@ -2,7 +2,7 @@
 # Runs a command in an emulated Cortex-A76 (Raspberry Pi 5) over this checkout, on any x86-64 Linux.
 #
 #   tools/arm/emulated.sh                            the whole test suite (hours)
-#   tools/arm/emulated.sh pytest tests/test_kernels_signs.py
+#   tools/arm/emulated.sh pytest tests/test_kernels_planes.py
 #   tools/arm/emulated.sh python tools/arm/smoke.py  what .ci/run does
 #   tools/arm/emulated.sh build                      only fetches what is needed
 #

@@ -1,4 +1,4 @@
-"""The decoders against transformers' logits and llama2.c's golden text."""
+"""The decoders against transformers' logits, llama2.c's golden text and GPT-2's published numbers."""
 
 import json
 import pathlib
@@ -103,3 +103,31 @@ def test_stories260k_reproduces_its_golden_text(shared: pathlib.Path, kv: str, d
     steps = list(session.generate([golden["bos"]], max_new_tokens=golden["steps"], temperature=0.0))
     assert [golden["bos"], *(step.token for step in steps)] == golden["token_ids"]
     assert "".join(step.text for step in steps).startswith(" Once upon a time")
+
+
+def test_published_logits_of_a_random_gpt2(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    golden = json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())
+    arrays = dict(np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz"))
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 1000,
+        "n_positions": 512,
+        "n_embd": 32,
+        "n_layer": 5,
+        "n_head": 4,
+    }
+    contiguous = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+    save_file(contiguous, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts, decoded = [], []
+    for ids, greedy in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
+        session = Session.load(tmp_path, weights="f32")
+        prompts.append(session.logits(ids))
+        decoded.append(session.logits([int(prompts[-1][-1].argmax())])[0])
+        session.reset()
+        steps = session.generate(ids, max_new_tokens=10 - len(ids), temperature=0.0)
+        assert ids + [step.token for step in steps] == greedy
+    for parts, name in ((prompts, "prompt"), (decoded, "decode1")):
+        every_200th = np.concatenate([part.ravel() for part in parts])[::200]
+        published = golden[f"{name}_logits_stride200"]
+        np.testing.assert_allclose(every_200th, published, atol=golden["tolerance_in_source"])

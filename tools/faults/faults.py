@@ -29,13 +29,13 @@ FAULTS = (
         "attention: one token too many is seen",
         "or at >= get(hi, j)",
         "or at > get(hi, j)",
-        "test_attend.py -k outside",
+        "test_attend.py -k positions",
     ),
     Fault(
         "attention: shares of a head are put together without their weight",
         "TOTAL) * other_factor",
         "TOTAL)",
-        "test_attend.py -k outside",
+        "test_attend.py -k sinks",
     ),
     Fault(
         "attention: heads swapped",

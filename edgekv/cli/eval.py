@@ -207,12 +207,6 @@ GATE: dict[str, Callable[[Verdict], str]] = {
 }
 
 
-def warn_ungated(model: Model, spec: CacheSpec) -> None:
-    """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
-    if warning := Verdicts(model).warn_once(spec):
-        say(in_flags(warning))
-
-
 def _gated(kv: str | None) -> list[CacheSpec]:
     requested = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
     specs = [spec for spec in requested if needs_gate(spec)]

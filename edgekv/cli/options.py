@@ -296,7 +296,7 @@ def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> 
     """
     text, value = str(said), said.value if isinstance(said, EdgeKVError) else None
     if isinstance(value, str) and value:
-        text = text.replace(value, HIDDEN)
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)(?!=)", HIDDEN, text)
 
     def flag(found: re.Match[str]) -> str:
         option = FLAGS.get(found[1] or found[2], "")

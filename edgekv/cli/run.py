@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-from edgekv.cli.eval import warn_ungated
 from edgekv.cli.options import (
     SESSION,
     add,
@@ -24,10 +23,10 @@ from edgekv.cli.options import (
     sampling_params,
 )
 from edgekv.cli.power import add_power_options, energy_source
-from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable, write_json
+from edgekv.cli.terminal import Bars, Terminated, print_rows, say, terminable, write_json
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
-from edgekv.engine.model import Model, sampling_defaults
+from edgekv.engine.model import Model, Verdicts, sampling_defaults
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
@@ -56,8 +55,14 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
     if options.kv not in (None, AUTO):
-        warn_ungated(session.model, session.plan.kv)
+        warn_ungated(session)
     return session
+
+
+def warn_ungated(session: Session) -> None:
+    """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
+    if warning := Verdicts(session.model).warn_once(session.plan.kv):
+        say(in_flags(warning))
 
 
 def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
@@ -69,7 +74,7 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
         with bars:
             path = model_path(arguments)
             session = Session.restore(arguments.session, path, progress=bars.update, **vars(options))
-        warn_ungated(session.model, session.plan.kv)
+        warn_ungated(session)
     else:
         session = load_session(arguments, options, bars)
         for name in options.loras:

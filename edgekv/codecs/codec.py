@@ -24,7 +24,7 @@ class Codec(abc.ABC):
 
     A codec must define ``kind``, `layout`, `token_bytes`, `encode` and `decode`, in NumPy, which say what it
     means. Kernels encode and read it by way of these, slowly, unless ``backends`` names for theirs (cpu, cuda) a
-    module whose ``KERNELS[kind]`` does (`CodecKernels` in loops.py of each backend).
+    module whose ``KERNELS[kind]`` does (`CodecKernels` of that backend).
     """
 
     kind: ClassVar[str]

@@ -356,7 +356,7 @@ class LoadedModel:
 
     def new_state(self, plan: SessionPlan) -> State:
         """An empty conversation, with its caches allocated. Raises MemoryBudgetError where they don't fit."""
-        require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, find_device(self.device).free_bytes())
+        require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, self.decoders[None].backend.free_bytes())
         caches = open_caches(self.decoders[None], plan.kv, plan.ctx, self.model.adapter)
         return State(caches, self.model.config.rope_invalidates_keys)
 

@@ -89,19 +89,12 @@ class BatchScheduler(SerialScheduler):
         self._pass: list[_Request] = []  # what is being computed
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """Logits (n, vocab) of `SerialScheduler.steps`; drafts don't wait for others.
+        """Logits (1, vocab) of `SerialScheduler.steps`, of one token: drafts need slots=1.
 
         Raises what the pass raised: then none of it has its token. SessionError where the thread that computed the
         pass was interrupted; the others may ask again.
         """
         self._require_outside()
-        if len(tokens) > 1:
-            try:
-                self._take_turn()
-                with blas_threads(1):
-                    return np.array(decoder.steps(tokens, caches))
-            finally:
-                self._give_turn()
         request = _Request(decoder, tokens[0], caches)
         try:
             if self._begins_pass(request):

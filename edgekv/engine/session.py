@@ -127,6 +127,7 @@ class Session:
         held_on = model.plan.weights if isinstance(model, Session) else given.weights
         saved.require(given.kv, given.ctx, held_on)
         if isinstance(model, Session):
+            given = dataclasses.replace(given, slots=model._options.slots)
             lora = saved.require_model(model.model)
             session = model._forked(saved.kv, saved.ctx, given, lora)
         else:

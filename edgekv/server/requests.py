@@ -219,7 +219,7 @@ class Request(StrictStruct, kw_only=True):
 
     names: ClassVar[Mapping[str, str]] = {"json_schema": "response_format"}
 
-    model: str
+    model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_progress: bool = False
@@ -367,14 +367,14 @@ class CompletionRequest(Request, kw_only=True):
         return self.logprobs
 
 
-class EmbeddingRequest(StrictStruct):
+class EmbeddingRequest(StrictStruct, kw_only=True):
     """POST /v1/embeddings."""
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     n: ClassVar = 1
     stream: ClassVar = False
 
-    model: str
+    model: str = ""
     input: Texts
     encoding_format: Annotated[str, Meta(pattern=r"^(float|base64)\Z")] = "float"
     dimensions: Positive | None = None

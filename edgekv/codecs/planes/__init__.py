@@ -375,7 +375,6 @@ class InterleavedValues(Codec):
 
 
 PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that divide a byte
-TOP_WEIGHT = np.float32(255)
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:

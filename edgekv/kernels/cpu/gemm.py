@@ -81,17 +81,17 @@ class CodeLayout(NamedTuple):
 
     @property
     def sums_at(self) -> int:
-        """Bytes before a activation's sums."""
+        """Bytes before an activation's sums."""
         return self.vectors * self.parts * VECTOR
 
     @property
     def scales_at(self) -> int:
-        """Bytes before a activation's scales."""
+        """Bytes before an activation's scales."""
         return self.sums_at + VECTOR
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of a activation."""
+        """Bytes of an activation."""
         return self.scales_at + VECTOR
 
     @property

@@ -136,7 +136,7 @@ class CodecKernels:
 
 
 DECODED = CodecKernels(lambda codec: ())
-"""Of a codec that brings none: `decoded.py` reads what it decodes to."""
+"""Of a codec that brings none: it is read by what it decodes to."""
 
 
 def kernels_of(codec: Any) -> CodecKernels:

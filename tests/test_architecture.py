@@ -36,12 +36,12 @@ PARALLEL = {  # what compiles with parallel=True, and where it is
     "weights/formats.py": "rows_jit",
 }
 CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
-ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools
-    "(root)": 1_200, "checkpoint": 2_500, "cli": 2_700, "codecs": 3_000, "engine": 5_100, "eval": 900,
-    "kernels": 7_800, "kvcache": 2_050, "models": 2_300, "papers": 4_400, "power": 2_200, "server": 3_900,
-    "text": 1_100, "vision": 650, "weights": 2_300, "tests": 27_500, "tools": 4_500,
+ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools: what was reached
+    "(root)": 1_110, "checkpoint": 2_230, "cli": 2_440, "codecs": 2_970, "engine": 4_470, "eval": 850,
+    "kernels": 7_750, "kvcache": 1_970, "models": 2_080, "papers": 4_390, "power": 2_110, "server": 3_050,
+    "text": 990, "vision": 570, "weights": 1_950, "tests": 21_730, "tools": 4_310,
 }  # fmt: skip
-PACKAGE_FILES = 240
+PACKAGE_FILES = 197
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 
 

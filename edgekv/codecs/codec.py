@@ -60,8 +60,8 @@ class Codec(abc.ABC):
     def decode(self, t0: int, t1: int) -> F32:
         """Tokens t0..t1 as the numbers that they stand for, (n_kv_heads, t1 - t0, head_dim) float32.
 
-        Raises NotImplementedError: only a codec with kernels for the CPU and CUDA, and `scores` or `sums` in NumPy,
-        needs none.
+        Raises NotImplementedError: only a codec with kernels for the CPU and CUDA, and `scores` or `sums` in
+        NumPy, needs none.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode")
 

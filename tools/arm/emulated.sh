@@ -87,10 +87,12 @@ for ((i = 0; i < $(nproc --all); i++)); do
 done >"$root/proc/cpuinfo.$$"
 mv "$root/proc/cpuinfo.$$" "$root/proc/cpuinfo"
 
-# The checkout as an installed distribution: importlib.metadata asks for its version.
+# The checkout as an installed distribution: importlib.metadata asks for its version, and for the papers' schemes.
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$tree/pyproject.toml")
 mkdir -p "$root/site/edgekv.dist-info"
 printf 'Metadata-Version: 2.1\nName: edgekv\nVersion: %s\n' "$version" >"$root/site/edgekv.dist-info/METADATA"
+sed -n '/^\[project.entry-points."edgekv.schemes"\]/,/^$/{s/^\[.*/[edgekv.schemes]/;s/"//g;p}' "$tree/pyproject.toml" \
+    >"$root/site/edgekv.dist-info/entry_points.txt"
 
 export PYTHONPATH=$tree:$root/site PYTHONHOME=$root/usr PYTHONDONTWRITEBYTECODE=1 EDGEKV_ARM_CPU=$cpu
 # Emulated processors have no name that LLVM knows.

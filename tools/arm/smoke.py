@@ -71,7 +71,7 @@ def check_h1b(shared: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=pathlib.Path, default=pathlib.Path(__file__).parents[2] / "shared")
+    parser.add_argument("--shared", type=pathlib.Path, default=pathlib.Path(__file__).parents[3] / "shared")
     shared = parser.parse_args().shared
     print(f"{platform.machine()}, NumPy {np.__version__}")
     check_kernels()

@@ -15,11 +15,10 @@ from edgekv.kernels.cpu.loops import (
     address_of,
     floats,
     halves,
-    numbers,
     put_loop,
     score_loop,
 )
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, score_rest, score_rows
+from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, rows_at, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import float_to_half, get, put
 from edgekv.types import F32
 
@@ -28,7 +27,7 @@ _score_halves, _add_halves = score_rows(2), add_rows(2)
 
 @score_loop
 def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    half, capacity, head_dim = _numbers(store)
+    half, capacity, head_dim = rows_at(store)
     keys = half + 2 * (g * capacity + t) * head_dim
     _score_halves(q, rows, keys, head_dim, n, s, gap)
     if head_dim % WIDTH:
@@ -37,22 +36,16 @@ def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: i
 
 @add_loop
 def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    half, capacity, head_dim = _numbers(store)
+    half, capacity, head_dim = rows_at(store)
     values = half + 2 * (g * capacity + t) * head_dim
     _add_halves(p, gap, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
         add_rest(floats(p), gap, rows, halves(values), head_dim, n, floats(out))
 
 
-@jit
-def _numbers(store: int) -> tuple[int, int, int]:
-    x = numbers(store)
-    return get(x, 0), get(x, 1), get(x, 2)
-
-
 @put_loop
 def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    half, capacity, head_dim = _numbers(store)
+    half, capacity, head_dim = rows_at(store)
     target = (g * capacity + t0) * head_dim
     for i in range(n * head_dim):
         put(halves(half), target + i, float_to_half(get(floats(x), i)))

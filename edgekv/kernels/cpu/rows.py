@@ -175,7 +175,7 @@ def add_rest(p: F32, gap: int, rows: int, values: U16 | I8 | F32, head_dim: int,
 
 @score_loop
 def _score_decoded(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    single, capacity, head_dim = _numbers(store)
+    single, capacity, head_dim = rows_at(store)
     keys = single + 4 * (g * capacity + t) * head_dim
     score_singles(q, rows, keys, head_dim, n, s, gap)
     if head_dim % WIDTH:
@@ -184,7 +184,7 @@ def _score_decoded(store: int, q: int, rows: int, g: int, t: int, n: int, s: int
 
 @add_loop
 def _add_decoded(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    single, capacity, head_dim = _numbers(store)
+    single, capacity, head_dim = rows_at(store)
     values = single + 4 * (g * capacity + t) * head_dim
     add_singles(p, gap, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
@@ -192,7 +192,8 @@ def _add_decoded(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int
 
 
 @jit
-def _numbers(store: int) -> tuple[int, int, int]:
+def rows_at(store: int) -> tuple[int, int, int]:
+    """Returns the address, capacity and head_dim of rows that a codec stores as they are."""
     x = numbers(store)
     return get(x, 0), get(x, 1), get(x, 2)
 

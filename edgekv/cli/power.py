@@ -40,6 +40,7 @@ from edgekv.power.meters import (
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 JSON_SECONDS = 10.0
 REFRESH_S = 1.0
+SHOWN_S = 3.0  # the live watts are the mean of so long: enough for a sensor that is read once a second
 PHASE = "command"
 RULE, GROUP = "99-edgekv-power.rules", "video"
 
@@ -165,7 +166,7 @@ def _print_live(source: PowerSource, seconds: float) -> None:
         while now_s < begun_s + seconds:
             time.sleep(min(REFRESH_S, begun_s + seconds - now_s))
             now_s = time.perf_counter()
-            lines = _power_lines(source, max(begun_s, now_s - REFRESH_S), now_s)
+            lines = _power_lines(source, max(begun_s, now_s - SHOWN_S), now_s)
             height = redraw([*lines, Conditions.now().to_text()], height)
     source.stop()
 
@@ -177,10 +178,8 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
         window = source.window(start_s, end_s)
     except PowerError as error:
         return [f"{about.meter or 'power'}  n/a: {error}"]
-    head = f"{about.meter}  {window.average_w:.2f} W"
-    if about.correction:
-        head += f", {about.correction.joules(window.joules, window.seconds) / window.seconds:.2f} W at the wall"
-    lines = [f"{head}  (peak {window.peak_w:.2f} W, {window.rate_hz:.0f} Hz)"]
+    peak_w, rate_hz = window.peak_w or window.average_w, (window.n_samples or 0) / window.seconds
+    lines = [f"{about.meter}  {window.average_w:.2f} W  (peak {peak_w:.2f} W, {rate_hz:.0f} Hz)"]
     width = max(len(rail) for rail in about.rails)
     for rail, joules in window.rails_j.items():
         part = "" if rail in about.total else "  (not in the total)"

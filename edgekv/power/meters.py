@@ -1,4 +1,4 @@
-"""Power sensors of boards, processors, GPUs and batteries, listed in METERS; and what surrounds a measurement.
+"""Power sensors of boards, processors, GPUs and batteries, listed in METERS; and the state of a machine.
 
 A new sensor is a subclass of `PowerMeter` and a line in METERS. Paths, names and units are those of the kernel's
 Documentation (hwmon/ina3221.rst, power/powercap), the Jetson Linux Developer Guide and nvml.h.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -38,16 +39,16 @@ READ_ATTEMPTS = 3  # a sensor that answers EIO now and then is still a sensor
 
 
 class MeterAbsent(PowerError):
-    """This kind of sensor is not on this machine."""
+    """Raised where this machine has no sensor of this kind."""
 
 
 class MeterRefused(PowerError):
-    """The sensor is here and can't be read; the message says why and what to do."""
+    """Raised where the sensor is here and can't be read; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Watts, or joules since some fixed moment, or both, of each rail that answered.
+    """One reading of a meter: watts, or joules since some fixed moment, or both, of each rail that answered.
 
     Raises ValueError for watts that no rail can carry.
     """
@@ -62,43 +63,26 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Correction:
-    """watts = slope * total + offset_w: what the rails leave out, fitted by somebody with a wall meter."""
-
-    name: str
-    slope: float
-    offset_w: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.name} = {self.slope} x sum + {self.offset_w} W ({self.source})"
-
-    def joules(self, joules: float, seconds: float) -> float:
-        """Correct the joules of a sum over so many seconds."""
-        return self.slope * joules + self.offset_w * seconds
-
-
-@dataclasses.dataclass(frozen=True)
 class Throttle:
-    """Limits on the clocks: those in force, and how often each was met so far (since boot, or a sticky 0 or 1)."""
+    """Limits on the clocks: those in force now, and how often each was met (since boot, or a sticky 0 or 1)."""
 
     now: frozenset[str] = frozenset()
     ever: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def all_limits(*found: Throttle | None) -> Throttle | None:
-    """Join what several sources report; None where none reports anything."""
+    """Joins the limits that several sources report; None where none reports anything."""
     known = [each for each in found if each is not None]
     ever = {name: count for each in known for name, count in each.ever.items()}
     return Throttle(frozenset().union(*(each.now for each in known)), ever) if known else None
 
 
 class PowerMeter(abc.ABC):
-    """One kind of sensor, found by `probe`, read by `read`.
+    """Base class of a kind of sensor, which `probe` finds and `read` reads.
 
-    rails: every rail it reads; total: those whose sum is the total, none of them part of another. covers: what the
-    total includes and leaves out. sees: the devices ("cpu", "gpu") whose work shows in it. max_hz: how often
-    reading it makes sense. tick_s: how old an energy counter's value can be. remedy: for one that can't be read.
+    rails: all rails that it reads. total: rails whose sum is the total, none of them part of another. covers: what
+    the total includes and leaves out. sees: devices ("cpu", "gpu") whose work shows in it. max_hz: readings per
+    second that make sense. tick_s: how old an energy counter's value can be. remedy: advice where it can't be read.
     """
 
     name: ClassVar[str]
@@ -108,7 +92,6 @@ class PowerMeter(abc.ABC):
     max_hz: ClassVar[float] = 100.0
     tick_s: ClassVar[float] = 0.0
     remedy: ClassVar[str] = "look at its files in /sys as root"
-    correction: ClassVar[Correction | None] = None
 
     rails: tuple[str, ...]
     total: tuple[str, ...]
@@ -116,25 +99,25 @@ class PowerMeter(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def open(cls, root: pathlib.Path) -> PowerMeter:
-        """Return the machine's sensor. Raises MeterAbsent, or MeterRefused where it is there and can't be read."""
+        """Opens the machine's sensor. Raises MeterAbsent, or MeterRefused where it is there and can't be read."""
 
     @abc.abstractmethod
     def read(self) -> Reading:
-        """Read the rails; all of `total` are in it. Raises OSError or ValueError: this sample is lost."""
+        """Reads the rails, those of `total` at least. Raises OSError or ValueError: this sample is lost."""
 
     def read_edge(self) -> Reading:
-        """Read where a phase begins or ends: everything, even what is too expensive to be read each time."""
+        """Reads where a phase begins or ends, counters that are too expensive to be read each time included."""
         return self.read()
 
     def throttle(self) -> Throttle | None:
-        """Return the clock limits that this sensor itself reports; None: it reports none."""
+        """Returns the clock limits that this sensor itself reports; None: it reports none."""
         return None
 
     @classmethod
     def probe(cls, root: Root = "/") -> PowerMeter:
-        """Return the sensor after a reading of it. ``root`` is the folder that holds `sys`.
+        """Opens the sensor and reads it once. root: the folder that holds `sys`.
 
-        Raises MeterAbsent, or MeterRefused where it is there and none of a few readings succeeds.
+        Raises MeterAbsent, or MeterRefused where it is there and READ_ATTEMPTS readings fail.
         """
         meter = cls.open(pathlib.Path(root))
         for _ in range(READ_ATTEMPTS):
@@ -147,7 +130,7 @@ class PowerMeter(abc.ABC):
 
 
 class FileMeter(PowerMeter):
-    """A meter whose rails are read by a function each: watts, or joules where it ``counts``."""
+    """Base class of meters that read each rail by a function: watts, or joules where it ``counts``."""
 
     counts: ClassVar[bool] = False
 
@@ -158,11 +141,11 @@ class FileMeter(PowerMeter):
     @classmethod
     @abc.abstractmethod
     def sources(cls, root: pathlib.Path) -> dict[str, Source]:
-        """Return the reader of each rail."""
+        """Returns the function that reads each rail."""
 
     @classmethod
     def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those whose sum is the total."""
+        """Returns the rails whose sum is the total."""
         return rails
 
     @classmethod
@@ -173,7 +156,7 @@ class FileMeter(PowerMeter):
         return cls(sources)
 
     def read(self) -> Reading:
-        """Read every rail. One outside `total` may fail and is left out; one of `total` raises its error."""
+        """Reads every rail. One outside `total` that fails is left out; one of `total` raises its error."""
         values = {rail: self._sources[rail]() for rail in self.total}
         for rail in self._sources.keys() - values.keys():
             with contextlib.suppress(OSError, ValueError):
@@ -182,14 +165,14 @@ class FileMeter(PowerMeter):
 
 
 def reason(error: Exception) -> str:
-    """Shorten an error to a few words, without the path that an OSError repeats."""
+    """Returns an error's message in a few words, without the path that an OSError repeats."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error) or type(error).__name__
 
 
 class NumberFile:
-    """A file that holds one whole number, different at each call; it stays open, so that a reading is cheap.
+    """A file that holds one whole number, which a call reads; it stays open, so that a reading is cheap.
 
     Calls raise OSError, or ValueError where the content is no number.
     """
@@ -209,13 +192,13 @@ class NumberFile:
 
 
 def scaled(factor: float, *paths: pathlib.Path) -> Source:
-    """Return a reader of the product of the files' numbers, times a factor."""
+    """Returns a function that reads the product of the files' numbers, times a factor."""
     files = [NumberFile(path) for path in paths]
     return lambda: factor * math.prod(file() for file in files)
 
 
 def read_word(path: pathlib.Path) -> str | None:
-    """Return the text of a file without blanks around it; None where it can't be read."""
+    """Reads the text of a file without blanks around it; None where it can't be read."""
     try:
         return path.read_text(errors="replace").strip("\0\n ")
     except OSError:
@@ -223,10 +206,10 @@ def read_word(path: pathlib.Path) -> str | None:
 
 
 class EnergyCounter:
-    """Joules since the first reading, from an energy counter that wraps around at ``range_j``.
+    """Adds up an energy counter that wraps around at ``range_j`` joules.
 
-    A step that would need more than ``most_w`` is garbage and raises ValueError: the next good value continues
-    from the last. After several in a row the counter was restarted and nothing more is known.
+    A step that would need more than ``most_w`` watts is garbage and raises ValueError: the next good value goes on
+    from the last. After several in a row the counter was restarted, and every value is refused.
     """
 
     def __init__(
@@ -238,7 +221,7 @@ class EnergyCounter:
         self._rejected = 0
 
     def advance(self, raw_j: float) -> float:
-        """Return the joules so far, given what the counter shows now."""
+        """Returns the joules since the first call; raw_j: what the counter shows now."""
         now = self._clock()
         if self._last is None:
             self._last = now, raw_j
@@ -255,19 +238,24 @@ class EnergyCounter:
         return self._joules
 
 
+def counted(counter: EnergyCounter, raw: Source) -> Source:
+    """Returns a function that reads the joules so far of a counter; raw: reads what it shows."""
+    return lambda: counter.advance(raw())
+
+
 # Raspberry Pi 5: `vcgencmd pmic_read_adc`
 
 PMIC_LINE = re.compile(r"\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\d+(?:\.\d*)?)\2\s*")
-VCGENCMD_S = 2.0  # it may take
+VCGENCMD_S = 2.0  # the longest that it may take
 NO_PERMISSION = re.compile(r"VCHI|/dev/vc|permission|not permitted", re.IGNORECASE)
-# Bits of `vcgencmd get_throttled` in force; the same 16 higher have happened since boot.
+# Bits of `vcgencmd get_throttled`: limits in force. The same, 16 bits higher: have been in force since boot.
 PI_LIMITS = {0: "under-voltage", 1: "frequency capped", 2: "throttled", 3: "soft temperature limit"}
 
 
 class RpiPmic(PowerMeter):
-    """Watts of each rail that has both a current and a voltage, paired by name: indices vary.
+    """The Raspberry Pi 5's power chip: watts of each rail that has a current and a voltage, paired by name.
 
-    EXT5V and BATT have a voltage only.
+    Indices vary with the firmware. EXT5V and BATT have a voltage only.
     """
 
     name = "rpi-pmic"
@@ -275,7 +263,6 @@ class RpiPmic(PowerMeter):
     covers = "the board's own rails; not what hangs on USB, the HAT connector or PCIe, nor the PMIC's own losses"
     max_hz = 10.0
     remedy = "sudo usermod -aG video $USER, then log in again"
-    correction = Correction("at the wall", 1.1451, 0.5879, "fit of github.com/jfikar/RPi5-power")
 
     def __init__(self, vcgencmd: str) -> None:
         self._vcgencmd = vcgencmd
@@ -307,7 +294,7 @@ class RpiPmic(PowerMeter):
 
 
 def run_vcgencmd(vcgencmd: str, command: str) -> str:
-    """Return what it prints. Raises OSError where it fails or takes too long."""
+    """Runs a command of vcgencmd and returns what it prints. Raises OSError where it fails or takes too long."""
     try:
         done = subprocess.run(
             [vcgencmd, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=VCGENCMD_S, check=False
@@ -322,7 +309,7 @@ def run_vcgencmd(vcgencmd: str, command: str) -> str:
 
 
 def parse_pmic(text: str) -> dict[str, float]:
-    """Return the watts by rail, in the order of the voltages; lines of another form are skipped."""
+    """Returns the watts by rail, in the order of the voltages; skips lines of another form."""
     found: dict[str, dict[str, float]] = {"A": {}, "V": {}}
     for match in filter(None, map(PMIC_LINE.fullmatch, text.splitlines())):
         found[match[2]][match[1]] = float(match[3])
@@ -330,7 +317,7 @@ def parse_pmic(text: str) -> dict[str, float]:
 
 
 def vcgencmd_throttle() -> Throttle | None:
-    """Read `vcgencmd get_throttled`; None where there is no such command or it fails."""
+    """Reads `vcgencmd get_throttled`; None where there is no such command or it fails."""
     vcgencmd = shutil.which("vcgencmd")
     if vcgencmd is None:
         return None
@@ -349,10 +336,11 @@ FED_BY = {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}  # AGX Orin: a rail that another one
 
 
 class Ina3221(FileMeter):
-    """Kernel 5 and later (L4T 34 on): hwmon files in mV and mA; there is no power file, and in7 sums the shunts.
+    """Power monitors of Jetsons with kernel 5 and later (L4T 34 on): hwmon files in mV and mA.
 
-    pattern: of the monitors' folders; driver: what their file `name` must hold, if anything. labels, files: of a
-    channel; the product of the files' numbers times ``factor`` is watts. unlabelled: a rail without a label.
+    There is no power file, and in7 sums the shunts. pattern: the monitors' folders. driver: what their file `name`
+    must hold, if anything. labels: files with a channel's name. files: a channel's numbers, whose product times
+    ``factor`` is watts. unlabelled: the name of a channel without one.
     """
 
     name = "ina3221"
@@ -387,7 +375,7 @@ class Ina3221(FileMeter):
 
 
 class Ina3221Iio(Ina3221):
-    """Kernel 4.9 (L4T 32): industrial-I/O files in mW."""
+    """Power monitors of Jetsons with kernel 4.9 (L4T 32): industrial-I/O files in mW."""
 
     name = "ina3221-iio"
     summary = "Jetson INA3221 of L4T 32 (kernel 4.9)"
@@ -396,7 +384,7 @@ class Ina3221Iio(Ina3221):
 
 
 class Ina238(Ina3221):
-    """Every hwmon device called ina238; the USB-C ports' `ucsi-source-psy-*` report contracts, not power."""
+    """The input's power monitor of a Jetson Thor; the USB-C ports' `ucsi-source-psy-*` report contracts, not power."""
 
     name = driver = "ina238"
     summary = "Jetson Thor INA238"
@@ -406,11 +394,10 @@ class Ina238(Ina3221):
     unlabelled = "VIN"
 
 
-# Processors and GPUs that count their energy
+# Energy counters of processors and GPUs
 
 RAPL_ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")  # AMD's too; intel-rapl-mmio shows the same packages again
-NVML_ENERGY_S = 5.0  # between readings of the counter: one costs 3 to 5 ms of a core on an H200, one of power 0.1
-# Clock limits by the end of their constant's name in nvml.h; idle and application clocks are none.
+# Clock limits by the end of their constant's name in nvml.h; idle and application clocks do not limit.
 NVML_LIMITS = {
     "SwPowerCap": "GPU power cap",
     "HwSlowdown": "GPU hardware slowdown",
@@ -421,7 +408,7 @@ NVML_LIMITS = {
 
 
 class Rapl(FileMeter):
-    """Microjoules of packages and memory; core and uncore are parts of a package, psys contains it."""
+    """Energy counters of processor packages and memory; core and uncore are parts of a package, psys contains it."""
 
     name = "rapl"
     summary = "RAPL of Intel and AMD processors"
@@ -442,7 +429,7 @@ class Rapl(FileMeter):
             raw = scaled(1e-6, zone / "energy_uj")
             counter = EnergyCounter(int(limit) * 1e-6 if limit and limit.isdigit() else math.inf)
             rail = f"{parent}/{names[zone.name]}" if parent else names[zone.name]
-            found[rail] = lambda raw=raw, counter=counter: counter.advance(raw())  # type: ignore[misc]
+            found[rail] = counted(counter, raw)
         return found
 
     @classmethod
@@ -451,10 +438,10 @@ class Rapl(FileMeter):
 
 
 class Nvml(PowerMeter):
-    """One rail per NVIDIA GPU: joules from its counter (Volta and later), watts beside it; either alone is enough.
+    """NVIDIA GPUs, a rail each: watts, and joules from the counter (Volta and later); either alone is enough.
 
-    The counter is read at the edges of phases, and now and then between them. On a Jetson NVML initialises and
-    then refuses every power call, so only a real reading counts.
+    The counter is read at the edges of phases alone where there are watts: it costs 3 to 5 ms of a core on an
+    H200, watts 0.1. On a Jetson NVML initialises and then refuses every power call.
     """
 
     name = "nvml"
@@ -465,10 +452,9 @@ class Nvml(PowerMeter):
     tick_s = 0.1  # measured on an H200
     remedy = "see what `nvidia-smi` says"
 
-    def __init__(self, library: Any, clock: Clock = time.perf_counter) -> None:
-        """Raises MeterRefused where no GPU reports energy or power. ``library``: the module `pynvml`."""
-        self._library, self._clock = library, clock
-        self._energy_due_s = clock()
+    def __init__(self, library: Any) -> None:
+        """Opens every GPU; library: the module `pynvml`. Raises MeterRefused: none reports energy or power."""
+        self._library = library
         self._handles: dict[str, Any] = {}
         try:
             library.nvmlInit()
@@ -477,7 +463,7 @@ class Nvml(PowerMeter):
         except library.NVMLError as error:
             raise MeterAbsent(f"NVML finds no usable GPU ({error})") from None
         self.rails = self.total = tuple(self._handles)
-        self._counters = {rail: EnergyCounter(clock=clock) for rail in self.rails}
+        self._counters = {rail: EnergyCounter() for rail in self.rails}
         self._watts = self._working(self._instant_watts) or self._working(self._average_watts)
         self._joules = self._working(self._raw_joules)
         if not self._handles or not (self._watts or self._joules):
@@ -498,7 +484,7 @@ class Nvml(PowerMeter):
         return cls(pynvml)
 
     def read(self) -> Reading:
-        return self._read(with_energy=self._watts is None or self._clock() >= self._energy_due_s)
+        return self._read(with_energy=self._watts is None)
 
     def read_edge(self) -> Reading:
         return self._read(with_energy=True)
@@ -513,8 +499,6 @@ class Nvml(PowerMeter):
                     power[rail] = self._watts(handle)
         except self._library.NVMLError as error:
             raise OSError(f"NVML: {error}") from error
-        if energy:
-            self._energy_due_s = self._clock() + NVML_ENERGY_S
         return Reading(power, energy)
 
     def throttle(self) -> Throttle | None:
@@ -530,7 +514,7 @@ class Nvml(PowerMeter):
         return Throttle(now=frozenset(text for text, mask in masks.items() if bits & mask))
 
     def _working(self, read: Callable[[Any], float]) -> Callable[[Any], float] | None:
-        """Return ``read`` itself if every GPU answers it."""
+        """Returns ``read`` itself if every GPU answers it."""
         try:
             for handle in self._handles.values():
                 read(handle)
@@ -539,7 +523,7 @@ class Nvml(PowerMeter):
         return read
 
     def _instant_watts(self, handle: Any) -> float:
-        """Read the present power: the usual call averages over a second on recent GPUs, this field does not."""
+        """Reads the present power: the usual call averages over a second on recent GPUs."""
         (field,) = self._library.nvmlDeviceGetFieldValues(handle, [self._library.NVML_FI_DEV_POWER_INSTANT])
         if field.nvmlReturn:
             raise ValueError(f"NVML error {field.nvmlReturn}")
@@ -553,7 +537,7 @@ class Nvml(PowerMeter):
 
 
 class Battery(FileMeter):
-    """Power in uW, or current (uA) times voltage (uV); some drivers count discharging as negative."""
+    """A discharging battery: power in uW, or current (uA) times voltage (uV), negative with some drivers."""
 
     name = "battery"
     summary = "laptop battery"
@@ -565,8 +549,8 @@ class Battery(FileMeter):
     def sources(cls, root: pathlib.Path) -> dict[str, Source]:
         supplies = [s for s in root.glob("sys/class/power_supply/*") if read_word(s / "type") == "Battery"]
         # A mouse's or a headset's battery has the scope Device.
-        own = [supply for supply in sorted(supplies) if read_word(supply / "scope") != "Device"]
-        return {supply.name: lambda supply=supply: _battery_watts(supply) for supply in own}  # type: ignore[misc]
+        found = [supply for supply in sorted(supplies) if read_word(supply / "scope") != "Device"]
+        return {supply.name: functools.partial(_battery_watts, supply) for supply in found}
 
 
 def _battery_watts(supply: pathlib.Path) -> float:
@@ -577,14 +561,14 @@ def _battery_watts(supply: pathlib.Path) -> float:
     return abs(scaled(1e-12, supply / "current_now", supply / "voltage_now")())
 
 
-METERS: dict[str, type[PowerMeter]] = {  # the preferred first: sensors that see the whole board
+METERS: dict[str, type[PowerMeter]] = {  # in order of preference: sensors that see the whole board first
     kind.name: kind for kind in (RpiPmic, Ina238, Ina3221, Ina3221Iio, Rapl, Nvml, Battery)
 }
 NO_METER = "no power sensor that edgekv knows is here (an external meter's log: `edgekv run --power-csv`)"
 
 
 def survey(root: Root = "/") -> dict[str, PowerMeter | PowerError]:
-    """Try every entry of METERS: the meter, or why there is none."""
+    """Tries every entry of METERS; returns the meter, or why there is none."""
     found: dict[str, PowerMeter | PowerError] = {}
     for name, kind in METERS.items():
         try:
@@ -595,15 +579,15 @@ def survey(root: Root = "/") -> dict[str, PowerMeter | PowerError]:
 
 
 def require_meter_name(name: str) -> None:
-    """Raise PowerError for what is neither "auto" nor in METERS."""
+    """Raises PowerError for a name that is neither "auto" nor in METERS."""
     if name not in ("auto", *METERS):
         raise unknown(PowerError, "meter", name, ("auto", *METERS))
 
 
 def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) -> tuple[PowerMeter, list[str]]:
-    """Return the named meter, or the best that sees the work of ``device`` ("cpu", "gpu"; None: any); and notes.
+    """Returns the named meter, or the best that sees the work of ``device`` ("cpu", "gpu"; None: any), and notes.
 
-    The notes say which better sensors can't be read. Raises PowerError: none is here, or none can be read.
+    The notes name better sensors that can't be used. Raises PowerError where no sensor is here or can be read.
     """
     require_meter_name(name)
     if name != "auto":
@@ -619,7 +603,7 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
     raise MeterAbsent("; ".join(notes) or NO_METER)
 
 
-# What surrounds a measurement: limits on the clocks, temperature, cooling, the board's profile
+# The state of a machine: limits on the clocks, temperature, cooling; and the profiles of known boards
 
 
 def _below(root: Root, pattern: str) -> list[pathlib.Path]:
@@ -627,7 +611,7 @@ def _below(root: Root, pattern: str) -> list[pathlib.Path]:
 
 
 def _pi_voltage(root: Root) -> Throttle | None:
-    """Read the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
+    """Reads the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
     for device in _below(root, "sys/class/hwmon/hwmon*"):
         if read_word(device / "name") == "rpi_volt":
             return Throttle(frozenset({"under-voltage"} if read_word(device / "in0_lcrit_alarm") == "1" else ()))
@@ -635,7 +619,7 @@ def _pi_voltage(root: Root) -> Throttle | None:
 
 
 def _cpu_cooling(root: Root) -> Throttle | None:
-    """Find cooling devices that the kernel uses to slow processors down: every Jetson, many Arm boards."""
+    """Reads the cooling devices by which the kernel slows processors down: every Jetson, many Arm boards."""
     devices = {
         kind: read_word(device / "cur_state")
         for device in _below(root, "sys/class/thermal/cooling_device*")
@@ -647,19 +631,19 @@ def _cpu_cooling(root: Root) -> Throttle | None:
 
 
 def _intel_counts(root: Root) -> Throttle | None:
-    """Count how often each package of an Intel processor was slowed down for its temperature."""
+    """Counts how often Intel processors were slowed down for their temperature."""
     path = "sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_count"
     counts = [int(text) for file in _below(root, path) if (text := read_word(file)) and text.isdigit()]
     return Throttle(ever={"processor temperature": sum(counts)}) if counts else None
 
 
 def throttle(root: Root = "/") -> Throttle | None:
-    """Read everything that the system reports about limited clocks; None where it reports nothing."""
+    """Reads everything that the system reports about limited clocks; None where it reports nothing."""
     return all_limits(vcgencmd_throttle(), _pi_voltage(root), _cpu_cooling(root), _intel_counts(root))
 
 
 def throttled_between(before: Throttle | None, after: Throttle | None) -> tuple[str, ...] | None:
-    """List what limited the clocks at either moment or between them; None: nothing here could say.
+    """Lists what limited the clocks at either moment or between them; None: nothing here reports it.
 
     A sticky flag that was set before and is not in force can't tell whether it happened again.
     """
@@ -672,7 +656,7 @@ def throttled_between(before: Throttle | None, after: Throttle | None) -> tuple[
 
 
 def throttle_text(limits: tuple[str, ...] | None) -> str:
-    """Write limits for people."""
+    """Writes limits for a terminal."""
     if limits is None:
         return "throttling n/a (nothing here reports it)"
     return f"throttling: {', '.join(limits)}" if limits else "no throttling"
@@ -680,9 +664,10 @@ def throttle_text(limits: tuple[str, ...] | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """Hottest sensor in degrees Celsius, mean core clock in MHz, load in percent of all cores; None: not known.
+    """The state of a machine at a moment; None: not known.
 
-    memory_used_bytes: of the whole machine, caches that can be dropped not counted.
+    temperature_c: of the hottest sensor. clock_mhz: mean of the cores. load_percent: of all cores. memory_used_bytes:
+    of the whole machine, without caches that can be dropped.
     """
 
     temperature_c: float | None
@@ -693,7 +678,7 @@ class Conditions:
 
     @classmethod
     def now(cls, root: Root = "/") -> Conditions:
-        """Look at the machine. The load is that since the last call, at first since the start."""
+        """Reads the state of this machine; the load is that since the last call, at first since the start."""
         groups = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
         degrees = [sensor.current for group in groups.values() for sensor in group if sensor.current]
         clock = psutil.cpu_freq()
@@ -706,12 +691,12 @@ class Conditions:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Returns the fields for JSON."""
         limits = None if self.throttle is None else sorted(self.throttle.now)
         return dataclasses.asdict(self) | {"throttle": limits}
 
     def to_text(self) -> str:
-        """Write them for people, in a line."""
+        """Writes it as a line for a terminal."""
         degrees = f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a"
         clock = f"{self.clock_mhz:.0f} MHz" if self.clock_mhz is not None else "clock n/a"
         limits = throttle_text(None if self.throttle is None else tuple(sorted(self.throttle.now)))
@@ -720,7 +705,7 @@ class Conditions:
 
 
 def cooling(root: Root = "/") -> list[str]:
-    """List the fans and fan-like cooling devices that the system names."""
+    """Lists the fans and fan-like cooling devices that the system names."""
     found = []
     for device in _below(root, "sys/class/hwmon/hwmon*"):
         name = read_word(device / "name") or "fan"
@@ -733,7 +718,7 @@ def cooling(root: Root = "/") -> list[str]:
 
 
 def clock_ranges(root: Root = "/") -> list[str]:
-    """List governor and range of each of the kernel's policies: the cores that are clocked together."""
+    """Lists governor and clock range of each group of cores that are clocked together."""
     lines = []
     for policy in _below(root, "sys/devices/system/cpu/cpufreq/policy*"):
         least, most = (read_word(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
@@ -744,14 +729,14 @@ def clock_ranges(root: Root = "/") -> list[str]:
 
 
 def find_profile(root: Root = "/") -> dict[str, Any] | None:
-    """Return the profile in `power/boards` of this machine, by its device tree's model; None for any other."""
+    """Returns this machine's profile in `power/boards`, by its device tree's model; None: it is not known."""
     model, folder = machine_info(root)["board"], power_file("boards")
     profiles = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))] if folder else []
     return next((profile for profile in profiles if model and re.search(profile["model"], model)), None)
 
 
 def profile_text(profile: dict[str, Any]) -> str:
-    """Write a profile for people, in a line."""
+    """Writes a profile as a line for a terminal."""
     measured = f", {profile['measured_gb_s']:g} measured" if profile["measured_gb_s"] else ""
     note = f"; {profile['note']}" if profile["note"] else ""
     cpu = f"{profile['cores']} x {profile['cpu']} at {profile['clock_mhz']} MHz"
@@ -759,5 +744,5 @@ def profile_text(profile: dict[str, Any]) -> str:
 
 
 def power_file(name: str) -> pathlib.Path | None:
-    """Find a file of `power/` by its name there: in the checkout, else where the wheel put it."""
+    """Finds a file of `power/` by its name there: in the checkout, else where the wheel put it."""
     return next((folder / name for folder in (CHECKOUT, INSTALLED) if (folder / name).exists()), None)

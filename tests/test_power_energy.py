@@ -392,7 +392,6 @@ def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: py
 
     meter = PowerSampler(trees.Signal(read))
     meter.start()
-    start = time.perf_counter()
     assert hanging.wait(60)
     time.sleep(0.3)
     end = time.perf_counter()

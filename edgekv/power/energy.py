@@ -1,9 +1,9 @@
 """Energy of a run by phase, from a power sensor or an energy counter that is sampled beside it.
 
-Sampled power is integrated by the trapezoid rule. Its uncertainty: half of each change between two samples may have
-come an interval earlier or later. An energy counter gives its rise. Its uncertainty: the mean power, over the time
-between the window's ends and the nearest readings and over the counter's tick. A window that is known too badly is
-refused with the reason. The sensor's own error is not known, and not contained in any of this.
+Sampled power is integrated by the trapezoid rule; its uncertainty is half of each change between two samples, times
+the time between them. An energy counter gives its rise; its uncertainty is the mean power, times the time between
+each end of the window and the nearest reading, and times the counter's tick at each end. A window that is known too
+badly is refused with the reason. The sensor's own error is not known, and not contained in any of this.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Trace:
         return np.concatenate([mean[:1], mean])
 
     def window(self, start_s: float, end_s: float) -> Window:
-        """Returns the energy of start_s..end_s, on the clock of ``times_s``. Raises PowerError: it is not known."""
+        """Returns the energy of start_s..end_s, on the clock of ``times_s``. Raises PowerError if not known."""
         inside = (self.times_s >= start_s) & (self.times_s <= end_s)
         n, seconds, watts = int(inside.sum()), end_s - start_s, self.watts()[inside]
         energy = self._integrate(self.total, start_s, end_s)
@@ -279,9 +279,8 @@ class EnergyReport:
             reasons = {phase.reason for phase in self.phases.values()}
             return [("energy", f"n/a: {reason}") for reason in sorted(filter(None, reasons))]
         total = " + ".join(about.total) if len(about.total) <= 4 else f"the sum of {len(about.total)} rails"
-        rows = [
-            ("power", f"{about.meter}: {total}; {about.covers}" if total else f"{about.meter}; {about.covers}")
-        ]
+        meter = f"{about.meter}: {total}" if total else about.meter
+        rows = [("power", f"{meter}; {about.covers}")]
         if idle is not None:
             rows.append(("idle", f"{idle.watts:.3g} W over {idle.seconds:.1f} s before the run"))
         if sampled := [phase for phase in self.phases.values() if phase.n_samples]:

@@ -82,7 +82,7 @@ class PowerMeter(abc.ABC):
 
     rails: all rails that it reads. total: rails whose sum is the total, none of them part of another. covers: what
     the total includes and leaves out. sees: devices ("cpu", "gpu") whose work shows in it. max_hz: readings per
-    second that make sense. tick_s: how old an energy counter's value can be. remedy: advice where it can't be read.
+    second that make sense. tick_s: how old an energy counter's value can be. remedy: advice if it can't be read.
     """
 
     name: ClassVar[str]
@@ -384,7 +384,7 @@ class Ina3221Iio(Ina3221):
 
 
 class Ina238(Ina3221):
-    """The input's power monitor of a Jetson Thor; the USB-C ports' `ucsi-source-psy-*` report contracts, not power."""
+    """The input's power monitor of a Jetson Thor; USB-C ports (`ucsi-source-psy-*`) report contracts instead."""
 
     name = driver = "ina238"
     summary = "Jetson Thor INA238"
@@ -408,7 +408,7 @@ NVML_LIMITS = {
 
 
 class Rapl(FileMeter):
-    """Energy counters of processor packages and memory; core and uncore are parts of a package, psys contains it."""
+    """Energy counters of processor packages and memory; core and uncore are within a package, psys around it."""
 
     name = "rapl"
     summary = "RAPL of Intel and AMD processors"
@@ -666,8 +666,8 @@ def throttle_text(limits: tuple[str, ...] | None) -> str:
 class Conditions:
     """The state of a machine at a moment; None: not known.
 
-    temperature_c: of the hottest sensor. clock_mhz: mean of the cores. load_percent: of all cores. memory_used_bytes:
-    of the whole machine, without caches that can be dropped.
+    temperature_c: of the hottest sensor. clock_mhz: mean of the cores. load_percent: of all cores.
+    memory_used_bytes: of the whole machine, without caches that can be dropped.
     """
 
     temperature_c: float | None

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError
+from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 LARGEST = (1 << 63) - 1
 LARGEST_EXACT = 1 << 53  # of the floats that stand for whole numbers
-SHOWN = 60  # characters of a wrong value
 Count = Annotated[int, Meta(ge=1, le=LARGEST, description="a whole number of 1 or more")]
 Natural = Annotated[int, Meta(ge=0, le=LARGEST, description="a whole number of 0 or more")]
 
@@ -96,8 +95,7 @@ def checked_value(name: str, value: Any, kind: Any) -> Any:
 
 def refused(name: str, value: object, accepted: str) -> EdgeKVError:
     """The error that blames the value of a parameter."""
-    kind = ERRORS.get(name, ConfigError)
-    return kind(f"{name}={short_repr(value)}: accepted: {accepted}", field=name, value=value, accepted=[accepted])
+    return ERRORS.get(name, ConfigError)(field=name, value=value, accepted=[accepted])
 
 
 @functools.cache
@@ -183,15 +181,6 @@ def read_fields(
         raise error_class(_reason(str(error), raw, where, hint)) from None
     except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
         raise error_class(f"{where}: holds {error.object!r:.60}, which is no text; {hint}") from None
-
-
-def short_repr(value: object) -> str:
-    """A value in an error message: on one line, cut if it is long."""
-    try:
-        text = re.sub(r"\s*\n\s*", " ", repr(value))
-    except ValueError:  # of a whole number with thousands of digits
-        text = f"a long {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _whole(value: Any) -> Any:

@@ -1,25 +1,80 @@
 """Errors a user can act on: one line naming the value, what is accepted and what to do. The CLI exits with 2.
 
-Messages name a parameter as `name=value`, or as `name` in backticks where no value follows: the command line
-writes its option instead.
+An error keeps its parts, so that the library, the command line and the server each write parameters in their way.
 """
 
-from collections.abc import Iterable
+import re
+import string
+from collections.abc import Callable, Iterable
+from typing import Any
+
+SHOWN, LONGEST = 60, 300  # characters of a wrong value: within a message, and at its beginning
+Spelling = Callable[[str, object], str]
+"""Writes a parameter, by its name and its value, which is None where it is only mentioned."""
+
+
+def short_repr(value: object, limit: int = SHOWN) -> str:
+    """Returns a value for an error message: on one line, cut behind ``limit`` characters."""
+    try:
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
+    except ValueError:  # of a whole number with thousands of digits
+        text = f"a long {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def as_argument(name: str, value: object) -> str:
+    """Spells a parameter as calls of the library do: ``ctx=65``, or `ctx` in backticks without a value."""
+    return f"`{name}`" if value is None else f"{name}={short_repr(value, LONGEST)}"
 
 
 class EdgeKVError(Exception):
     """Base of every error that edgekv raises on purpose.
 
-    field: the parameter that is to blame, as `edgekv.LoadOptions` or a function has it ("ctx", "kv_budget"), or
-    None. value: what it was given. accepted: what it takes, a name or a phrase each; empty where the message says
-    it all.
+    problem: what is wrong. field: the parameter that is to blame, as `edgekv.LoadOptions` or a function has it
+    ("ctx", "kv_budget"), or None. value: what it was given. accepted: what it takes, a name or a phrase each.
+    advice: what to do, where ``{ctx}`` mentions another parameter, and ``{slots:1}`` one with a value.
     """
 
     def __init__(
-        self, message: str, *, field: str | None = None, value: object = None, accepted: Iterable[str] = ()
+        self,
+        problem: str = "",
+        *,
+        field: str | None = None,
+        value: object = None,
+        accepted: Iterable[str] = (),
+        advice: str = "",
     ) -> None:
-        super().__init__(message)
-        self.field, self.value, self.accepted = field, value, tuple(accepted)
+        super().__init__(problem)
+        self.problem, self.field, self.value = problem, field, value
+        self.accepted, self.advice = tuple(accepted), advice
+
+    def __str__(self) -> str:
+        return self.render(as_argument)
+
+    def render(self, spelling: Spelling) -> str:
+        """Returns the error in one line, with parameters as ``spelling`` writes them."""
+        parts = [self.problem] if self.problem else []
+        if self.accepted:
+            parts.append(f"accepted: {', '.join(self.accepted)}")
+        if self.advice:
+            parts.append(_Advice(spelling).format(self.advice))
+        text = "; ".join(parts)
+        if self.field is None or (self.value is None and self.problem):
+            return text
+        return f"{spelling(self.field, self.value)}: {text}"
+
+
+class _Advice(string.Formatter):
+    """Formats advice: a replacement field is a parameter's name, its format specification the value."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return key
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return self._spelling(value, format_spec or None)
 
 
 class CheckpointError(EdgeKVError):
@@ -56,10 +111,3 @@ class MemoryBudgetError(EdgeKVError):
 
 class PowerError(EdgeKVError):
     """Power can't be measured as asked: no sensor, no permission, or a log that can't be used."""
-
-
-def unknown(error: type[EdgeKVError], field: str, value: object, accepted: Iterable[str]) -> EdgeKVError:
-    """An ``error`` that says which names a parameter takes."""
-    names = tuple(accepted)
-    message = f"{field}={value!r} is unknown; accepted: {', '.join(names)}"
-    return error(message, field=field, value=value, accepted=names)

@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from edgekv.errors import ConfigError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
-HINT = "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
+HINT = "lower {ctx}, or choose a smaller {kv} scheme or {weights:int4}"
 
 _LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -105,7 +105,7 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
     if needed > available:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         raise MemoryBudgetError(
-            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: {HINT}"
+            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available", advice=HINT
         )
 
 
@@ -121,17 +121,17 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
     except MemoryError as error:
         what_failed = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
         raise MemoryBudgetError(
-            f"out of memory while {what}: {what_failed}; {format_bytes(free_bytes())} is free: {HINT}"
+            f"out of memory while {what}: {what_failed}; {format_bytes(free_bytes())} is free", advice=HINT
         ) from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         if "cudaError" not in reason and "CUDA_ERROR" not in reason:
             raise
         raise SessionError(
-            f"device='cuda': {reason}, while {what}: start the program again; if it comes back, use device='cpu'",
+            f"{reason}, while {what}",
             field="device",
             value="cuda",
-            accepted=["cpu"],
+            advice="start the program again; if it comes back, use {device:cpu}",
         ) from error
 
 
@@ -152,11 +152,7 @@ def parse_bytes(text: str, field: str = "size") -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])I?)?B?\s*", text.upper())
     if match is None:
-        raise ConfigError(
-            f"{field}={text!r} is not understood: give bytes, or a number with K, M, G or T, as 1.5G",
-            field=field,
-            value=text,
-        )
+        raise ConfigError(field=field, value=text, accepted=["bytes", "a number with K, M, G or T, as 1.5G"])
     return int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
 
 

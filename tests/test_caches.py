@@ -126,7 +126,7 @@ def test_the_context_can_be_filled_to_the_last_token(name: str) -> None:
     fill(cache, heads, 150)
     cache.attend(*draw(heads, 50, 1))
     assert cache.n_seen == 200
-    with pytest.raises(CacheError, match="raise `ctx`"):
+    with pytest.raises(CacheError, match=r"^ctx="):
         cache.attend(*draw(heads, 1, 2))
 
 

@@ -51,7 +51,7 @@ def test_auto_takes_f16_where_less_than_a_tenth_is_saved(more: int, name: str) -
 def test_a_named_scheme_is_held_to_the_budget() -> None:
     size = SIZES["q4"]
     assert resolve("q4", CONFIG, CTX, size, HELD, list) == (CacheSpec.parse("q4"), [])
-    with raises(CacheError, field="kv_budget", match=f"kv='q4' takes .* more than kv_budget={size - 1}"):
+    with raises(CacheError, field="kv_budget", match=f"kv_budget={size - 1}: q4 takes"):
         resolve("q4", CONFIG, CTX, size - 1, HELD, list)
 
 

@@ -14,7 +14,7 @@ from helpers import SCHEMES
 
 from edgekv import SamplingParams
 from edgekv.cli import COMMANDS, main, parser
-from edgekv.cli.options import FLAGS, in_flags
+from edgekv.cli.options import error_text, flag
 from edgekv.engine.loading import Options
 from edgekv.errors import EdgeKVError
 
@@ -166,32 +166,18 @@ def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.Cap
 # What the library calls a parameter, the command line calls an option
 
 
-IN_FLAGS = {
-    "ctx=65: this model has 64 positions": "--ctx 65: this model has 64 positions",
-    "raise `kv_budget`, or set overflow='slide'": "raise --kv-budget, or set --overflow slide",
-    "pass tokenizer=PATH; or config='a/b.json'": "pass --tokenizer PATH; or --config a/b.json",
-    'model="it\'s here": there is none': "--model it's here: there is none",
-    "leave `images` out": "leave --image out",
-} | {
-    text: text
-    for text in (
-        "weights of the model and `unknown` words",
-        "onebit:sink=4,residual_length=128 and steps:budget=9",
-        "'top_k=3 `ctx`' was said, not \"seed=1\"; don't",
-        "/a/ctx=5/x: can't be read",
-    )
-}
-
-
-def test_in_flags() -> None:
-    """Of parameters for which the command has options; what a user gave stays."""
-    assert {text: in_flags(text) for text in IN_FLAGS} == IN_FLAGS
-    given = "see `ctx` and seed=3"
-    error = EdgeKVError(f"stop={given}: lower `ctx`", field="stop", value=given)
-    assert in_flags(error) == f"--stop {given}: lower --ctx"
-    text = "meter='x': lower `ctx` or `kv_budget`"
-    assert in_flags(text, {"--power", "--ctx"}) == "--power x: lower --ctx or `kv_budget`"
-    assert in_flags(text, {"--meter"}) == "--meter x: lower `ctx` or `kv_budget`"
+def test_errors_name_options() -> None:
+    """Those of the command; what a user gave stays as it is."""
+    given = "see `ctx`, {ctx} and seed=3"
+    advice = "lower {ctx}, or set {overflow:slide}"
+    error = EdgeKVError("is too long", field="kv_budget", value=given, accepted=["1", "2"], advice=advice)
+    rest = "is too long; accepted: 1, 2; lower"
+    assert str(error) == f"kv_budget={given!r}: {rest} `ctx`, or set overflow='slide'"
+    assert error_text(error) == f"--kv-budget {given}: {rest} --ctx, or set --overflow slide"
+    assert error_text(error, {"--ctx"}) == f"kv_budget={given!r}: {rest} --ctx, or set overflow='slide'"
+    error = EdgeKVError(field="meter", value="x", accepted=["auto"])
+    assert error_text(error, {"--power"}) == "--power x: accepted: auto"
+    assert error_text(error, {"--meter"}) == "--meter x: accepted: auto"
 
 
 def test_every_parameter_has_an_option_of_the_command_line() -> None:
@@ -203,7 +189,7 @@ def test_every_parameter_has_an_option_of_the_command_line() -> None:
         for option in action.option_strings
     }
     names = [field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind)]
-    assert {FLAGS[name] for name in names} <= options
+    assert {flag(name) for name in names} <= options
 
 
 # The TAB key

@@ -132,7 +132,7 @@ def test_its_session_without_the_package(
             generated(session, "Once", 3)
             session.save(tmp_path / "session")
     del CACHES["bf16"]
-    with pytest.raises(SessionError, match="kv='bf16' is unknown"):
+    with pytest.raises(SessionError, match="kv='bf16': unknown"):
         Session.restore(tmp_path / "session", "demo")
 
 

@@ -169,10 +169,10 @@ def test_notes_say_whose_tau_it_is() -> None:
 
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
-    with pytest.raises(CacheError, match=r"^kv='dense' takes no adapter x: nothing in it is trained"):
+    with pytest.raises(CacheError, match=r"^the scheme dense takes no adapter x: nothing in it is trained"):
         make("dense", (4, 2, 64), 50).load_adapter(tau, "adapter x")
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
-        with pytest.raises(CacheError, match=r"^adapter x: kv='h1b' takes tau and nothing else"):
+        with pytest.raises(CacheError, match=r"^adapter x: h1b takes tau and nothing else"):
             make("h1b", (4, 2, 64), 50).load_adapter(parameters, "adapter x")
     with pytest.raises(CacheError, match=r"^adapter x: projection has shape \(128, 64\) in a layer"):
         make("h1b", (4, 2, 64), 50).load_adapter(
@@ -181,7 +181,7 @@ def test_what_can_not_be_adapted_says_so() -> None:
 
 
 def test_only_four_bit_values_need_an_even_head_size() -> None:
-    with pytest.raises(CacheError, match="kv='h1b' packs 2 elements"):
+    with pytest.raises(CacheError, match="kv='h1b': packs 2 elements"):
         make("h1b", (2, 2, 15), 10)
     make("sign_keys", (2, 2, 15), 10)
 

@@ -46,6 +46,6 @@ def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
 
 
 def test_odd_head_size_is_refused() -> None:
-    with pytest.raises(CacheError, match="kv='int4' packs 2 elements"):
+    with pytest.raises(CacheError, match="kv='int4': packs 2 elements"):
         make("int4", (2, 2, 15), 10)
     make("dense:dtype=q8", (2, 2, 15), 10)

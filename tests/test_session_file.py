@@ -215,9 +215,12 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "spans": put("spans", [[0, 5, "x"], [0, 5, "x"]]),
 }
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another model": ({"identity": "0" * 16, "model": "other"}, "was held with model='other with identity 0000"),
-    "other weights": ({"weights": "int8"}, "was held with weights='int8', not "),
-    "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
+    "another model": (
+        {"identity": "0" * 16, "model": "other"},
+        "held with another; accepted: other with identity 0000",
+    ),
+    "other weights": ({"weights": "int8"}, "held with another; accepted: int8"),
+    "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b': unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": ({"kv": "onebit:sink=8"}, "can't take over \\(counters"),
     "fewer layers": ({"layers": []}, "0 layers"),
@@ -291,7 +294,7 @@ def test_a_memo_that_is_no_json_is_not_saved(loaded: Session, memo: object, tmp_
 
 
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
-    with raises(SessionError, field="kv", match=r"was held with kv='onebit.*not dense"):
+    with raises(SessionError, field="kv", match=r"kv='dense.* held with another; accepted: onebit"):
         Session.restore(file, loaded, kv="dense")
     with raises(SessionError, field="ctx"):
         Session.restore(file, loaded, ctx=1000)

@@ -123,10 +123,11 @@ class Adapter:
         """Raises ConfigError when the adapter was trained for another scheme."""
         if self.scheme != scheme:
             raise ConfigError(
-                f"{self.path}: was trained for kv={self.scheme!r}, not {scheme}; use that, or leave `adapter` out",
+                f"{self.path} was trained for another scheme",
                 field="kv",
                 value=scheme,
                 accepted=[self.scheme],
+                advice="or leave {adapter} out",
             )
 
     def require_shape(self, config: ModelConfig) -> None:

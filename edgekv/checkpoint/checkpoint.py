@@ -163,9 +163,9 @@ def _find_config(
             except ValueError as error:
                 raise ConfigError(f"{file.path}: config in __metadata__ {error}; download it again") from None
     raise ConfigError(
-        f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__; "
-        "give the model's shape with config='models/NAME.json'",
+        f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__",
         field="config",
+        advice="give the model's shape with {config:models/NAME.json}",
     )
 
 

@@ -328,7 +328,7 @@ def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
     try:
         header = Header(path)
         Memo(folder / INDEX, VERSION).write(_index(header, gguf))
-        with library_errors("its tokenizer can't be used", "give the model's own with tokenizer=PATH"):
+        with library_errors("its tokenizer can't be used", "give the model's own tokenizer"):
             write_tokenizer(header.metadata, folder)
     except EdgeKVError as error:
         raise type(error)(f"{path}: {error}") from None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, listed, read_config
+from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, read_config
 from edgekv.checkpoint.quantized import quantization_method
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import atomic_write, user_path
@@ -263,14 +263,12 @@ def _require(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) ->
     if is_there:
         return
     files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
-    offered = f"give one of its GGUF files: {listed(files, 8)}"
-    if not files:
-        offered = "only safetensors and GGUF files can be read: look for a repository that has them"
-    raise _error(name, f"the repository has no {what}; {offered}", files)
+    accepted = files or ["safetensors and GGUF files: look for a repository that has them"]
+    raise _error(name, f"the repository has no {what}", accepted)
 
 
 def _error(name: HubName, what: str, accepted: Sequence[str] = ()) -> CheckpointError:
-    return CheckpointError(f"model={str(name)!r}: {what}", field="model", value=str(name), accepted=accepted)
+    return CheckpointError(what, field="model", value=str(name), accepted=accepted)
 
 
 @contextlib.contextmanager
@@ -322,11 +320,16 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
         if found is not None:
             return found
     raise CheckpointError(
-        f"model={path!r}: there is none; give a Hugging Face folder, a .safetensors or .gguf file, a store, a "
-        "name on the Hub (org/name), or demo or scenes, which ship with edgekv",
+        "there is none",
         field="model",
         value=path,
-        accepted=["a path", "org/name", "demo", "scenes"],
+        accepted=[
+            "a Hugging Face folder",
+            "a .safetensors or .gguf file",
+            "a store",
+            "a name on the Hub (org/name)",
+        ],
+        advice="or give demo or scenes, which ship with edgekv",
     )
 
 
@@ -350,9 +353,8 @@ def read_shape(shape: str) -> dict[str, Any]:
     """The config of a named shape, or of a JSON file, as it is. Raises ConfigError for an unknown shape."""
     path = user_path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
     if path is None or not os.path.isfile(path):
-        known = shape_names()
-        message = f"shape={shape!r}: no such shape; accepted are {', '.join(known)}, or a path that ends in .json"
-        raise ConfigError(message, field="shape", value=shape, accepted=known)
+        accepted = [*shape_names(), "a path that ends in .json"]
+        raise ConfigError("no such shape", field="shape", value=shape, accepted=accepted)
     return read_config(path)
 
 

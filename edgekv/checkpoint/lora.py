@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from edgekv.checkpoint.checkpoint import Checkpoint, read_config
 from edgekv.checkpoint.tensors import DTYPES, FLOATS, Tensor, Tensors, to_float32
-from edgekv.checks import read_fields, short_repr
-from edgekv.errors import CheckpointError, ConfigError
+from edgekv.checks import read_fields
+from edgekv.errors import CheckpointError, ConfigError, short_repr
 from edgekv.files import user_path
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, Array, TaskProgress
@@ -100,7 +100,7 @@ class LoraTensor(Tensor):
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
             what = f"is not finite with the LoRA of {self._delta.a.path} in it"
-            raise _wrong(self, f"{what}; give a smaller scale, or another `lora`")
+            raise _wrong(self, what, "give a smaller scale, or another {lora}")
         return merged
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ class Lora:
         """given: FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
         folder, scale = _split(os.fspath(given))
         if not os.path.isfile(folder / CONFIG):
-            raise _refused(f"{folder}: holds no {CONFIG}; {HINT}", os.fspath(given))
+            raise _refused(f"{folder}: holds no {CONFIG}; {HINT}")
         config = _read(folder / CONFIG)
         if not os.path.exists(folder / WEIGHTS):
             raise CheckpointError(f"{folder}: holds no {WEIGHTS}; {HINT}, as safetensors", field="lora")
@@ -191,13 +191,14 @@ class Lora:
         """The error for a weight store, which holds its weights rounded."""
         return _refused(
             f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and {store} "
-            "is a store; give it a name, so that it is applied at run time, or give the original checkpoint, or a "
-            "store of both by `edgekv quantize --lora` and no `lora`"
+            "is a store",
+            "give it a name, so that it is applied at run time, or give the original checkpoint, or a store of "
+            "both by `edgekv quantize --lora` and no {lora}",
         )
 
 
-def _refused(message: str, value: object = None) -> ConfigError:
-    return ConfigError(message, field="lora", value=value)
+def _refused(problem: str, advice: str = "") -> ConfigError:
+    return ConfigError(problem, field="lora", advice=advice)
 
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
@@ -225,7 +226,8 @@ def _split(given: str) -> tuple[Path, float]:
     except ValueError:
         scale = math.nan
     if not math.isfinite(scale):
-        raise _refused(f"lora={given!r}: the scale {text!r} is no finite number; accepted: FOLDER:scale", given)
+        problem = f"the scale {text!r} is no finite number"
+        raise ConfigError(problem, field="lora", value=given, accepted=["FOLDER:scale"])
     return user_path(folder), scale
 
 
@@ -247,7 +249,7 @@ def _read(path: Path) -> LoraFile:
         if not all(map(MODULE_NAME.fullmatch, getattr(config, name))):
             wrong[name] = "names of modules or ends of them; other regular expressions are not read"
     for name, accepted in wrong.items():
-        raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}", raw[name])
+        raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}")
     return config
 
 
@@ -292,5 +294,5 @@ def _own(pattern: Mapping[str, T], module: str, default: T) -> T:
     return next(values, default)
 
 
-def _wrong(tensor: Tensor, what: str) -> CheckpointError:
-    return CheckpointError(f"{tensor.path}: tensor {short_repr(tensor.name)} {what}", field="lora")
+def _wrong(tensor: Tensor, what: str, advice: str = "") -> CheckpointError:
+    return CheckpointError(f"{tensor.path}: tensor {short_repr(tensor.name)} {what}", field="lora", advice=advice)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from edgekv.checkpoint.tensors import EXPERT_PARTS, Tensor, Tensors, to_float32
-from edgekv.checks import read_fields, short_repr
-from edgekv.errors import CheckpointError, ConfigError
+from edgekv.checks import read_fields
+from edgekv.errors import CheckpointError, ConfigError, short_repr
 from edgekv.types import F32, I8, I64, U8, Array
 
 Words = npt.NDArray[np.uint32]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from edgekv.cli.options import in_flags
+from edgekv.cli.options import error_text
 from edgekv.cli.terminal import one_line, visible_terminals
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
             status: int = arguments.execute(arguments)
             sys.stdout.flush()
     except EdgeKVError as error:
-        said = in_flags(error, getattr(arguments, "options", None))
+        said = error_text(error, getattr(arguments, "options", None))
         print(f"edgekv: error: {one_line(said)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

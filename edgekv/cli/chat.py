@@ -18,7 +18,7 @@ from edgekv.cli.options import (
     SESSION,
     add,
     add_sampling_options,
-    in_flags,
+    error_text,
     load_options,
     option,
     sampling_params,
@@ -31,7 +31,7 @@ from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Step
-from edgekv.errors import EdgeKVError, unknown
+from edgekv.errors import EdgeKVError
 from edgekv.machine import format_bytes
 from edgekv.vision.images import picture
 from edgekv.vision.model import require_vision
@@ -151,7 +151,8 @@ class Terminal:
                     images, self._images = self._images, []
                     self._answer(functools.partial(self.chat.ask, message, images=images))
             except EdgeKVError as error:
-                say(f"error: {in_flags(str(error))}")
+                options = getattr(self.arguments, "options", None)
+                say(f"error: {error_text(error, options)}")
 
     def _answer(self, begin: Callable[..., Generator[Step, None, None]]) -> None:
         session, before = self.chat.session, self._n_left_out()
@@ -182,7 +183,7 @@ class Terminal:
         for step in steps:
             print(step.text, end="", flush=True)
             if step.finish_reason == "length":
-                cut_off = in_flags(step.finish_message or "")
+                cut_off = step.finish_message
             if interrupt.requested:
                 cut_off = "Ctrl-C"
                 break
@@ -221,7 +222,7 @@ class Terminal:
             name, _, text = rest.partition(" ")
             name = name.replace("-", "_")
             if name not in settings:
-                raise unknown(EdgeKVError, "/set", name, settings)
+                raise EdgeKVError(f"/set {name}: there is no such setting", accepted=settings)
             settings[name] = _read(name, text, settings[name])
             self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
             self.sampling = SamplingParams(**settings)
@@ -241,7 +242,7 @@ class Terminal:
         """tokens, times, bytes of the last answer"""
         session, report = self.chat.session, self.chat.session.report()
         say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
-        say("there is no answer yet" if report.time_to_first_token_s is None else in_flags(report.to_text()))
+        say("there is no answer yet" if report.time_to_first_token_s is None else report.to_text())
 
     def retry(self, rest: str) -> None:
         """another answer to the last question"""

@@ -15,7 +15,6 @@ from edgekv.cli.options import (
     add,
     count,
     counts,
-    in_flags,
     load_options,
     model_path,
     natural,
@@ -70,7 +69,7 @@ def is_named(kv: str | None) -> bool:
 def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
     """Return the schemes that `suited` found, once each that it left out has its line on standard error."""
     for reason in found[1]:
-        say(f"left out: {in_flags(reason)}")
+        say(f"left out: {reason}")
     return found[0]
 
 
@@ -301,8 +300,9 @@ def bench_command(arguments: argparse.Namespace) -> int:
     requested = CacheSpec.parse_list(arguments.kv or TIMED)
     depths, lengths = arguments.ctx, arguments.prefill
     if arguments.shape is None and arguments.layers:
-        message = f"layers={arguments.layers}: only a `shape` can have other layers than its own"
-        raise ConfigError(message, field="layers")
+        raise ConfigError(
+            "only a --shape can have other layers than its own", field="layers", value=arguments.layers
+        )
     with Bars() as bars:
         room = arguments.tokens + 64
         capacity = max([*depths, *lengths]) + room

@@ -16,7 +16,6 @@ from edgekv.cli.options import (
     SOURCE,
     add,
     bytes_text,
-    in_flags,
     load_options,
     model_path,
     option,
@@ -160,7 +159,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
             least and least[0],
             least and f"a machine with {format_bytes(least[0])}, of the usual ones; there --kv {least[1]}",
         ),
-        ("notes", plan.notes, "; ".join(map(in_flags, plan.notes)) or None),
+        ("notes", plan.notes, "; ".join(plan.notes) or None),
     ]
     if arguments.json:
         print(json.dumps({name: value for name, value, _ in rows}, indent=2))

@@ -18,7 +18,7 @@ from edgekv.checkpoint.hub import hub_name, locate, shape_names
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO, LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
-from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.errors import LONGEST, ConfigError, EdgeKVError, as_argument
 from edgekv.files import require_writable, user_path
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.power import METERS
@@ -76,8 +76,8 @@ def sampling_value(name: str, text: str) -> Any:
             return int(token), float(bias)
         return int(text) if re.fullmatch(r"\s*[-+]?\d+\s*", text) else float(text)
     except ValueError:
-        wanted = "ID=BIAS, a token's id and a number from -100 to 100" if name == "logit_bias" else "a number"
-        raise ConfigError(f"{name}={text!r}: give {wanted}", field=name, value=text, accepted=[wanted]) from None
+        accepted = "ID=BIAS, a token's id and a number from -100 to 100" if name == "logit_bias" else "a number"
+        raise ConfigError(field=name, value=text, accepted=[accepted]) from None
 
 
 # Options
@@ -174,7 +174,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plot": option("FILE", type=picture_file),
 }
 """The arguments of argparse for an option, by the parameter that it gives."""
-OTHERS = ("prompt", "layers", "hz", "slots", "output", "calibrate", "max_request", "prefix_cache")
+FLAGS = {"images": "--image", "loras": "--lora"}
+"""The option of a parameter that has another name."""
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
 """Which model; and everything that loads a session."""
@@ -190,7 +191,7 @@ def add(parser: Any, names: str, **others: Any) -> None:
     for name in dict.fromkeys([*names.split(), *others]):
         change = others.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
-        parser.add_argument(FLAGS.get(name) or "--" + name.replace("_", "-"), **settings)
+        parser.add_argument(flag(name), **settings)
 
 
 def yes(text: str) -> dict[str, Any]:
@@ -275,36 +276,26 @@ def read_text(source: str, option: str) -> str:
     raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file")
 
 
-# Parameters in messages
-
-QUOTES = "'\""
-HIDDEN = "\0"  # stands in a message for what a user gave
+# Errors
 
 
-NAMES = (*names_of(Options), *names_of(SamplingParams), *OPTIONS, *OTHERS)
-FLAGS = {name: "--" + name.replace("_", "-") for name in NAMES} | {"images": "--image", "loras": "--lora"}
-"""The option of a parameter, the `field` of an `EdgeKVError`."""
-_QUOTED = r"'[^']*'|\"[^\"]*\""
-_MENTION = re.compile(rf"`(\w+)`|(?<![-\w.:,=/])(\w+)=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")
+def flag(name: str) -> str:
+    """Returns the option of a parameter."""
+    return FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
-def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> str:
-    """Return an error or a note of the library with every `name` and ``name=value`` as its option.
+def error_text(error: EdgeKVError, options: Container[str] | None = None) -> str:
+    """Returns an error in one line, with options in place of the parameters that the library names.
 
-    options: those of the command; what it lacks stays as it is. None: all. What an error was given as ``value``
-    and what stands in quotes is somebody's text and stays as well.
+    options: those of the command; a parameter without one is named as in the library. None: not known yet.
     """
-    text, value = str(said), said.value if isinstance(said, EdgeKVError) else None
-    if isinstance(value, str) and value:
-        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)(?!=)", HIDDEN, text)
 
-    def flag(found: re.Match[str]) -> str:
-        option = FLAGS.get(found[1] or found[2], "")
-        if option == "--meter" and options and option not in options:
+    def spell(name: str, value: object) -> str:
+        option = flag(name)
+        if name == "meter" and options and option not in options:  # of commands that measure something else
             option = "--power"
-        if not option or (options and option not in options):
-            return found[0]
-        return option if found[1] else f"{option} {found[3].strip(QUOTES) or found[3]}"
+        if options and option not in options:
+            return as_argument(name, value)
+        return option if value is None else f"{option} {str(value)[:LONGEST]}"
 
-    shown = _MENTION.sub(flag, text)
-    return shown.replace(HIDDEN, value) if isinstance(value, str) else shown
+    return error.render(spell)

@@ -15,7 +15,6 @@ from edgekv.cli.options import (
     SESSION,
     add,
     add_sampling_options,
-    in_flags,
     load_options,
     model_path,
     option,
@@ -62,7 +61,7 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 def warn_ungated(session: Session) -> None:
     """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
     if warning := Verdicts(session.model).warn_once(session.plan.kv):
-        say(in_flags(warning))
+        say(warning)
 
 
 def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
@@ -80,11 +79,8 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
         for name in options.loras:
             session.use_lora(name)
     if options.loras and session.lora is None:
-        raise SessionError(
-            f"{arguments.session}: was held without a LoRA beside the weights; leave `lora` out, or start a new "
-            "session",
-            field="lora",
-        )
+        advice = "leave {lora} out, or start a new session"
+        raise SessionError(f"{arguments.session}: was held without a LoRA beside the weights", advice=advice)
     return session
 
 
@@ -150,7 +146,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     report = session.report()
     report.energy = meter.report()
     (topic, model), *rows = report.rows()
-    rows = [(topic, f"{model}; ready in {ready_s:.1f} s"), *((name, in_flags(text)) for name, text in rows)]
+    rows = [(topic, f"{model}; ready in {ready_s:.1f} s"), *rows]
     print_rows(rows, sys.stderr)
     if arguments.json:
         write_json(arguments.json, report.as_dict())
@@ -184,7 +180,7 @@ def _generate(
                     print(step.text, end="", flush=True)
                     tail = (tail + step.text)[-8:]
                     if step.finish_reason == "length" and n == how["max_new_tokens"]:
-                        ended = f"cut after {n} tokens; max_new_tokens=N for another length"
+                        ended = f"cut after {n} tokens; --max-new-tokens N for another length"
                     if n >= LENGTH and at_sentence and not step.finish_reason and SENTENCE_END.search(tail):
                         ended = f"end of a sentence after {n} tokens"
                         break

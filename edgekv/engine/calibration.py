@@ -38,7 +38,8 @@ class Calibration:
         """Raises ConfigError (field calibrate) for weights that it can't round, or too short a text."""
         config = model.config
         if not any(form.of(name).bits == 4 for name in model.arch.linears()):
-            raise _refused(f"these are to be {form.name}; choose weights='int4-32' or weights='int4'")
+            advice = "choose {weights:int4-32} or {weights:int4}, or leave {calibrate} out"
+            raise _refused(f"these are to be {form.name}", advice)
         if not isinstance(model.weights, CheckpointWeights):
             raise _refused(f"{model.path} is a store, rounded already; give the original checkpoint")
         if any(config.layer_recurrences) or config.experts is not None:
@@ -67,9 +68,9 @@ class Calibration:
             decoder.head(decoder.read_together(np.concatenate([x, x]), n))
 
 
-def _refused(reason: str) -> ConfigError:
-    what = "`calibrate` rounds a checkpoint's dense layers to 4 bits with a text that is read with a plain cache"
-    return ConfigError(f"{what}: {reason}", field="calibrate")
+def _refused(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
+    what = "a text rounds a checkpoint's dense layers to 4 bits, and is read with a plain cache"
+    return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:

@@ -29,7 +29,7 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import NO_LORA, CudaOps, DeviceWeights
+from edgekv.weights.cuda import CudaOps, DeviceWeights, no_lora
 from edgekv.weights.formats import WeightFormat
 
 SCORES = 1 << 24  # float32 alive at once
@@ -87,21 +87,22 @@ class CudaBackend(Backend):
             require_layers(config)
         if slots > 1:  # a step is a recording of one conversation's
             raise ConfigError(
-                f"slots={slots}: device='cuda' decodes one conversation at a time; use slots=1, or device='cpu'",
+                "a GPU decodes one conversation at a time",
                 field="slots",
                 value=slots,
                 accepted=["1"],
+                advice="or use {device:cpu}",
             )
         if loras:
-            raise ConfigError(NO_LORA, field="loras")
+            raise no_lora()
         if not runs(spec):
             able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(
-                f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(able)}; or use "
-                "device='cpu'",
+                "does not run on a GPU",
                 field="kv",
                 value=spec.scheme.name,
                 accepted=able,
+                advice="or use {device:cpu}",
             )
         cupy_driver.require_cupy()
 
@@ -134,7 +135,7 @@ class CudaBackend(Backend):
     def attend_prompt(self, queries: Array, keys: Array, values: Array, options: ScoreOptions) -> None:
         """`Backend.attend_prompt` of queries (n_heads, n, head_dim), all heads at once; without sinks."""
         if options.sinks is not None:
-            raise ValueError("sinks are not known here: leave `sinks` out")
+            raise ValueError("sinks are not known here: leave them out")
         n_heads, n, head_dim = queries.shape
         n_kv_heads, earlier = len(keys), keys.shape[1] - n
         n_rep = n_heads // n_kv_heads
@@ -186,7 +187,7 @@ def require_layers(config: ModelConfig) -> None:
     others = f"the layers of {config.model_type} that do not attend" if config.recurrences else None
     if what := "mixtures of experts" if config.experts else others:
         raise ConfigError(
-            f"device='cuda': it has no kernels for {what}; use device='cpu' or device='numpy'",
+            f"it has no kernels for {what}",
             field="device",
             value="cuda",
             accepted=["cpu", "numpy"],

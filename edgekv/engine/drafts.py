@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from edgekv.errors import ConfigError, unknown
+from edgekv.errors import ConfigError
 from edgekv.models.config import ModelConfig
 
 MOST = 4  # tokens guessed at a time
@@ -114,14 +114,13 @@ def open_drafts(draft: str, config: ModelConfig, device: str, slots: int) -> NGr
     can't be taken back from the model's layers.
     """
     if draft not in (NONE, NGRAM, AUTO):
-        raise unknown(ConfigError, "draft", draft, (NONE, NGRAM, AUTO))
+        raise ConfigError("unknown", field="draft", value=draft, accepted=(NONE, NGRAM, AUTO))
     carries = bool(config.recurrences)
     if draft == NONE or (draft == AUTO and (device != "cpu" or slots > 1 or carries)):
         return None
     if carries:
         raise ConfigError(
-            f"draft={draft!r}: layers of {config.model_type} carry a state, from which tokens can't be taken "
-            f"back; use {NONE!r}",
+            f"layers of {config.model_type} carry a state, from which tokens can't be taken back",
             field="draft",
             value=draft,
             accepted=[NONE, AUTO],

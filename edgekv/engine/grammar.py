@@ -104,8 +104,7 @@ def read_schema(path: str) -> dict[str, Any]:
     try:
         return read_object(user_path(path))
     except ValueError as error:
-        what = f"json_schema={path!r}: {error}; give a JSON file"
-        raise ConfigError(what, field="json_schema", value=path) from None
+        raise ConfigError(str(error), field="json_schema", value=path, accepted=["a JSON file"]) from None
 
 
 def _refused(reason: object) -> ConfigError:

@@ -21,7 +21,7 @@ from edgekv.engine.model import Model, Verdicts, sampling_defaults
 from edgekv.engine.runner import State
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
-from edgekv.errors import ConfigError, ContextError, unknown
+from edgekv.errors import ConfigError, ContextError
 from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import CompileClock
 from edgekv.kvcache import CacheSpec
@@ -110,7 +110,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.overflow not in OVERFLOWS:
-            raise unknown(ConfigError, "overflow", self.overflow, OVERFLOWS)
+            raise ConfigError("unknown", field="overflow", value=self.overflow, accepted=OVERFLOWS)
         if self.slots > 1 and self.draft not in ("none", "auto"):
             raise refused("draft", self.draft, "none or auto, with more than one slot")
         for name in self.loras:
@@ -122,8 +122,7 @@ class Options:
         """The options by name. Raises ConfigError for a name that is none."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given.keys() - {*names}:
-            text = f"{name}={given[name]!r:.60} is no option; accepted: {', '.join(names)}"
-            raise ConfigError(text, field=name, value=given[name], accepted=names)
+            raise ConfigError("there is no such option", field=name, value=given[name], accepted=names)
         return cls(**given)
 
 
@@ -174,7 +173,7 @@ class SessionPlan:
         c = model.config
         ctx = default_ctx(c) if ctx is None else ctx
         if not 1 <= ctx <= c.max_positions:
-            what = f"ctx={ctx}: this model has {c.max_positions} positions; accepted: 1 to that"
+            what = f"this model has {c.max_positions} positions"
             raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
@@ -220,7 +219,7 @@ DEVICES = {
 def find_device(name: str) -> type[Backend]:
     """The backend of that name. Raises ConfigError (field device)."""
     if name not in DEVICES:
-        raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
+        raise ConfigError("unknown", field="device", value=name, accepted=(AUTO, *DEVICES))
     module, _, backend = DEVICES[name].partition(":")
     result: type[Backend] = getattr(importlib.import_module(module), backend)
     return result
@@ -340,14 +339,17 @@ class LoadedModel:
     def decoder(self, lora: str | None) -> Decoder:
         """With one of the model's ``loras``; None: without. Raises ConfigError for an unknown name."""
         if lora not in self.decoders:
-            raise unknown(ConfigError, "lora", str(lora), tuple(self.model.loras))
+            raise ConfigError("unknown", field="lora", value=str(lora), accepted=self.model.loras)
         return self.decoders[lora]
 
     def fork_plan(self, kv: str | CacheSpec, ctx: int, kv_budget: int | None) -> SessionPlan:
         """The plan of another conversation on these weights. Raises as `Session.fork`."""
         if ctx > self.plan.ctx:
-            what = f"ctx={ctx}: the session that it shares weights with has {self.plan.ctx}; load it with more"
-            raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {self.plan.ctx}"])
+            what, accepted = (
+                f"the session that it shares weights with has {self.plan.ctx}",
+                f"1 to {self.plan.ctx}",
+            )
+            raise ContextError(what, field="ctx", value=ctx, accepted=[accepted], advice="load that with more")
         weights = self.plan.weights
         fit = heads_bits(self.model, weights, self.decoders[None], self.tokenizer)
         plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)

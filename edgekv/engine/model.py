@@ -196,11 +196,11 @@ class Model:
             return weight_format(name, self.arch, self.weights.own_format)
         if name not in ("auto", self.weights.form.name):
             raise ConfigError(
-                f"weights={name!r}: {self.path} is a store of {self.weights.form.name} weights; leave `weights` "
-                "out, or give the original checkpoint",
+                f"{self.path} is a store of {self.weights.form.name} weights",
                 field="weights",
                 value=name,
                 accepted=["auto", self.weights.form.name],
+                advice="or give the original checkpoint",
             )
         return self.weights.form
 
@@ -210,7 +210,7 @@ class Model:
         if not lost:
             return None
         formats = " and ".join(sorted({form.of(name).name for name in self.arch.linears()}))
-        hint = "" if formats == "int8-32" else "; weights='int8-32' loses least"
+        hint = "" if formats == "int8-32" else "; int8-32 loses least"
         return f"weights of type {', '.join(lost)} were quantized a second time, to {formats}{hint}"
 
     def weights_bytes(self, form: WeightFormat) -> int:
@@ -249,7 +249,7 @@ def sampling_defaults(model: Model) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", field=error.field, value=error.value) from None
+        raise ConfigError(f"{path}: {error}", field=error.field) from None
 
 
 VERDICT_FORMAT = 2  # of remembered verdicts
@@ -295,11 +295,11 @@ class Verdicts:
         name, verdict = spec.short, self.verdict(spec)
         if verdict is None:
             kv = shlex.quote(name)
-            return f"kv={name!r} was never gated for this model; measure it: {self.command} --kv {kv}"
+            return f"the scheme {name} was never gated for this model; measure it: {self.command} --kv {kv}"
         if not verdict["failures"]:
             return None
         return (
-            f"kv={name!r} failed its gate for this model on {verdict['measured'].get('text', 'a text')}: "
+            f"the scheme {name} failed its gate for this model on {verdict['measured'].get('text', 'a text')}: "
             f"{'; '.join(verdict['failures'])}; find a scheme that passes: {self.command}"
         )
 

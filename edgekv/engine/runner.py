@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checks import short_repr
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import MOST, DraftCounts, NGramDrafts
 from edgekv.engine.sampling import Sampler
 from edgekv.engine.scheduler import SerialScheduler
-from edgekv.errors import ContextError, SessionError, TokenizerError
+from edgekv.errors import ContextError, SessionError, TokenizerError, short_repr
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
 from edgekv.types import F32, Array, LayerProgress
@@ -67,17 +66,16 @@ def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -
     free, needed = max(ctx - n_held, 0), n_held + n_tokens
     if n_tokens <= free:
         return
-    field, value, accepted, raised = "ctx", ctx, [f"{needed} to {max_positions}"], "raise `ctx`, "
-    if needed > max_positions:
-        left = max_positions - n_held
-        field, value, accepted, raised = "prompt", n_tokens, [f"up to {left} tokens"] if left > 0 else [], ""
-    raise ContextError(
-        f"the prompt has {n_tokens} tokens, {free} of ctx={ctx} are free, and this model has {max_positions} "
-        f"positions; shorten it, {raised}or set overflow='slide'",
-        field=field,
-        value=value,
-        accepted=accepted,
+    advice = "shorten the prompt, or set {overflow:slide}"
+    if needed <= max_positions:
+        problem, accepted = f"the prompt has {n_tokens} tokens, {free} are free", [f"{needed} to {max_positions}"]
+        raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice=advice)
+    problem, left = (
+        f"the prompt has {n_tokens} tokens, this model {max_positions} positions",
+        max_positions - n_held,
     )
+    accepted = [f"up to {left} tokens"] if left > 0 else []
+    raise ContextError(problem, field="prompt", accepted=accepted, advice=advice)
 
 
 class State:
@@ -275,7 +273,7 @@ class Runner:
     def require_free(self) -> None:
         """Raises SessionError while another thread, or a caller, computes this conversation."""
         if self._lock.locked():
-            raise SessionError("this conversation is being computed: let it end, or give each thread a `fork`")
+            raise SessionError("this conversation is being computed: let it end, or give each thread a fork of it")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -393,7 +391,6 @@ class Runner:
             raise TokenizerError(
                 f"token id {short_repr(bad[0])} is outside the model's vocabulary of {config.vocab_size}",
                 field="prompt",
-                value=bad[0],
             )
         return ids, spans
 

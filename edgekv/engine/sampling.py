@@ -181,9 +181,9 @@ class Sampler:
         unknown = [token for token in params.logit_bias or () if token >= vocab_size]
         if unknown:
             raise ConfigError(
-                f"logit_bias has token {unknown[0]}: the model's ids run from 0 to {vocab_size - 1}",
+                f"token {unknown[0]} is none of the model's",
                 field="logit_bias",
-                value=unknown[0],
+                accepted=[f"ids from 0 to {vocab_size - 1}"],
             )
         self.params = params
         self.logprobs: list[TokenLogprob] = []
@@ -289,11 +289,8 @@ def open_sampler(
         sampling = dataclasses.replace(defaults, temperature=temperature, seed=seed)
     elif temperature is not None or seed is not None:
         name = "seed" if temperature is None else "temperature"
-        raise ConfigError(
-            f"`sampling` and `{name}` are both given: leave one out, as `sampling` has a {name} of its own",
-            field="sampling",
-            value=sampling,
-        )
+        problem = f"{name} is given beside it: leave one out, as SamplingParams have a {name} of their own"
+        raise ConfigError(problem, field="sampling", value=sampling)
     return sampling if isinstance(sampling, Sampler) else Sampler(sampling, vocab_size)
 
 

@@ -18,7 +18,9 @@ from edgekv.types import F32
 
 PATIENCE_S = 0.02  # that a token waits for those of the other texts
 SHARED_CHUNK = 128  # tokens of a prompt between two tokens of others
-INTERRUPTED = "the thread that computed the next tokens of several texts was interrupted: go on with prompt=[]"
+INTERRUPTED = (
+    "the thread that computed the next tokens of several texts was interrupted: go on with an empty prompt"
+)
 
 
 class SerialScheduler:
@@ -48,7 +50,7 @@ class SerialScheduler:
     @contextlib.contextmanager
     def _turn(self, threads: int) -> Iterator[None]:
         if self._lock.locked():
-            what = "slots=1: these weights are computing for another conversation; load with slots=2 or more"
+            what = "these weights are computing for another conversation"
             raise SessionError(what, field="slots", value=1, accepted=["2 or more"])
         with self._lock, blas_threads(threads):  # an interrupt before or behind it leaves nothing locked
             yield

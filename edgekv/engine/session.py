@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-MORE = "raise `ctx` for more, or set overflow='slide'"
+MORE = "raise ctx for more, or let overflow slide"
 Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
 Stops = Stop | Sequence[Stop]
 
@@ -301,7 +301,7 @@ class Session:
         runner = self._idle_runner()
         if json_schema is not None:
             if constraint is not None:
-                what = "`json_schema` beside `constraint`: give one of them, as a schema is a constraint"
+                what = "a JSON schema beside a constraint: give one of them, as a schema is a constraint"
                 raise ConfigError(what, field="json_schema")
             constraint = JsonSchema(json_schema, self.require_tokenizer(), self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
@@ -377,8 +377,8 @@ class Session:
         runner, ctx = self._runner, self.plan.ctx
         runner.read_prompt(ids, n_pending=1)
         if not 1 <= len(ids) <= ctx:
-            what = f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}"
-            raise ContextError(what, field="text", value=len(ids), accepted=[f"1 to {ctx} tokens"])
+            accepted = [f"1 to {ctx} tokens, the context"]
+            raise ContextError(f"the text has {len(ids)} tokens", field="text", accepted=accepted)
         with self.exclusive():
             decoder, weights = runner.decoder, runner.decoder.weights
             caches = open_caches(decoder, CacheSpec.parse(EXACT), len(ids))

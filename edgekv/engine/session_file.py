@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from edgekv.checkpoint.tensors import DTYPES, Tensor, Tensors, TensorWriter
-from edgekv.checks import Count, Natural, short_repr
+from edgekv.checks import Count, Natural
 from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
 from edgekv.engine.runner import EmbeddingSpan, State, used_part
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.errors import CacheError, CheckpointError, ConfigError, SessionError
+from edgekv.errors import CacheError, CheckpointError, ConfigError, SessionError, short_repr
 from edgekv.files import user_path
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
@@ -264,11 +264,11 @@ class SavedState(SessionFile):
 
     def _other(self, field: str, found: object, given: object) -> SessionError:
         return SessionError(
-            f"{self.path}: was held with {field}={str(found)[:200]!r}, not {str(given)[:200]}; leave `{field}` "
-            "out or give its own, or start a new session",
+            f"{self.path} was held with another",
             field=field,
-            value=given,
-            accepted=[str(found)],
+            value=str(given),
+            accepted=[str(found)[:200]],
+            advice=f"or leave {{{field}}} out, or start a new session",
         )
 
     def _incompatible(self, what: object) -> SessionError:

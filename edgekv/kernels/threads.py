@@ -52,7 +52,7 @@ def configure(n: int | None = None) -> None:
     """
     global _n_threads
     if n is not None and n < 1:
-        raise ConfigError(f"threads={n} is too few; give 1 or more, or none for all cores")
+        raise ConfigError(field="threads", value=n, accepted=["1 or more", "None for all cores"])
     _start()
     available = int(numba.config.NUMBA_NUM_THREADS)
     _n_threads = min(n or available, available)

@@ -148,7 +148,7 @@ class LayerState(abc.ABC):
         """Raises CacheError (field ctx) where n more tokens do not fit."""
         if self.n_seen + n > self.capacity:
             raise CacheError(
-                f"the cache holds {self.n_seen} of {self.capacity} tokens, {n} more do not fit; raise `ctx`",
+                f"the cache holds {self.n_seen} tokens, {n} more do not fit",
                 field="ctx",
                 value=self.capacity,
                 accepted=[f"{self.n_seen + n} or more"],
@@ -333,7 +333,9 @@ class KVCache(LayerState):
         Parameters are (n_kv_heads, ...) or a number.
         """
         raise CacheError(
-            f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"
+            f"the scheme {self.name} takes no {source}: nothing in it is trained",
+            field="adapter",
+            advice="leave {adapter} out",
         )
 
     def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:

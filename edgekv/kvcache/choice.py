@@ -69,11 +69,11 @@ def resolve(
     spec = fit(CacheSpec.parse(kv) if isinstance(kv, str) else kv)
     if budget is not None and (size := spec.planned_bytes(shape, ctx)) > budget:
         raise CacheError(
-            f"kv={spec.short!r} takes {format_bytes(size)} for {ctx} tokens, more than kv_budget={budget} "
-            f"({format_bytes(budget)}); leave kv out, lower `ctx` or raise the budget",
+            f"{spec.short} takes {format_bytes(size)} for {ctx} tokens, more than {format_bytes(budget)}",
             field="kv_budget",
             value=budget,
             accepted=[f"{size} or more"],
+            advice="or leave {kv} out, or lower {ctx}",
         )
     return spec, []
 
@@ -93,11 +93,11 @@ def finest_within(
             return spec, f"kv budget {format_bytes(budget)}: {spec.short}, {format_bytes(size)} for {ctx} tokens"
         least = least if size is None else min(least, size)
     raise CacheError(
-        f"kv_budget={budget} ({format_bytes(budget)}): {ctx} tokens need at least {format_bytes(int(least))} "
-        f"({least} bytes) in this model; raise it or lower `ctx`",
+        f"{ctx} tokens need at least {format_bytes(int(least))} in this model, more than {format_bytes(budget)}",
         field="kv_budget",
         value=budget,
         accepted=[f"{least} or more"],
+        advice="or lower {ctx}",
     )
 
 

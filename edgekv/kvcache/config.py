@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from edgekv.checks import short_repr
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, short_repr
 from edgekv.types import F32
 
 MOST_TOKENS = (1 << 31) - 1  # positions are int32
@@ -111,7 +110,7 @@ def bad_option(scheme: str, name: str, value: object, *accepted: object) -> Cach
     """Returns the refusal of an option's value. accepted: what it takes, a value or a phrase each."""
     text = value if isinstance(value, str) else short_repr(value)
     whole, phrases = f"{scheme}:{name}={text:.60}", [str(each) for each in accepted]
-    return CacheError(f"kv={whole!r}: accepted: {', '.join(phrases)}", field="kv", value=whole, accepted=phrases)
+    return CacheError(field="kv", value=whole, accepted=phrases)
 
 
 def require_only(wanted: str, given: Iterable[str], scheme: str, source: str) -> None:
@@ -119,10 +118,7 @@ def require_only(wanted: str, given: Iterable[str], scheme: str, source: str) ->
     unknown = sorted({wanted} ^ set(given))
     if unknown:
         raise CacheError(
-            f"{source}: kv={scheme!r} takes {wanted} and nothing else, not {', '.join(unknown)}",
-            field="adapter",
-            value=unknown,
-            accepted=[wanted],
+            f"{source}: {scheme} takes {wanted} and nothing else, not {', '.join(unknown)}", field="adapter"
         )
 
 
@@ -136,7 +132,7 @@ def require_factors(name: str, x: F32, source: str) -> None:
     if not are_factors(x):
         accepted = f"{LEAST_FACTOR:g} to {MOST_FACTOR:g}"
         raise CacheError(
-            f"{source}: {name} is {x.min():g} to {x.max():g}; accepted: {accepted}",
+            f"{source}: {name} is {x.min():g} to {x.max():g}",
             field="adapter",
             accepted=[accepted],
         )

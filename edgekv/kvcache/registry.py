@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from edgekv.errors import CacheError, unknown
+from edgekv.errors import CacheError
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
 from edgekv.kvcache.config import bad_option, declared, takes
 from edgekv.kvcache.planes import OneBit, Planes
@@ -35,8 +35,8 @@ RENAMED = {"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": 
 RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678"), "text": ("f16",)}
 """Options that there were -> values that changed nothing, or do not any more."""
 REMOVED = {
-    "bitplane": "reading the likely tokens in a second stage gained nothing; use kv='q4'",
-    "steps": "a bound in bytes now chooses the bits; give kv_budget=BYTES (--kv-budget) alone",
+    "bitplane": "reading the likely tokens in a second stage gained nothing; use q4",
+    "steps": "a bound in bytes now chooses the bits; give the budget (kv_budget, --kv-budget) alone",
 }
 """Schemes that there were -> what to do instead."""
 OF_PAPERS = (
@@ -78,11 +78,12 @@ def find_scheme(name: str) -> type[KVCache]:
             raise CacheError(_refusal(entry, found), field="kv", value=name)
         return found
     if name in REMOVED:
-        raise CacheError(f"kv={name!r} was removed: {REMOVED[name]}", field="kv", value=name)
+        raise CacheError(f"was removed: {REMOVED[name]}", field="kv", value=name)
     if name in OF_PAPERS:
-        raise _left_out(name)
+        text = "this edgekv is without its papers' schemes; install the whole: pip install edgekv"
+        raise CacheError(text, field="kv", value=name)
     known = sorted({*CACHES, *(entry.name for entry in metadata.entry_points(group=ENTRY_POINTS))})
-    raise unknown(CacheError, "kv", name, (*PRESETS, *known))
+    raise CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known))
 
 
 def schemes() -> dict[str, type[KVCache]]:
@@ -113,11 +114,6 @@ def scheme_facts(name: str) -> dict[str, object]:
         "options": dataclasses.asdict(config),
         "bytes_per_token_per_kv_head": CacheSpec(scheme, config).bytes_per_token(n_heads=1),
     }
-
-
-def _left_out(name: str) -> CacheError:
-    text = f"kv={name!r}: this edgekv is without its papers' schemes; install the whole: pip install edgekv"
-    return CacheError(text, field="kv", value=name)
 
 
 def _refusal(entry: metadata.EntryPoint, error: str) -> str:
@@ -269,7 +265,7 @@ def suited(
         except CacheError as error:  # noqa: PERF203
             if named:
                 raise
-            reasons.append(str(error))
+            reasons.append(f"{spec.short}: {error.problem}")
     return fitting, [reason.partition(";")[0] for reason in reasons]
 
 
@@ -277,14 +273,9 @@ def _no_option(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) 
     accepted = [f"{field.name}={field.default}" for field in fields.values()]
     option = item.partition("=")[0]
     others = [scheme for scheme, each in schemes().items() if hasattr(each.Config, option)]
-    hint = f"; {option} applies to: {', '.join(others)}" if others and option not in fields else ""
-    takes = f"{name}:{','.join(accepted)}" if accepted else "no options"
-    return CacheError(
-        f"kv={f'{name}:{item}'!r}: {option!r} is not one of its options; accepted (defaults): {takes}{hint}",
-        field="kv",
-        value=item,
-        accepted=accepted,
-    )
+    hint = f"{option} applies to: {', '.join(others)}" if others and option not in fields else ""
+    problem = f"{option!r} is not one of its options (here with their defaults)" if accepted else "has no options"
+    return CacheError(problem, field="kv", value=f"{name}:{item}", accepted=accepted, advice=hint)
 
 
 def _read(name: str, field: dataclasses.Field[Any], text: str) -> Any:

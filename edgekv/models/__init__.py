@@ -10,8 +10,7 @@ from collections.abc import Container, Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from edgekv.checks import short_repr
-from edgekv.errors import CheckpointError, ConfigError
+from edgekv.errors import CheckpointError, ConfigError, short_repr
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
 from edgekv.models.gguf import GgufNames

@@ -12,14 +12,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from msgspec import Meta
 
-from edgekv.checks import short_repr
-from edgekv.errors import ConfigError
+from edgekv.errors import ConfigError, short_repr
 from edgekv.models.rope import RopeConfig
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
 MOST_EXPERTS = 1 << 16  # of all layers: twice the largest models'
-CONFIG_HINT = "add or correct it, or give a whole config=FILE"
+CONFIG_HINT = "add or correct it, or give a whole config"
 
 # Types of fields. Their bounds are far beyond any known model; they keep a damaged or hostile file from taking
 # memory or time before a tensor is looked at.

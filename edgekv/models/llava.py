@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from edgekv.checks import read_fields, short_repr
-from edgekv.errors import ConfigError
+from edgekv.checks import read_fields
+from edgekv.errors import ConfigError, short_repr
 from edgekv.models import find_family
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, Token
 from edgekv.models.llama import Llama

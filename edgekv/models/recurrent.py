@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, field
 
-from edgekv.checks import read_fields, short_repr
-from edgekv.errors import ConfigError
+from edgekv.checks import read_fields
+from edgekv.errors import ConfigError, short_repr
 from edgekv.models.architecture import Linear, Ops
 from edgekv.models.config import (
     Epsilon,

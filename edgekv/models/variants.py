@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from edgekv.checks import read_fields, short_repr
-from edgekv.errors import ConfigError
+from edgekv.checks import read_fields
+from edgekv.errors import ConfigError, short_repr
 from edgekv.models.architecture import Ops
 from edgekv.models.config import Layers, ModelConfig, Raw, head_size, sliding_layers
 from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, ROTATED, GgufMetadata, GgufNames, head_dim

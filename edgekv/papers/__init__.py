@@ -9,7 +9,7 @@ from edgekv.types import F32, U8
 def require_whole_bytes(kv: str, head_dim: int, per_byte: int) -> None:
     """Raises CacheError (field kv) where elements, ``per_byte`` of them to a byte, do not fill a head's bytes."""
     if head_dim % per_byte:
-        text = f"kv={kv!r} packs {per_byte} elements to a byte: head_dim {head_dim} must be a multiple of that"
+        text = f"packs {per_byte} elements to a byte: head_dim {head_dim} must be a multiple of that"
         raise CacheError(text, field="kv", value=kv)
 
 

@@ -245,7 +245,7 @@ class Board(msgspec.Struct):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Board:
         """Read a file of `save`. Raises ConfigError, with the field and its value, for anything else."""
-        hint = "give a file that `edgekv board` wrote, or begin anew with `again`"
+        hint = "give a file that `edgekv board` wrote, or begin anew (--again)"
         try:
             return read_fields(read_object(path), cls, str(path), hint)
         except ValueError as error:

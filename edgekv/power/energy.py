@@ -26,8 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from edgekv.checks import short_repr
-from edgekv.errors import PowerError
+from edgekv.errors import PowerError, short_repr
 from edgekv.files import read_regular, user_path
 from edgekv.power import meters
 from edgekv.power.meters import Clock, PowerMeter, Reading, Root, Throttle, all_limits, reason

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from edgekv.errors import PowerError, unknown
+from edgekv.errors import PowerError
 from edgekv.machine import format_bytes, machine_info
 
 Root = str | os.PathLike[str]
@@ -581,7 +581,7 @@ def survey(root: Root = "/") -> dict[str, PowerMeter | PowerError]:
 def require_meter_name(name: str) -> None:
     """Raises PowerError for a name that is neither "auto" nor in METERS."""
     if name not in ("auto", *METERS):
-        raise unknown(PowerError, "meter", name, ("auto", *METERS))
+        raise PowerError("unknown", field="meter", value=name, accepted=("auto", *METERS))
 
 
 def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) -> tuple[PowerMeter, list[str]]:

@@ -16,9 +16,17 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from edgekv.checks import LARGEST, short_repr
+from edgekv.checks import LARGEST
 from edgekv.engine.sampling import SamplingParams
-from edgekv.errors import ConfigError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.errors import (
+    ConfigError,
+    ContextError,
+    EdgeKVError,
+    MemoryBudgetError,
+    SessionError,
+    as_argument,
+    short_repr,
+)
 from edgekv.text import as_text
 from edgekv.text.template import PLACEHOLDER
 
@@ -72,7 +80,9 @@ def request_error(error: BaseException, names: Mapping[str, str] | None = None) 
         code = "overloaded" if isinstance(error, MemoryBudgetError) else "interrupted"
         return RequestError(503, str(error), code)
     code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
-    return RequestError(400, str(error), code, (names or {}).get(error.field or "", error.field))
+    field_of = {**(names or {})}
+    text = error.render(lambda name, value: as_argument(field_of.get(name, name), value))
+    return RequestError(400, text, code, field_of.get(error.field or "", error.field))
 
 
 class StrictStruct(Struct, forbid_unknown_fields=True):

@@ -55,8 +55,9 @@ def load_tokenizer(
     if file is None:
         raise TokenizerError(
             f"{path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
-            "beside the weights, or pass tokenizer=PATH",
+            "beside the weights",
             field="tokenizer",
+            advice="or pass {tokenizer:PATH}",
         )
     try:
         data = read_regular(file)

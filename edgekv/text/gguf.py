@@ -48,8 +48,9 @@ def write_tokenizer(metadata: Metadata, folder: pathlib.Path) -> None:
         return
     if kind not in WRITERS:
         raise TokenizerError(
-            f"the GGUF file's tokenizer {kind!r} is not supported (supported: {', '.join(WRITERS)}); give the "
-            "model's own with tokenizer=PATH"
+            f"the GGUF file's tokenizer {kind!r} is not supported",
+            accepted=WRITERS,
+            advice="or give the model's own with {tokenizer:PATH}",
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     add_bos = WRITERS[kind](metadata, tokens, folder)
@@ -103,8 +104,9 @@ def _write_byte_pairs(metadata: Metadata, tokens: list[str], folder: pathlib.Pat
     split = metadata.get("tokenizer.ggml.pre", "default")
     if split not in SPLITS:
         raise TokenizerError(
-            f"the GGUF file cuts texts like {split!r}, which is not supported (supported: {', '.join(SPLITS)}); "
-            "give the model's own with tokenizer=PATH"
+            f"the GGUF file cuts texts like {split!r}, which is not supported",
+            accepted=SPLITS,
+            advice="or give the model's own with {tokenizer:PATH}",
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: i for i, token in enumerate(tokens)}

@@ -54,7 +54,7 @@ class ChatTemplate:
         }
         if "invalid" in (answer := self._answer(None)):
             raise ConfigError(
-                f"the chat template is no valid Jinja ({answer['invalid']}); give another with `chat_template`"
+                f"the chat template is no valid Jinja ({answer['invalid']})", advice="give another {chat_template}"
             )
 
     @classmethod
@@ -71,8 +71,8 @@ class ChatTemplate:
         try:
             source = place and find_template(place) if given is None else read_text(user_path(given))
         except ValueError as error:
-            what = f"chat_template={given!r}: {error}; give a UTF-8 Jinja file"
-            raise ConfigError(what, field="chat_template", value=given) from None
+            accepted = ["a UTF-8 Jinja file"]
+            raise ConfigError(str(error), field="chat_template", value=given, accepted=accepted) from None
         return cls(source, tokenizer) if source else cls.plain(tokenizer)
 
     def render(

@@ -69,7 +69,7 @@ def picture(image: ImageSource) -> LoadedImage:
         except OSError as error:
             raise ImageError(f"{path}: can't be read ({error.strerror}); give an image file") from error
     if not isinstance(image, pil.Image.Image):
-        raise ImageError(f"images={image!r:.60}: accepted: an image's file, or an image of Pillow", field="images")
+        raise ImageError(field="images", value=image, accepted=["an image's file, or an image of Pillow"])
     return _as_rgb(image, "the image")
 
 

@@ -120,9 +120,9 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
     """The folder with the model's vision parts, and its image token. ImageError when it takes no images."""
     if model.image_token is None:
         raise ImageError(
-            f"{model.path}: takes no images, its model_type is {model.raw_config.get('model_type')}; leave "
-            "`images` out, or give a folder of model_type llava with vision.onnx",
+            f"{model.path}: takes no images, its model_type is {model.raw_config.get('model_type')}",
             field="images",
+            advice="leave {images} out, or give a folder of model_type llava with vision.onnx",
         )
     folder = _beside(model)
     for path in (folder / ENCODER, _settings(folder)):
@@ -273,8 +273,8 @@ def require_places(prompt: Prompt, image_token: int, n_images: int) -> None:
     """ImageError unless the prompt that a chat template wrote has a placeholder for each image."""
     if image_token not in prompt:
         raise ImageError(
-            f"the chat template writes no image token {image_token} for the {n_images} image(s) of these "
-            "messages: give one that keeps `<image>` with `chat_template`"
+            f"the chat template writes no image token {image_token} for the {n_images} image(s) of these messages",
+            advice="give one that keeps <image> with {chat_template}",
         )
     check_places(prompt, image_token, n_images)
 

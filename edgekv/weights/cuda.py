@@ -18,10 +18,6 @@ from edgekv.types import F32, TaskProgress
 from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
-NO_LORA = (
-    "device='cuda' applies no LoRA at run time; give `lora` without a name, which is merged into the weights, or "
-    "use device='cpu'"
-)
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # of common.cu
@@ -32,6 +28,12 @@ LEAST_SLAB = 1 << 23  # weights that are widened at a time; more where the card 
 SLAB_SHARE = 2048  # of the card's bytes, a weight each
 TILE_ROWS = 256
 LOADING = "loading to the GPU"
+
+
+def no_lora() -> ConfigError:
+    """Returns the refusal of a LoRA beside the weights."""
+    advice = "give {lora} without a name, which is merged into the weights, or use {device:cpu}"
+    return ConfigError("a GPU applies no LoRA at run time", field="loras", advice=advice)
 
 
 class DeviceWeights:
@@ -126,7 +128,7 @@ class CudaOps(NumpyOps):
         return self if self.half is None or n <= MATVEC_ROWS else self.half
 
     def with_lora(self, deltas: LoraDeltas) -> NumpyOps:
-        raise ConfigError(NO_LORA, field="loras")
+        raise no_lora()
 
     def linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
         """Return the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.errors import ConfigError, unknown
+from edgekv.errors import ConfigError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import kept_jit
 from edgekv.models.architecture import Architecture
@@ -125,7 +125,8 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
     if not separator or head == form.of("head").name:
         return form
     if head not in WEIGHTS:
-        raise unknown(ConfigError, "weights", name, [f"{form.name}{HEAD}{each}" for each in WEIGHTS])
+        accepted = [f"{form.name}{HEAD}{each}" for each in WEIGHTS]
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
     linears = {linear: form.of(linear).name for linear in arch.linears()}
     return per_linear_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
 
@@ -137,7 +138,7 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "int4"
     if name not in WEIGHTS:
-        raise unknown(ConfigError, "weights", name, ("auto", *WEIGHTS))
+        raise ConfigError("unknown", field="weights", value=name, accepted=("auto", *WEIGHTS))
     return WEIGHTS[name]
 
 

@@ -110,7 +110,7 @@ def _low_rank(part: WeightPart, delta: Delta | None) -> LowRank:
     a, b = delta.matrices()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         what = f"{delta.b.path}: {delta.b.name} is not finite with its factor"
-        raise CheckpointError(f"{what}; give a smaller scale, or another `lora`", field="lora")
+        raise CheckpointError(what, field="lora", advice="give a smaller scale, or another {lora}")
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
 
 

@@ -211,7 +211,7 @@ def build(
             nbytes, free = specs_bytes(specs), shutil.disk_usage(folder.parent).free
             if free < nbytes * 1.01:
                 what = f"the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} free"
-                hint = "make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
+                hint = "make room, or point XDG_CACHE_HOME (or the output) to a larger disk"
                 raise CheckpointError(f"{folder}: {what}; {hint}")
             _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
             for name in TEXT_FILES:

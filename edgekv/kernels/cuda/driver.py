@@ -153,8 +153,8 @@ class Driver:
             log.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(log, f"{program}\n{error}\n".encode())
             raise ConfigError(
-                f"device='cuda': {'+'.join(map(str, program.files))}.cu does not compile for this GPU; the "
-                f"compiler's log is in {log}; use device='cpu'"
+                f"{'+'.join(map(str, program.files))}.cu does not compile for this GPU; the compiler said: {log}",
+                advice="use {device:cpu}",
             ) from None
 
     def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
@@ -267,22 +267,22 @@ def require_cupy() -> Any:
         import cupy
     except ImportError as error:
         detail = str(error).splitlines()[0]
-        raise ConfigError(f"device='cuda' needs CuPy ({detail}): {INSTALL}, or use device='cpu'") from error
+        raise ConfigError(f"a GPU needs CuPy ({detail})", advice=f"{INSTALL}, or use {{device:cpu}}") from error
     try:
         cupy.cuda.runtime.getDeviceCount()
         cupy.zeros(1)
     except (RuntimeError, ImportError) as error:  # CUDARuntimeError and CUDADriverError are RuntimeErrors
         version = ".".join(map(str, divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)))
         raise ConfigError(
-            f"device='cuda': CuPy for CUDA {version} finds no GPU that it can use ({error}): install or update "
-            f"the NVIDIA driver, or {INSTALL}, or use device='cpu'"
+            f"CuPy for CUDA {version} finds no GPU that it can use ({error})",
+            advice=f"install or update the NVIDIA driver, or {INSTALL}, or use {{device:cpu}}",
         ) from error
     try:
         cupy.cuda.nvrtc.getVersion()
     except (RuntimeError, ImportError) as error:
         detail = str(error).splitlines()[0]
         raise ConfigError(
-            f"device='cuda': CuPy finds no CUDA compiler ({detail}): {INSTALL}, or use device='cpu'"
+            f"CuPy finds no CUDA compiler ({detail})", advice=f"{INSTALL}, or use {{device:cpu}}"
         ) from error
     return cupy
 

@@ -132,7 +132,7 @@ def kernels_of(codec: Any) -> CodecKernels:
     loops = find_codec_kernels("cuda", codec)
     if loops is None:
         raise CacheError(
-            f"codec of kind {codec.kind!r}: no kernels on device='cuda'; use device='cpu'", field="kv"
+            f"codec of kind {codec.kind!r}: no kernels for a GPU", field="kv", advice="use {device:cpu}"
         )
     return cast(CodecKernels, loops)
 
@@ -183,7 +183,7 @@ def check_width(width: int) -> None:
     """CacheError where a head has more channels than a block can hold."""
     if width > MOST_CHANNELS:
         raise CacheError(
-            f"head_dim {width}: device='cuda' takes at most {MOST_CHANNELS} channels; use device='cpu'"
+            f"head_dim {width}: a GPU takes at most {MOST_CHANNELS} channels", advice="use {device:cpu}"
         )
 
 

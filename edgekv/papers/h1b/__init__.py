@@ -137,9 +137,8 @@ class H1B(FullCache):
         for name, x in learned.items():
             if x.shape != shapes[name]:
                 raise CacheError(
-                    f"{source}: {name} has shape {x.shape} in a layer; kv={self.name!r} takes {shapes[name]}",
+                    f"{source}: {name} has shape {x.shape} in a layer",
                     field="adapter",
-                    value=x.shape,
                     accepted=[str(shapes[name])],
                 )
         self.sketch.set_learned(learned.get("projection"), learned.get("centre"))

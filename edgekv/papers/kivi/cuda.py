@@ -21,9 +21,7 @@ def _read_keys(codec: Any) -> Reader:
 def _read_values(codec: Any) -> Reader:
     a = codec.arrays
     if a["step"].shape[1] > 1:
-        raise CacheError(
-            "kv='kivi2' with vgroup: device='cuda' has one range per value only; leave vgroup out", field="kv"
-        )
+        raise CacheError("kivi2 with vgroup: a GPU has one range per value only; leave vgroup out", field="kv")
     return read_integers("RowValues", a["codes"], (a["step"], a["low"]), codec.head_dim, "FROM_LOW")
 
 

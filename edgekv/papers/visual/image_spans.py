@@ -152,10 +152,9 @@ class ImageSpans(CodecStore):
             start, stop = self.n_seen + first, self.n_seen + last
             if first < 0 or last <= first or start < earliest or stop > self.geometry.capacity:
                 raise CacheError(
-                    f"kv={self.name!r}: span {first}..{last} does not fit: give non-empty ranges of the coming "
+                    f"{self.name}: span {first}..{last} does not fit: give non-empty ranges of the coming "
                     f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens",
                     field="images",
-                    value=(first, last),
                 )
             earliest = stop
             n_packed = (stop - start) // self.block * self.block

@@ -16,7 +16,7 @@ from kernel_cases import pairs
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.papers.evicting import Evicting, attention_received, budget_tokens, highest, lowest
+from edgekv.papers.evicting import EvictingCache, attention_received, budget_tokens, highest_ranked, lowest_ranked
 
 F32 = npt.NDArray[np.float32]
 G, GROUP, D = 2, 3, 24
@@ -31,7 +31,7 @@ SCHEMES = {
 ALL = pytest.mark.parametrize("kv", SCHEMES.values(), ids=SCHEMES.keys())
 
 
-def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | None = None) -> Evicting:
+def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | None = None) -> EvictingCache:
     return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, sliding_window=window)
 
 
@@ -45,7 +45,7 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
     return q.astype(np.float16).astype(np.float32), k, v
 
 
-def kept(cache: Evicting) -> list[list[int]]:
+def kept(cache: EvictingCache) -> list[list[int]]:
     """Positions held, per KV head."""
     return [sorted(row) for row in cache.arrays["position"][:, : cache.n_used].tolist()]
 
@@ -369,7 +369,7 @@ def test_pooling_by_average_is_the_mean_with_zeros_beyond_the_ends() -> None:
     cache = make("snapkv:budget=40,observe=8,kernel=3,pool=avg,interval=5")
     votes = np.zeros((G, 60), np.float32)
     votes[:, 0], votes[:, 20] = 2.0, 3.0  # spread over 0..1 and 19..21
-    chosen = cache._winners(votes, np.arange(60, dtype=np.int32), 8 + 5, 60)
+    chosen = cache._choose_columns(votes, np.arange(60, dtype=np.int32), 8 + 5, 60)
     assert chosen.tolist() == [[0, 1, 19, 20, 21, *range(52, 60)]] * G
 
 
@@ -432,7 +432,7 @@ def test_the_lowest_goes_the_oldest_of_equals(visible: int, n_kv_heads: int, n: 
     positions = np.argsort(rng.random((n_kv_heads, n)), axis=1).astype(np.int32)
     mass = (rng.integers(1, 5, (n_kv_heads, n)) / 4).astype(np.float32)  # many ties
     protected = max(1, n // 2)
-    slots = lowest(mass, positions, visible, protected)
+    slots = lowest_ranked(mass, positions, visible, protected)
     for g in range(n_kv_heads):
         candidates = [t for t in range(n) if positions[g, t] < protected]
         expected = min(candidates, key=lambda t: (positions[g, t] >= visible and mass[g, t], positions[g, t]))
@@ -440,15 +440,15 @@ def test_the_lowest_goes_the_oldest_of_equals(visible: int, n_kv_heads: int, n: 
 
 
 def test_mass_that_is_no_number_counts_as_none() -> None:
-    """As in `highest`, which says what is left; infinity is the most, and what is protected stays before it."""
+    """As in `highest_ranked`; infinity is the most, and what is protected stays before it."""
     pool = np.array([np.nan, -np.float32(np.nan), np.inf, -1, 0, 0.5, 2], np.float32)
     mass = np.random.default_rng(3).choice(pool, (40, 12))
     mass[0], mass[1] = np.nan, np.inf
     positions = np.tile(np.arange(12, dtype=np.int32), (40, 1))
-    left, slots = highest(mass, positions, 11, 2, 9), lowest(mass, positions, 2, 9)
+    left, slots = highest_ranked(mass, positions, 11, 2, 9), lowest_ranked(mass, positions, 2, 9)
     assert (slots < 2).all()
     for g in range(40):
         assert np.setdiff1d(np.arange(12), left[g]).tolist() == [slots[g]]
-    slots = lowest(mass, positions, 0, 9)
+    slots = lowest_ranked(mass, positions, 0, 9)
     for g, row in enumerate(np.where(mass[:, :9] > 0, mass[:, :9], 0)):
         assert slots[g] == row.argmin()

@@ -1,20 +1,32 @@
-"""KV schemes of papers, and what they are compared with: a folder each, behind entry points like any package."""
+"""KV schemes of papers, and what they are compared with, behind entry points as any other package's schemes.
+
+    h1b, int4, kivi, kvcomp    a codec each: H1B-KV and its baselines, KIVI, KVComp
+    visual                     codecs for image tokens: Visual 1-bit KV, CalibQuant, and ours
+    evicting                   a bounded number of tokens: H2O, TOVA, StreamingLLM, SnapKV, MiKV
+    retrieval, fier, quest     every token is stored and few are read: the policy, and the index of each paper
+
+Each package's docstring has the idea, the paper's equations, deviations and what was measured here.
+"""
 
 import numpy as np
 
 from edgekv.errors import CacheError
-from edgekv.types import F32, U8
+from edgekv.kernels.arrays import contiguous
+from edgekv.types import F32, U8, U16
 
 
 def require_whole_bytes(kv: str, head_dim: int, per_byte: int) -> None:
-    """Raises CacheError (field kv) where elements, ``per_byte`` of them to a byte, do not fill a head's bytes."""
+    """Raises CacheError (field kv) where head_dim is no multiple of the ``per_byte`` elements in a byte."""
     if head_dim % per_byte:
         text = f"packs {per_byte} elements to a byte: head_dim {head_dim} must be a multiple of that"
         raise CacheError(text, field="kv", value=kv)
 
 
 def pack_codes(levels: U8, n_bytes: int) -> U8:
-    """Codes (..., D) of 8, 4 or 2 bits, the parts of a head over each other in (..., n_bytes)."""
+    """Packs codes (..., D) of 8, 4 or 2 bits into (..., n_bytes).
+
+    Byte j has element j in its lowest bits, then element n_bytes + j, and so on.
+    """
     parts = levels.reshape(*levels.shape[:-1], -1, n_bytes)
     packed: U8 = parts[..., 0, :].copy()
     for i in range(1, parts.shape[-2]):
@@ -23,8 +35,18 @@ def pack_codes(levels: U8, n_bytes: int) -> U8:
 
 
 def unpack_codes(codes: U8, head_dim: int) -> F32:
-    """The codes (..., D) in bytes (..., n_bytes), as numbers."""
+    """Returns the codes (..., D) that `pack_codes` has put into bytes (..., n_bytes)."""
     n_bits = 8 * codes.shape[-1] // head_dim
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
     parts: U8 = (codes[..., None, :] >> shifts) & np.uint8(2**n_bits - 1)
     return parts.reshape(*codes.shape[:-1], head_dim).astype(np.float32)
+
+
+def to_half(x: F32) -> U16:
+    """Returns x rounded to float16, as bits."""
+    return x.astype(np.float16).view(np.uint16)
+
+
+def from_half(bits: U16) -> F32:
+    """Returns float16 bits as float32."""
+    return contiguous(bits).view(np.float16).astype(np.float32)

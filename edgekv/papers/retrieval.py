@@ -1,4 +1,4 @@
-"""Keep every key and value, read few: an index picks tokens for each query, and attention to those is exact."""
+"""The policy of FIER and Quest: an index chooses tokens for each query, and attention to these is exact."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from edgekv.types import F32, I64, Array
 
 
 class Index(abc.ABC):
-    """A summary of the keys, made ``block`` tokens at a time; ``kind`` names the loops that score its units.
+    """Base class of summaries of keys: of ``block`` tokens each, with a score for each ``unit`` of tokens.
 
-    A unit is ``unit`` tokens.
+    kind, backends: as a `Codec`'s.
     """
 
     kind: ClassVar[str]
     backends: ClassVar[Mapping[str, str]]
-    backend_state: Any = None  # as a `Codec`'s
+    backend_state: Any = None
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, unit: int) -> None:
         self.n_kv_heads, self.n_blocks, self.head_dim = n_kv_heads, capacity // block, head_dim
         self.block, self.unit = block, unit
 
     @abc.abstractmethod
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Returns every array of the index: name -> (shape, dtype)."""
 
     @property
     @abc.abstractmethod
     def block_bytes(self) -> int:
-        """Bytes that a block takes, all heads together."""
+        """Returns the bytes that a block takes, all heads together."""
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
-        """The allocated arrays of `layout`, and the kernels to use on them. Each is (n_kv_heads, ...)."""
+        """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels to use on them."""
         self.arrays, self.kernels = arrays, kernels
         self.backend_state = None
 
     def covered(self, n_tokens: int) -> int:
-        """How many of the first n tokens are in whole blocks."""
+        """Returns how many of the first n tokens are in whole blocks."""
         return n_tokens // self.block * self.block
 
     @abc.abstractmethod
@@ -55,13 +56,13 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """Scores (n_kv_heads, M, t1 - t0) of queries q (n_kv_heads, M, head_dim) with units t0..t1."""
+        """Returns the scores (n_kv_heads, n, t1 - t0) of queries q (n_kv_heads, n, head_dim) with units t0..t1."""
 
 
 class Retrieval(FullCache):
-    """Keys and values in f16, and an index. A query reads the index, then k tokens and those not yet indexed.
+    """A cache in f16 with an index: a query reads the index, k tokens, and tokens that are not indexed yet.
 
-    One choice serves the query heads that share a KV head: the k tokens with the largest sum of attention
+    The query heads that share a KV head read the same k tokens: those with the largest sum of attention
     probabilities by the index. While the index covers k tokens or fewer, in a sliding window that is hardly
     wider, and in the first ``skip`` layers (never the last one) attention is `dense`'s.
     """
@@ -82,7 +83,7 @@ class Retrieval(FullCache):
 
     @abc.abstractmethod
     def index(self, geometry: Geometry, config: Any) -> Index:
-        """The scheme: how keys are summarised."""
+        """Returns the scheme's index of a layer."""
 
     def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
@@ -97,12 +98,12 @@ class Retrieval(FullCache):
         if self._index:
             self._index.bind({name: self.arrays[f"index.{name}"] for name in self._index.layout()}, kernels)
             shape = self.geometry.n_kv_heads, self.config.k + self._index.block, self.geometry.head_dim
-            self._read_codecs = F16(*shape), F16(*shape)  # the tokens of one query token, side by side
+            self._read_codecs = F16(*shape), F16(*shape)  # copies of the tokens that a query reads
             for name, codec in zip(("keys", "values"), self._read_codecs, strict=True):
                 codec.bind({"half": workspace.array(f"retrieval.{name}", shape, np.uint16)}, kernels)
 
     def bytes_read(self) -> int:
-        """The index of what is visible, and keys and values of k tokens and of those not yet indexed."""
+        """Returns the bytes of the visible blocks of the index, of k tokens, and of those not yet indexed."""
         if self._index is None or self._index.covered(self.n_seen) <= self.config.k:
             return super().bytes_read()
         block, window = self._index.block, self.geometry.sliding_window or self.n_seen
@@ -112,7 +113,7 @@ class Retrieval(FullCache):
         return n_blocks * self._index.block_bytes + n_tokens * token_bytes
 
     def is_static(self) -> bool:
-        """Not with an index: which tokens are read depends on how many there are."""
+        """Returns False with an index: which tokens are read depends on how many there are."""
         return self._index is None and super().is_static()
 
     def append_prompt(self, keys: F32, values: F32) -> None:
@@ -122,7 +123,7 @@ class Retrieval(FullCache):
         self._extend_index(before)
 
     def max_append_tokens(self) -> int:
-        """Tokens that see the same blocks of the index."""
+        """Returns the number of tokens that see the same blocks of the index."""
         if self._index is None:
             return super().max_append_tokens()
         return self._index.block - (self.n_seen + 1) % self._index.block
@@ -147,15 +148,15 @@ class Retrieval(FullCache):
             self._read_token(self._index, queries[:, j : j + 1], out[:, j : j + 1], self.n_seen - n + j + 1, sinks)
 
     def _read_token(self, index: Index, q: F32, out: F32, n_seen: int, sinks: F32 | None) -> None:
-        """out (n_heads, 1, head_dim) = exact attention of the last of ``n_seen`` tokens to those that are chosen.
+        """Attends exactly, for the last of ``n_seen`` tokens, to the k best tokens and to those not yet indexed.
 
-        These are the k best tokens, and those that are not indexed yet.
+        q, out (n_heads, 1, head_dim).
         """
         q, target = contiguous(q), self.workspace.array("attention.piece", out.shape)
         units, indexed = self._best_units(index, q, n_seen), index.covered(n_seen)
         best = (units[..., None] * index.unit + np.arange(index.unit, like=units)).reshape(len(units), -1)
-        rest = np.arange(indexed, n_seen, like=units)
-        tokens = np.concatenate([best, np.broadcast_to(rest, (len(units), len(rest)))], axis=1)
+        latest = np.arange(indexed, n_seen, like=units)
+        tokens = np.concatenate([best, np.broadcast_to(latest, (len(units), len(latest)))], axis=1)
         for name, codec in zip(("key", "value"), self._read_codecs, strict=True):
             store, heads = self.arrays[f"{name}.half"], np.arange(len(tokens), like=tokens)[:, None]
             codec.arrays["half"][:, : tokens.shape[1]] = store[heads, tokens]
@@ -165,7 +166,7 @@ class Retrieval(FullCache):
         out[:] = target
 
     def _best_units(self, index: Index, q: F32, n_seen: int) -> Array:
-        """Units (n_kv_heads, k / unit), ascending, wholly in the window, of most attention by the index."""
+        """Returns the units (n_kv_heads, k / unit), ascending, of most attention, wholly in the window."""
         n_kv_heads, n_rep, unit = self.geometry.n_kv_heads, self.geometry.n_rep, index.unit
         low = max(0, n_seen - (self.geometry.sliding_window or n_seen))
         first, last = low // index.block * index.block // unit, index.covered(n_seen) // unit
@@ -180,11 +181,11 @@ class Retrieval(FullCache):
 
 
 def largest(s: F32, k: int) -> I64:
-    """Columns (G, k), ascending, of the k largest of s (G, n >= k): of equals the lower, NaN behind numbers."""
+    """Returns the columns (G, k), ascending, of the k largest of s (G, n): of equals the lower; NaN is least."""
     x = -s
-    taken = x <= np.partition(x, k - 1, axis=1)[:, k - 1 : k]
-    if (taken.sum(axis=1) != k).any():  # more that equal the k-th, or NaN among the k
+    is_taken = x <= np.partition(x, k - 1, axis=1)[:, k - 1 : k]
+    if (is_taken.sum(axis=1) != k).any():  # more that equal the k-th, or NaN among the k
         columns: I64 = np.sort(np.argsort(x, axis=1, kind="stable")[:, :k], axis=1)
     else:
-        columns = np.flatnonzero(taken).reshape(len(s), k) % s.shape[1]
+        columns = np.flatnonzero(is_taken).reshape(len(s), k) % s.shape[1]
     return columns

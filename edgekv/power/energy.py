@@ -1,9 +1,9 @@
 """Energy of a run by phase, from a power sensor or an energy counter that is sampled beside it.
 
-Sampled power is integrated by the trapezoid rule; its uncertainty is half of each change between two samples, times
-the time between them. An energy counter gives its rise; its uncertainty is the mean power, times the time between
-each end of the window and the nearest reading, and times the counter's tick at each end. A window that is known too
-badly is refused with the reason. The sensor's own error is not known, and not contained in any of this.
+Sampled power is integrated by the trapezoid rule; its uncertainty is half of each change between two samples,
+times the time between them. An energy counter gives its rise; its uncertainty is the mean power, times the time
+between each end of the window and the nearest reading, and times the counter's tick at each end. A window that is
+known too badly is refused with the reason. The sensor's own error is not known, and not contained in any of this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""SnapKV: the end of the text votes on which earlier tokens to keep."""
+"""SnapKV (Li et al. 2024): the end of the text votes on which earlier tokens to keep.
+
+Measured here (docs/papers.md): it serves the question that ends the prompt, but not a second one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, share_of_context, tokens
-from edgekv.papers.evicting import Evicting, attention_received, half_bits, highest
+from edgekv.papers import from_half, to_half
+from edgekv.papers.evicting import EvictingCache, attention_received, highest_ranked
 from edgekv.types import F32, I32, I64
 
 POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
@@ -22,12 +26,12 @@ POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
 
 @dataclasses.dataclass(frozen=True)
 class SnapKVConfig(Config):
-    """What `snapkv` can be set to.
+    """Options of `snapkv`.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
     observe: int, default 32. Latest tokens, which stay and whose attention votes for the others; 1 or more.
     kernel: int, default 7. Neighbouring tokens over which the votes are pooled, odd.
-    pool: str, default "max". How: max or avg.
+    pool: str, default "max". How the votes are pooled: max or avg.
     interval: int, default 64. Tokens between two votes while text is generated, 1 or more.
     """
 
@@ -45,16 +49,16 @@ class SnapKVConfig(Config):
             raise bad_option("snapkv", "kernel", self.kernel, "an odd number of tokens")
 
 
-class SnapKV(Evicting):
-    """Pooled attention from the last ``observe`` queries decides, per KV head.
+class SnapKV(EvictingCache):
+    """SnapKV, section 4: keeps the tokens of most pooled attention from the last ``observe`` queries.
 
-    slots * (4 * head_dim + 4) bytes per KV head, and observe * 2 * head_dim per query head for the queries.
+    It takes slots * (4 * head_dim + 4) bytes per KV head, and observe * 2 * head_dim per query head for queries.
 
-    SnapKV (Li et al. 2024), section 4: the weights that the observation queries give to each earlier token are
-    summed (here over the query heads of the group too), pooled over ``kernel`` neighbours, and the highest stay
-    beside the observation window itself. Deviation: the paper compresses the prompt once and keeps every token
-    decoded after it. Here a budget holds throughout: whenever the slots are full, the latest queries vote again
-    and the lowest ``interval`` tokens leave at once (neighbours are then those in the cache).
+    The weights that the observation queries give to each earlier token are summed (here over the query heads of
+    the group too) and pooled over ``kernel`` neighbours; the highest stay beside the observation window itself.
+    Deviation: the paper compresses the prompt once and keeps every token decoded after it. Here a budget holds
+    throughout: whenever the slots are full, the latest queries vote again and the lowest ``interval`` tokens are
+    evicted at once (neighbours are then those in the cache).
     """
 
     name = "snapkv"
@@ -70,7 +74,7 @@ class SnapKV(Evicting):
             least = config.observe + config.interval
             raise bad_option("snapkv", "budget", config.budget, f"observe + interval = {least} tokens or more")
         self.observe = min(config.observe, geometry.context or geometry.capacity)
-        self.n_observed = 0  # of the latest tokens, whose queries are held
+        self.n_observed = 0  # latest tokens whose queries are stored
 
     def layout(self) -> Layout:
         queries = (self.geometry.n_heads, self.observe, self.geometry.head_dim)
@@ -83,71 +87,70 @@ class SnapKV(Evicting):
         observed = min(n, self.observe)
         if n > self.slots:
             votes = attention_received(queries, keys, n - observed, self.geometry, self.kernels, self.workspace)
-            self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
+            self._keep_columns(
+                self._choose_columns(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values
+            )
         else:
             super().append_prompt(keys, values)
         for position in range(n - observed, n):
-            self._remember(queries[:, position], position)
+            self._store_query(queries[:, position], position)
         self.n_observed = observed
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Without queries nobody votes: the latest tokens stay.
-
-        Keys and values (n_kv_heads, n, head_dim): a prompt's.
-        """
+        """Appends a prompt's keys and values (n_kv_heads, n, head_dim); without queries the latest tokens stay."""
         self.n_observed = 0
         super().append_prompt(keys, values)
 
-    def _make_room(self) -> None:
+    def _choose_slots(self) -> None:
         if self.n_used == self.slots:
             self._compress()
-        self._target.fill(self.n_used)
+        self._next_slots.fill(self.n_used)
         self.n_used += 1
 
-    def _observe(self, q: F32, p: F32) -> None:
+    def _observe(self, queries: F32, weights: F32) -> None:
         if self.evicts:
-            self._remember(q.reshape(self.geometry.n_heads, -1), self.n_seen - 1)
+            self._store_query(queries.reshape(self.geometry.n_heads, -1), self.n_seen - 1)
             self.n_observed = min(self.n_observed + 1, self.observe)
 
-    def _remember(self, q: F32, position: int) -> None:
-        self.arrays["query.half"][:, position % self.observe] = half_bits(q)
+    def _store_query(self, query: F32, position: int) -> None:
+        self.arrays["query.half"][:, position % self.observe] = to_half(query)
 
     def _compress(self) -> None:
-        none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
+        no_tokens = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
         positions = self.arrays["position"][:, : self.n_used]
-        kept = self._winners(self._votes(), positions, self.slots - self.config.interval, self.n_seen)
-        self._rebuild(kept, none, none)
+        columns = self._choose_columns(self._votes(), positions, self.slots - self.config.interval, self.n_seen)
+        self._keep_columns(columns, no_tokens, no_tokens)
 
     def _votes(self) -> F32:
-        """(n_kv_heads, n_used): attention weights from the queries held, summed. The slots are in token order."""
+        """Returns the sum (n_kv_heads, n_used) of the stored queries' attention weights, in token order."""
         g, n, end = self.geometry.n_kv_heads, self.n_observed, self.n_used
         if not n:
             return np.zeros((g, end), np.float32)
-        held = np.arange(self.n_seen - n, self.n_seen)
-        queries = self.arrays["query.half"][:, held % self.observe].view(np.float16).astype(np.float32)
-        latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
+        latest = np.arange(self.n_seen - n, self.n_seen)
+        queries = from_half(self.arrays["query.half"][:, latest % self.observe])
+        segment = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
         s = self.workspace.array("snapkv.weights", (g, self.geometry.n_rep * n, end))
         out = self.workspace.array("attention.piece", queries.shape)
         cap = self.geometry.score_cap
-        self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s, cap=cap)
+        self.kernels.attend(contiguous(queries), [segment], self.visible(n), out, s, cap=cap)
         votes: F32 = s.sum(axis=1)
         return votes
 
-    def _winners(self, votes: F32, positions: I32, n: int, end: int) -> I64:
-        """Columns of the ``n`` tokens that stay of those with votes (n_kv_heads, columns), ``end`` seen so far."""
+    def _choose_columns(self, votes: F32, positions: I32, n: int, end: int) -> I64:
+        """Returns the columns of the ``n`` tokens that stay; votes (n_kv_heads, columns), ``end`` tokens seen."""
         observe, kernel = self.observe, self.config.kernel
         padded = np.pad(votes[:, :-observe], ((0, 0), (kernel // 2, kernel // 2)))
         pooled = POOLS[self.config.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
         mass = np.concatenate([pooled, votes[:, -observe:]], axis=1)
         positions = np.broadcast_to(positions, votes.shape)
-        return highest(mass, positions, n, self._first_visible(end), end - observe)
+        return highest_ranked(mass, positions, n, self._first_visible(end), end - observe)
 
     def counters_valid(self) -> bool:
         least, most = (min(n, self.n_seen) for n in (self.slots - self.config.interval, self.slots))
-        used = (least if self.evicts else most) <= self.n_used <= most
-        return 0 <= self.n_seen <= self.capacity and used and self.n_observed <= min(self.observe, self.n_seen)
+        is_used = (least if self.evicts else most) <= self.n_used <= most
+        return 0 <= self.n_seen <= self.capacity and is_used and self.n_observed <= min(self.observe, self.n_seen)
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        kept = super().truncate(n, n_same)
-        self.n_observed = min(self.n_observed, kept)
-        return kept
+        n_seen = super().truncate(n, n_same)
+        self.n_observed = min(self.n_observed, n_seen)
+        return n_seen

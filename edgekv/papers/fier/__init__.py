@@ -1,4 +1,8 @@
-"""FIER: every token scored from one bit per key element, the best k attended to exactly."""
+"""FIER: every token is scored from one bit per key element, and the best k are attended to exactly.
+
+Measured here (docs/papers.md): the index ranks tokens clearly better than Quest's; perplexity x1.001 on one small
+model and x2.0 on another, whose attention is spread. It saves time and no memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 from edgekv.codecs.codec import Layout, in_package
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, number, one_of, tokens
+from edgekv.papers import from_half, to_half
 from edgekv.papers.retrieval import Index, Retrieval
 from edgekv.types import F32, Array
 
@@ -18,7 +23,7 @@ WORD = 32  # tokens per word of the index
 
 @dataclasses.dataclass(frozen=True)
 class FierConfig(Config):
-    """What `fier` can be set to.
+    """Options of `fier`.
 
     k: int, default 256. Tokens that a query attends to, by their estimated scores; 1 or more.
     group: int, default 32. Tokens whose keys share two levels per channel in the index: 32, 64, 128 or 256.
@@ -36,7 +41,7 @@ class FierConfig(Config):
 
 
 class SignIndex(Index):
-    """A bit per key element, and two levels per channel and group of tokens (FIER eq. 5, algorithm 1)."""
+    """FIER's index: a bit per key element, and two levels per channel and group of tokens (eq. 5, algorithm 1)."""
 
     kind = "sign_index"
     backends = in_package("edgekv.papers.fier", "cpu", "cuda")
@@ -64,7 +69,7 @@ class SignIndex(Index):
         32 * w + i is at or above the (rounded) centre: it is taken as centre + step, else as centre - step.
         """
         n_kv_heads, _, head_dim = keys.shape
-        x = keys[:, b0 * self.block : b1 * self.block].view(np.float16).astype(np.float32)
+        x = from_half(keys[:, b0 * self.block : b1 * self.block])
         x = x.reshape(n_kv_heads, b1 - b0, self.block, head_dim)
         if self.minmax:
             low, high, half = x.min(axis=2), x.max(axis=2), np.float32(0.5)
@@ -73,9 +78,8 @@ class SignIndex(Index):
             centre = _sum_in_order(x) / np.float32(self.block)
             step = _sum_in_order(np.abs(x - centre[:, :, None])) / np.float32(self.block)
         levels = self.arrays["levels"][:, b0:b1]  # a view
-        levels[:, :, 0] = centre.astype(np.float16).view(np.uint16)
-        levels[:, :, 1] = step.astype(np.float16).view(np.uint16)
-        upper = (x >= _widened(levels[:, :, None, 0])).reshape(n_kv_heads, -1, WORD, head_dim)
+        levels[:, :, 0], levels[:, :, 1] = to_half(centre), to_half(step)
+        upper = (x >= from_half(levels[:, :, None, 0])).reshape(n_kv_heads, -1, WORD, head_dim)
         words = np.zeros_like(upper, np.uint32, shape=(n_kv_heads, upper.shape[1], head_dim))
         for i in range(WORD):
             words |= upper[:, :, i].astype(np.uint32) << np.uint32(i)
@@ -83,12 +87,12 @@ class SignIndex(Index):
         self.arrays["signs"][:, first : first + words.shape[1]] = words
 
     def decode(self, t0: int, t1: int) -> F32:
-        """The keys (n_kv_heads, t1 - t0, head_dim) of whole groups, as the index has them."""
+        """Returns the index's approximation of the keys (n_kv_heads, t1 - t0, head_dim) of whole groups."""
         b0, b1 = t0 // self.block, t1 // self.block
         signs, levels = self.arrays["signs"][:, t0 // WORD : t1 // WORD], self.arrays["levels"][:, b0:b1]
         upper = signs[:, :, None] >> np.arange(WORD, dtype=np.uint32)[:, None] & 1  # (G, words, 32, D)
         upper = upper.reshape(self.n_kv_heads, b1 - b0, self.block, self.head_dim)
-        centre, step = _widened(levels[:, :, None, 0]), _widened(levels[:, :, None, 1])
+        centre, step = (from_half(levels[:, :, None, i]) for i in (0, 1))
         keys: F32 = np.where(upper, centre + step, centre - step).reshape(self.n_kv_heads, -1, self.head_dim)
         return keys
 
@@ -100,27 +104,23 @@ class SignIndex(Index):
 
 
 def _sum_in_order(x: F32) -> F32:
-    """Of x (G, groups, tokens, D) over the tokens, one after the other."""
+    """Sums x (n_kv_heads, groups, tokens, head_dim) over the tokens, in their order."""
     total: F32 = x[:, :, 0].copy()
     for t in range(1, x.shape[2]):
         total += x[:, :, t]
     return total
 
 
-def _widened(half: Array) -> F32:
-    return half.view(np.float16).astype(np.float32)
-
-
 class Fier(Retrieval):
-    """Top-k tokens by q . K~, K~ = centre +- step per channel and group of g tokens; exact attention on them.
+    """FIER, algorithm 1: exact attention to the k tokens of largest q . K~, where K~ = centre +- step.
 
-    Beside f16 keys and values an index of a bit per key element and two f16 per channel and group (eq. 8):
-    4 * head_dim + head_dim / 8 + 4 * head_dim / g bytes per token and KV head. A step reads the index and
-    4 * head_dim bytes of k tokens.
+    centre and step are per channel and group of g tokens. Beside f16 keys and values the index takes a bit per key
+    element and two f16 per channel and group (eq. 8): 4 * head_dim + head_dim / 8 + 4 * head_dim / g bytes per
+    token and KV head in all. A step reads the index and 4 * head_dim bytes of k tokens.
 
-    The paper leaves open three things. Levels: mean +- mean absolute deviation, which ranks tokens better than
-    the range on most models (``levels``). Grouped queries: see `Retrieval`. The newest tokens, up to g - 1, that
-    fill no group: always attended to, on top of k.
+    The paper leaves three things open. The levels are mean +- mean absolute deviation, which ranks tokens better
+    than the range on most models (``levels``). Grouped queries: see `Retrieval`. The newest tokens, up to g - 1,
+    that fill no group are always attended to, on top of k.
     """
 
     name = "fier"

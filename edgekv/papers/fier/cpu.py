@@ -1,4 +1,4 @@
-"""FIER's index: keys as one bit each, of two levels per channel and group of tokens."""
+"""Scores of FIER's index on the CPU: a bit per key element, two levels per channel and group of tokens."""
 
 from typing import Any
 
@@ -14,24 +14,25 @@ from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
 
 LANES = emit.LANES
-VECTOR, CHAINS = emit.vector(emit.F32, LANES), 4  # sums that do not wait for each other
+VECTOR = emit.vector(emit.F32, LANES)
+CHAINS = 4  # independent sums: none waits for another
 WORD_TOKENS, WORD_BYTES = 32, 4
-HALVES_AHEAD = 2048  # of the levels: two groups of head_dim 128 and three to come
-LINE_HALVES = 32  # to a cache line
+PREFETCH_DISTANCE = 2048  # levels, float16
+LINE_LEVELS = 32  # levels in a cache line
 ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
 
 
 @score_loop
 def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    """Of whole groups: t and n are multiples of the group."""
+    """Scores tokens of whole groups: t and n are multiples of the group."""
     x = numbers(store)
     head_dim, n_groups, group = get(x, 0), get(x, 1), get(x, 2)
     signs, levels, queries = get(x, 3), halves(get(x, 4)), floats(q)
     per_group = group // WORD_TOKENS
     for b in range(t // group, (t + n) // group):
         level, word = (g * n_groups + b) * 2 * head_dim, (g * n_groups + b) * per_group * head_dim
-        for d in range(0, 2 * head_dim, LINE_HALVES):
-            emit.prefetch_element(levels, level + HALVES_AHEAD + d)
+        for d in range(0, 2 * head_dim, LINE_LEVELS):
+            emit.prefetch_element(levels, level + PREFETCH_DISTANCE + d)
         for m in range(rows):
             base = _fold(queries, m * head_dim, levels, level, head_dim, floats(scratch))
             for w in range(per_group):
@@ -42,7 +43,7 @@ def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: i
 
 @fast_jit
 def _fold(q: F32, query: int, levels: U16, level: int, head_dim: int, weights: F32) -> Scalar:
-    """weights = what each channel's upper level adds to a score; returns the score of all lower levels."""
+    """Fills weights (head_dim,), what a channel's upper level adds to a score; returns all lower levels' score."""
     base = ZERO
     for d in range(head_dim):
         x = get(q, query + d)
@@ -54,19 +55,19 @@ def _fold(q: F32, query: int, levels: U16, level: int, head_dim: int, weights: F
 
 @intrinsic
 def _score_word(context: Any, signs: Any, weights: Any, head_dim: Any, base: Any, s: Any) -> Any:
-    """s (32,) = base + the sum of the weights of the channels whose bit is set, token by token."""
+    """Sets s (32,) = base + the sum of the weights of the channels whose bit is set, for each token."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         signs, weights, head_dim, base, s = args
         parts = range(WORD_TOKENS // LANES)
         start, done = [emit.splat(b, base, LANES)] * len(parts), emit.I64(0)
         sums = [*start, *[emit.constant(VECTOR, 0)] * ((CHAINS - 1) * len(parts))]
-        for together in (CHAINS, 1):
-            with emit.loop(b, done, head_dim, together, sums) as turn:
+        for n_channels in (CHAINS, 1):
+            with emit.loop(b, done, head_dim, n_channels, sums) as turn:
                 word = b.add(signs, b.mul(turn.i, emit.I64(WORD_BYTES)))
                 weight = b.add(weights, b.mul(turn.i, emit.I64(4)))
                 added = []
-                for c in range(together):
+                for c in range(n_channels):
                     x = emit.splat(b, emit.load(b, emit.F32, weight, 4 * c), LANES)
                     for part in parts:
                         bits = emit.load(b, emit.integer(LANES), word, WORD_BYTES * c + LANES // 8 * part)
@@ -82,7 +83,7 @@ def _score_word(context: Any, signs: Any, weights: Any, head_dim: Any, base: Any
 
 
 def _mask(b: Any, bits: Any) -> Any:
-    """A lane for each bit."""
+    """Returns a vector of booleans, a lane for each bit."""
     if LANES == 16:  # AVX-512 has registers for them
         return b.bitcast(bits, emit.vector(emit.integer(1), LANES))
     each = ir.Constant(emit.vector(emit.I32, LANES), [1 << lane for lane in range(LANES)])

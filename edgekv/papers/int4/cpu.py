@@ -1,4 +1,4 @@
-"""Values, or keys, in four bits with a scale per token: unpacked to signed bytes, some tokens at a time."""
+"""4-bit codes with a scale per token on the CPU: TILE tokens at a time are unpacked to signed bytes."""
 
 from typing import Any
 
@@ -33,24 +33,24 @@ TILE = 32  # tokens that are unpacked together: 4 KiB at 128 channels
 def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
     _, scale, capacity, head_dim, _ = _numbers(store)
     for i in range(0, n, TILE):
-        few, token = min(TILE, n - i), g * capacity + t + i
-        _unpack(store, token, few, scratch)
-        score_levels(q, rows, scratch, halves(scale + 2 * token), head_dim, few, s + 4 * i, gap)
+        n_tokens, token = min(TILE, n - i), g * capacity + t + i
+        _unpack(store, token, n_tokens, scratch)
+        score_levels(q, rows, scratch, halves(scale + 2 * token), head_dim, n_tokens, s + 4 * i, gap)
 
 
 @add_loop
 def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     _, scale, capacity, head_dim, _ = _numbers(store)
     for i in range(0, n, TILE):
-        few, token = min(TILE, n - i), g * capacity + t + i
-        _unpack(store, token, few, scratch)
+        n_tokens, token = min(TILE, n - i), g * capacity + t + i
+        _unpack(store, token, n_tokens, scratch)
         values, weights = scratch, scratch + TILE * head_dim
-        add_levels(p + 4 * i, gap, rows, values, halves(scale + 2 * token), head_dim, few, out, weights)
+        add_levels(p + 4 * i, gap, rows, values, halves(scale + 2 * token), head_dim, n_tokens, out, weights)
 
 
 @fast_jit
 def _unpack(store: int, token: int, n: int, levels: int) -> None:
-    """levels (n, head_dim) int8 = the codes of n tokens, less their zero point: 8, or each token's own."""
+    """Sets levels (n, head_dim) int8 = the codes of n tokens minus their zero point: 8, or each token's own."""
     codes, _, _, head_dim, zeros = _numbers(store)
     half = head_dim // 2
     for i in range(n):
@@ -60,18 +60,18 @@ def _unpack(store: int, token: int, n: int, levels: int) -> None:
 
 @intrinsic
 def _unpack_token(context: Any, codes: Any, n: Any, zero: Any, levels: Any) -> Any:
-    """levels (2 * n,) = the lower, then the upper four bits of n bytes, less zero."""
+    """Sets levels (2 * n,) = the lower, then the upper four bits of n bytes, minus zero."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         codes, n, zero, levels = args
         done = emit.I64(0)
         for width in (4 * emit.REGISTER, 1):
             kind = emit.vector(emit.I8, width) if width > 1 else emit.I8
-            less = emit.splat(b, zero, width) if width > 1 else zero
+            offset = emit.splat(b, zero, width) if width > 1 else zero
             with emit.loop(b, done, n, width) as turn:
                 x, to = emit.load(b, kind, b.add(codes, turn.i)), b.add(levels, turn.i)
-                emit.store(b, b.sub(b.and_(x, emit.constant(kind, 15)), less), to)
-                emit.store(b, b.sub(b.lshr(x, emit.constant(kind, 4)), less), b.add(to, n))
+                emit.store(b, b.sub(b.and_(x, emit.constant(kind, 15)), offset), to)
+                emit.store(b, b.sub(b.lshr(x, emit.constant(kind, 4)), offset), b.add(to, n))
             done = turn.i
         return context.get_dummy_value()
 
@@ -134,7 +134,7 @@ def _numbers(store: int) -> tuple[int, int, int, int, int]:
 
 
 def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CodecKernels:
-    """Of the names of the arrays (G, tokens, ...)."""
+    """Returns the kernels of a codec; codes, scale, zeros: names of its arrays (n_kv_heads, tokens, ...)."""
 
     def store(codec: Any) -> tuple[int, ...]:
         zero_at = address_of(codec.arrays[zeros]) if zeros else 0

@@ -1,4 +1,7 @@
-"""KIVI: 2-bit keys per channel over a group of tokens, 2-bit values per token, the latest tokens exact."""
+"""KIVI: 2-bit keys per channel over a group of tokens, 2-bit values per token, the latest tokens exact.
+
+Measured here (docs/papers.md): perplexity x1.002 to x1.007, and every hidden needle is found: the best baseline.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,16 @@ import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package, round_up_to_f16
 from edgekv.codecs.f16 import f16_codecs
-from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.policies import SinkWindowCache, Sizes
-from edgekv.papers import pack_codes, require_whole_bytes, unpack_codes
+from edgekv.papers import from_half, pack_codes, require_whole_bytes, to_half, unpack_codes
 from edgekv.types import F32, U8, U16
 
 
 class KiviCodec(Codec):
-    """low + step * code; the elements that share these two are a channel of some tokens, or a token's channels."""
+    """Base class of codecs x ~ low + step * code: a channel of some tokens, or a token, shares low and step."""
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -32,15 +34,15 @@ class KiviCodec(Codec):
     def _levels_of(self, x: F32, axis: int, step: U16, low: U16) -> U8:
         """Returns round((x - low) / step) in 0..top = 2 ** bits - 1, halves to even; fills ``low`` and ``step``.
 
-        x: (n_kv_heads, ...), of which the elements along the axis share both: the least, rounded to float16, and
+        x (n_kv_heads, ...): the elements along ``axis`` share low, their least in float16, and step, which is
         (largest - low) / top, rounded up to float16.
         """
         top = np.float32(2**self.bits - 1)
         least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16) + np.float32(0)  # no -0
-        low[...] = least.astype(np.float16).view(np.uint16)
-        least = _widen(low)
+        low[...] = to_half(least)
+        least = from_half(low)
         step[...] = round_up_to_f16(np.maximum(x.max(axis) - least, 0) / top)
-        size = _widen(step)
+        size = from_half(step)
         size[size == 0] = 1
         position = (x - np.expand_dims(least, axis)) / np.expand_dims(size, axis)
         levels: U8 = np.clip(np.rint(position), 0, top).astype(np.uint8)
@@ -48,9 +50,9 @@ class KiviCodec(Codec):
 
 
 class KiviKeys(KiviCodec):
-    """Ends per channel of ``group`` tokens: head_dim * (bits / 8 + 4 / group) bytes.
+    """Keys with low and step per channel of ``group`` tokens: head_dim * (bits / 8 + 4 / group) bytes.
 
-    Whole groups only: they are encoded from a multiple of ``group`` on, and ``capacity`` is one.
+    Only whole groups are encoded; ``capacity`` is a multiple of ``group``.
     """
 
     kind = "kivi_keys"
@@ -76,13 +78,13 @@ class KiviKeys(KiviCodec):
 
     def decode(self, t0: int, t1: int) -> F32:
         groups = np.arange(t0, t1) // self.group
-        step, low = (_widen(self.arrays[name][:, groups]) for name in ("step", "low"))
+        step, low = (from_half(self.arrays[name][:, groups]) for name in ("step", "low"))
         keys: F32 = low + step * unpack_codes(self.arrays["codes"][:, t0:t1], self.head_dim)
         return keys
 
 
 class KiviValues(KiviCodec):
-    """Ends per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
+    """Values with low and step per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
 
     kind = "kivi_values"
     backends = in_package("edgekv.papers.kivi")
@@ -107,18 +109,14 @@ class KiviValues(KiviCodec):
     def decode(self, t0: int, t1: int) -> F32:
         a, shape = self.arrays, (self.n_kv_heads, t1 - t0, self.spans, -1)
         levels = unpack_codes(a["codes"][:, t0:t1], self.head_dim).reshape(shape)
-        step, low = (_widen(a[name][:, :, t0:t1]).transpose(0, 2, 1)[..., None] for name in ("step", "low"))
+        step, low = (from_half(a[name][:, :, t0:t1]).transpose(0, 2, 1)[..., None] for name in ("step", "low"))
         values: F32 = (low + step * levels).reshape(self.n_kv_heads, t1 - t0, self.head_dim)
         return values
 
 
-def _widen(bits: U16) -> F32:
-    return contiguous(bits).view(np.float16).astype(np.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class KiviConfig(Config):
-    """What `kivi2` can be set to.
+    """Options of `kivi2`.
 
     bits: int, default 2. Bits of an element of keys and values: 2 or 4.
     residual_length: int, default 128. Latest tokens that stay in f16, at least.
@@ -135,13 +133,13 @@ class KiviConfig(Config):
 
 
 class Kivi(SinkWindowCache):
-    """x ~ low + step * code, ends per channel of a group of keys and per value: older ones are packed.
+    """KIVI (arXiv 2402.02750), equations 1-4: packs older tokens as x ~ low + step * code.
 
-    head_dim * (bits/8 + 4/group) + head_dim * (bits/8 + 4/vgroup) bytes per packed token and KV head, with
-    vgroup = head_dim for 0, and 4 * head_dim for each of residual_length + group exact tokens. KIVI (arXiv
-    2402.02750), equations 1-4, as H1B-KV and KVComp use it. Deviations: one range per value instead of one per 32
-    channels (``vgroup=32`` has KIVI's), and the last residual_length..residual_length + group - 1 tokens are
-    exact, keys and values alike, where KIVI packs its values token by token.
+    low and step are per channel of a group of keys, and per value. A packed token of a KV head takes head_dim *
+    (bits/8 + 4/group) + head_dim * (bits/8 + 4/vgroup) bytes, with vgroup = head_dim for 0, and each of
+    residual_length + group exact tokens 4 * head_dim. It is used as in H1B-KV and KVComp. Deviations: one range
+    per value instead of one per 32 channels (``vgroup=32`` has KIVI's), and the last residual_length to
+    residual_length + group - 1 tokens are exact, keys and values alike, where KIVI packs values token by token.
     """
 
     name = "kivi2"
@@ -164,6 +162,5 @@ class Kivi(SinkWindowCache):
         if config.vgroup and head_dim % config.vgroup:
             raise bad_option("kivi2", "vgroup", config.vgroup, f"a divisor of head_dim {head_dim}")
         shape = geometry.n_kv_heads, capacity, head_dim
-        return KiviKeys(*shape, config.bits, config.group), KiviValues(
-            *shape, config.bits, config.vgroup or head_dim
-        )
+        values = KiviValues(*shape, config.bits, config.vgroup or head_dim)
+        return KiviKeys(*shape, config.bits, config.group), values

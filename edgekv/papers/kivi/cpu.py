@@ -1,20 +1,11 @@
-"""KIVI's codes: keys per channel over a group of tokens, values per token over a span of channels."""
+"""Decoding of KIVI's codes on the CPU: keys per channel of a group of tokens, values per token."""
 
 from typing import Any
 
 from edgekv.kernels.cpu.compile import fast_jit, jit
 from edgekv.kernels.cpu.loops import address_of, floats, numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.tile import (
-    TILE,
-    decode_channels,
-    decode_loop,
-    decode_tokens,
-    tiled,
-    widen_ends,
-)
-
-N_BITS = 6  # of the numbers of a store
+from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 
 
 @decode_loop
@@ -22,13 +13,13 @@ def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
     head_dim, codes, step, low, capacity, group, n_bits = _numbers(store)
     n_bytes, steps, done = head_dim * n_bits // 8, scratch + 4 * head_dim, 0
     while done < n:
-        few, token = min(n - done, group - (t + done) % group), g * capacity + t + done
+        n_tokens, token = min(n - done, group - (t + done) % group), g * capacity + t + done
         place = (g * (capacity // group) + (t + done) // group) * head_dim
         widen_ends(low + 2 * place, head_dim, scratch)
         widen_ends(step + 2 * place, head_dim, steps)
         to = tile + 4 * done * head_dim
-        decode_channels(codes + token * n_bytes, n_bytes, n_bits, few, scratch, steps, to)
-        done += few
+        decode_channels(codes + token * n_bytes, n_bytes, n_bits, n_tokens, scratch, steps, to)
+        done += n_tokens
 
 
 @decode_loop
@@ -38,7 +29,7 @@ def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) 
 
 @decode_loop
 def _decode_balanced(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """Keys over the balance by which they were multiplied."""
+    """Decodes keys, and divides them by the balance by which they were multiplied."""
     _read_values(store, g, t, n, tile, scratch)
     head_dim, balance, to = get(numbers(store), 0), floats(get(numbers(store), 7)), floats(tile)
     for i in range(0, n * head_dim, head_dim):
@@ -61,7 +52,7 @@ def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
 @jit
 def _numbers(store: int) -> tuple[int, int, int, int, int, int, int]:
     x = numbers(store)
-    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, N_BITS)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, 6)
 
 
 def _store(codec: Any, *shape: int) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Quest: pages of tokens scored by a bound on their keys, the best pages attended to exactly."""
+"""Quest: pages of tokens are scored by a bound on their keys, and the best pages are attended to exactly.
+
+Measured here (docs/papers.md): perplexity x1.003 and x1.65 on two small models; much of what it finds is recency.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import numpy as np
 from edgekv.codecs.codec import Layout, in_package
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
+from edgekv.papers import from_half, to_half
 from edgekv.papers.retrieval import Index, Retrieval
 from edgekv.types import F32, Array
 
 
 @dataclasses.dataclass(frozen=True)
 class QuestConfig(Config):
-    """What `quest` can be set to.
+    """Options of `quest`.
 
     k: int, default 512. Tokens that a query attends to, in whole pages; a multiple of ``page``.
     page: int, default 16. Tokens of a page: 8, 16 or 32.
@@ -36,7 +40,7 @@ class QuestConfig(Config):
 
 
 class PageIndex(Index):
-    """The largest and the smallest key element of each channel of a page."""
+    """Quest's index: the largest and the smallest key element of each channel of a page."""
 
     kind = "page_index"
     backends = in_package("edgekv.papers.quest")
@@ -52,30 +56,27 @@ class PageIndex(Index):
         return self.n_kv_heads * self.head_dim * 4
 
     def encode(self, keys: Array, b0: int, b1: int) -> None:
-        """Bounds of pages b0..b1 of keys (n_kv_heads, capacity, head_dim): the largest, then the smallest."""
-        pages = keys[:, b0 * self.block : b1 * self.block].view(np.float16).astype(np.float32)
+        """Stores the bounds of pages b0..b1 of keys (n_kv_heads, capacity, head_dim): largest, then smallest."""
+        pages = from_half(keys[:, b0 * self.block : b1 * self.block])
         pages = pages.reshape(self.n_kv_heads, b1 - b0, self.block, self.head_dim)
         bounds = self.arrays["bounds"][:, b0:b1]  # a view
-        bounds[:, :, : self.head_dim] = pages.max(axis=2).astype(np.float16).view(np.uint16)
-        bounds[:, :, self.head_dim :] = pages.min(axis=2).astype(np.float16).view(np.uint16)
+        bounds[:, :, : self.head_dim] = to_half(pages.max(axis=2))
+        bounds[:, :, self.head_dim :] = to_half(pages.min(axis=2))
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """Of pages t0..t1 the sum over channels of the larger product: q's positive part meets the largest key."""
+        """Scores pages t0..t1 by the sum over channels of the larger of q times either bound."""
         parts = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2)
-        bounds = self.arrays["bounds"][:, t0:t1].view(np.float16).astype(np.float32)
-        scores: F32 = parts @ bounds.swapaxes(1, 2)
+        scores: F32 = parts @ from_half(self.arrays["bounds"][:, t0:t1]).swapaxes(1, 2)
         return scores
 
 
 class Quest(Retrieval):
-    """Top pages of p tokens by the sum over channels of max(q max, q min), k tokens; exact attention on them.
+    """Quest (arXiv 2406.10774): exact attention to the k tokens of the best pages of p tokens.
 
-    Beside f16 keys and values two f16 per channel and page: 4 * head_dim + 4 * head_dim / p bytes per token and
-    KV head. A step reads these bounds and 4 * head_dim bytes of k tokens. The page that is being filled is
-    always attended to, on top of k.
-
-    The score is Quest's own; FIER's equation 3 misquotes it as the largest of the products. For grouped queries
-    see `Retrieval`.
+    A page's score is the sum over channels of max(q * largest, q * smallest). Beside f16 keys and values there are
+    two f16 per channel and page: 4 * head_dim + 4 * head_dim / p bytes per token and KV head in all. A step reads
+    these bounds and 4 * head_dim bytes of k tokens. The page that is being filled is always attended to, on top of
+    k. FIER's equation 3 misquotes the score as the largest of the products. Grouped queries: see `Retrieval`.
     """
 
     name = "quest"

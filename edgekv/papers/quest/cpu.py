@@ -1,4 +1,4 @@
-"""Quest's index: the largest and the smallest key of a page, channel by channel."""
+"""Scores of Quest's index on the CPU: products of split queries with the bounds of pages."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ ZERO = np.float32(0)
 
 @prepare_loop
 def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
-    """Each query as its positive part, which meets the largest keys, and its negative part behind it."""
+    """Writes each query's positive part, which meets the largest keys, and behind it its negative part."""
     width, queries, target = get(numbers(store), 2), floats(q), floats(prepared)
     head_dim = width // 2
     for m in range(rows):
@@ -29,4 +29,3 @@ KERNELS = {
         prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
     )
 }
-"""A unit is a page: its score is the product of the split query with its bounds."""

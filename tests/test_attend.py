@@ -56,7 +56,7 @@ PROBLEMS = (
 
 def several_bits(p: Problem) -> tuple[Codec, Codec]:
     spread = np.exp2(np.random.default_rng(2).uniform(-2, 2, (p.g, p.d))).astype(np.float32)
-    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], spread=spread, **PLANES)
+    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], channel_scales=spread, **PLANES)
     return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
 
 

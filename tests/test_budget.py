@@ -15,8 +15,8 @@ from edgekv.checkpoint.hub import load_shape
 from edgekv.cli import main
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import HeadNoise
 from edgekv.kvcache.choice import FINEST_FIRST, resolve
+from edgekv.kvcache.mixed_bits import HeadNoise
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
 

@@ -6,7 +6,7 @@ from helpers import SCHEMES, raises
 from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec, registry
-from edgekv.kvcache.choice import LEAST_SAVING, MOST_LOSS, choose, published_results, resolve
+from edgekv.kvcache.choice import MAX_LOSS, MIN_SAVING, choose, published_results, resolve
 from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
@@ -37,14 +37,14 @@ def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
 def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:
     name, reason = taken(HELD)
     losses = published_results()["worst_kl"]
-    assert name == min((n for n in PRESETS if losses[n] <= MOST_LOSS), key=SIZES.__getitem__) != "f16"
+    assert name == min((n for n in PRESETS if losses[n] <= MAX_LOSS), key=SIZES.__getitem__) != "f16"
     assert f"{losses[name]:.4f}" in reason
 
 
 @pytest.mark.parametrize(("more", "name"), [(0, "q2"), (1, "f16")])
 def test_auto_takes_f16_where_less_than_a_tenth_is_saved(more: int, name: str) -> None:
     saved = SIZES["f16"] - SIZES["q2"]
-    held = int(saved / LEAST_SAVING) - SIZES["f16"] + 10 * more
+    held = int(saved / MIN_SAVING) - SIZES["f16"] + 10 * more
     assert taken(held, "q2")[0] == name
 
 
@@ -59,7 +59,7 @@ def test_a_named_scheme_is_held_to_the_budget() -> None:
     ("kv", "budget", "meant"),
     [
         ("onebit:v_bits=4", None, "onebit:v_bits=4"),
-        ("q3:sink=8", 1 << 30, "planes:k_bits=3,v_bits=3,by_need=true,sink=8"),
+        ("q3:sink=8", 1 << 30, "planes:k_bits=3,v_bits=3,mixed_bits=true,sink=8"),
         ("f16", None, "dense"),
         (CacheSpec.parse("onebit"), None, "onebit"),
     ],
@@ -91,14 +91,15 @@ def test_lists() -> None:
 
 
 def test_an_option_of_another_scheme_says_whose_it_is() -> None:
-    with raises(CacheError, field="kv", match="by_need applies to: planes, onebit"):
-        CacheSpec.parse("dense:by_need=true")
+    with raises(CacheError, field="kv", match="mixed_bits applies to: planes, onebit"):
+        CacheSpec.parse("dense:mixed_bits=true")
 
 
 @pytest.mark.parametrize(
     ("before", "now"),
     [
         ("f16:dtype=q8", "q8"),
+        ("planes:by_need=true,k_heads=12", "planes:mixed_bits=true,key_bits_per_head=12"),
         ("loki1:b=64", "sign_keys:sketch_bits=64"),
         ("minicache4", "int4"),
         ("onebit:v=3,lam=1.0,window=64", "onebit:v_bits=3,key_scale=1.0,residual_length=64"),

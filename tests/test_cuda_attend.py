@@ -40,7 +40,7 @@ def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, in
         return np.exp2(np.random.default_rng(2).uniform(-1, 1, (g, d))).astype(np.float32)
 
     return lambda g, n, d: (
-        CentredPlanes(g, n, d, bits=of(k_bits, g), key_scale=0.9, seed=1, spread=spread(g, d)),
+        CentredPlanes(g, n, d, bits=of(k_bits, g), key_scale=0.9, seed=1, channel_scales=spread(g, d)),
         InterleavedValues(g, n, d, bits=of(v_bits, g), seed=1),
     )
 

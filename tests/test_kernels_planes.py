@@ -33,7 +33,8 @@ def filled(bits: int) -> tuple[CentredPlanes, npt.NDArray[np.float32]]:
     """Keys with a drift that centres take; and what the centres left of them, rotated."""
     rng, (g, n, d) = np.random.default_rng(bits), SHAPE
     factors = np.exp2(rng.integers(-1, 2, (g, d))).astype(np.float32)
-    codec = bound(CentredPlanes(g, n, d, bits=bits, key_scale=np.linspace(0.8, 1, g), seed=1, spread=factors))
+    key_scale = np.linspace(0.8, 1, g)
+    codec = bound(CentredPlanes(g, n, d, bits=bits, key_scale=key_scale, seed=1, channel_scales=factors))
     x = normal(rng, g, n, d) + np.repeat(normal(rng, g, n // CENTRE, d), CENTRE, axis=1)
     codec.encode(x / factors[:, None], 0)
     left = codec.rotation.forward(x, reference)

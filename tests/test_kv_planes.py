@@ -131,8 +131,8 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("planes:k_bits=1.5,k_heads=121", "k_heads=121': accepted: 2 digits"),
-        ("planes:k_bits=1.5,k_spread=4444", "k_spread=4444': accepted: 16 digits"),
+        ("planes:k_bits=1.5,key_bits_per_head=121", "key_bits_per_head=121': accepted: 2 digits"),
+        ("planes:k_bits=1.5,key_channel_scales=4444", "key_channel_scales=4444': accepted: 16 digits"),
         ("bitplane:residual_length=32", "kv='bitplane' was removed: .*; use kv='q4'"),
         ("onebit:threshold=x", "'threshold' is not one of its options"),
     ],

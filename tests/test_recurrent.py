@@ -18,7 +18,7 @@ from edgekv.engine.runner import ANSWER_TOKENS
 from edgekv.engine.session_file import SessionFile, write
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache.cache import Workspace, rewind
-from edgekv.kvcache.recurrent import EVERY, RecurrentState
+from edgekv.kvcache.recurrent import SNAPSHOT_TOKENS, RecurrentState
 from edgekv.models import architecture
 from edgekv.models.config import GatedDelta, Recurrence, ShortConv
 
@@ -78,8 +78,8 @@ def test_a_rewind_goes_to_the_latest_snapshot(recurrence: Recurrence) -> None:
     state = state_of(recurrence, kernels=numba_kernels(1))
     state.checkpoint_at(600)
     whole = run(state, x, [300, 400])
-    assert sorted(state.snapshots) == [0, EVERY, 2 * EVERY, 600]
-    for target, at in ((650, 600), (600, 600), (599, 2 * EVERY), (300, EVERY), (255, 0)):
+    assert sorted(state.snapshots) == [0, SNAPSHOT_TOKENS, 2 * SNAPSHOT_TOKENS, 600]
+    for target, at in ((650, 600), (600, 600), (599, 2 * SNAPSHOT_TOKENS), (300, SNAPSHOT_TOKENS), (255, 0)):
         again = state_of(recurrence, kernels=numba_kernels(1))
         again.checkpoint_at(600)
         run(again, x, [300, 400])
@@ -108,8 +108,9 @@ def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         run(state, x[300:], [1])
     state.kernels = kernels
-    assert rewind([state], 300) == EVERY
-    np.testing.assert_array_equal(run(state, x[EVERY:], [400 - EVERY]), whole[EVERY:])
+    assert rewind([state], 300) == SNAPSHOT_TOKENS
+    n = SNAPSHOT_TOKENS
+    np.testing.assert_array_equal(run(state, x[n:], [400 - n]), whole[n:])
 
 
 def write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -170,7 +171,7 @@ def test_a_restored_conversation_goes_on_and_back(loaded: Session, tmp_path: pat
     copied.copy_from(session)
     for each in (session, copied):
         each.rewind(500)
-    assert copied._state.n_cached == session._state.n_cached == EVERY
+    assert copied._state.n_cached == session._state.n_cached == SNAPSHOT_TOKENS
     assert text(copied, numbers(9, 3)) == text(session, numbers(9, 3))
 
 

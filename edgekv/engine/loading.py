@@ -25,9 +25,9 @@ from edgekv.errors import ConfigError, ContextError
 from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import CompileClock
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import resolve
+from edgekv.kvcache.mixed_bits import FIT_TOKENS, MIN_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
 from edgekv.machine import blas_threads, format_bytes, memory_errors, require_memory
@@ -252,8 +252,8 @@ def open_caches(
 
 
 TEXT = "demo/prose.txt"
-TASK = "bits by need (once per model)"
-FORMAT = 3
+TASK = "mixed bits (once per model)"
+FORMAT = 4
 
 
 def heads_bits(
@@ -279,7 +279,7 @@ def heads_bits(
         path, n = shipped(TEXT), min(FIT_TOKENS, config.max_positions)
         text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS] if path else ""
         tokens = tokenizer.encode(text)[:n] if tokenizer else []
-        if len(tokens) < LEAST_FIT_TOKENS:
+        if len(tokens) < MIN_FIT_TOKENS:
             return None
         measured = _measured_noise(decoder, tokens, progress)
         memo.keep({name: array.tolist() for name, array in measured._asdict().items()})
@@ -287,10 +287,10 @@ def heads_bits(
 
     def fit(spec: CacheSpec) -> CacheSpec:
         given = spec.config
-        if not (isinstance(given, PlanesConfig) and given.wants_fit and (found := noise())):
+        if not (isinstance(given, PlanesConfig) and given.needs_fit and (found := noise())):
             return spec
         windows = [config.layer_windows[i] for i in config.attending]
-        return dataclasses.replace(spec, config=given.with_bits(found, windows, config.head_dim))
+        return dataclasses.replace(spec, config=given.with_head_bits(found, windows, config.head_dim))
 
     return fit
 

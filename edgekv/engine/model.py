@@ -275,7 +275,7 @@ class Verdicts:
         return self._gates / self.model.adapted_identity
 
     def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
-        return self.folder / f"{spec.as_asked}.{kind}"
+        return self.folder / f"{spec.without_fit}.{kind}"
 
     def remember(self, spec: CacheSpec, verdict: Any, measured: dict[str, Any]) -> None:
         """Write a verdict, a dataclass with ``failures``, and what it was measured on. Raises CheckpointError."""

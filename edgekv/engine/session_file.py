@@ -196,7 +196,7 @@ class SavedState(SessionFile):
     def require(self, kv: str | CacheSpec | None, ctx: int | None, weights: str) -> None:
         """Raises SessionError unless it was held with these; None and "auto" are whatever it has."""
         spec = CacheSpec.parse(kv) if isinstance(kv, str) and kv != "auto" else kv
-        if spec not in (None, "auto", self.kv.as_asked) and str(spec) != str(self.kv):
+        if spec not in (None, "auto", self.kv.without_fit) and str(spec) != str(self.kv):
             raise self._other("kv", self.kv, spec)
         for field, found, given in (("ctx", self.ctx, ctx), ("weights", self.weights, weights)):
             if given not in (None, "auto", found):

@@ -1,4 +1,4 @@
-"""KV schemes: one file per scheme; the CLI's choices, the tests and the documents' tables all read CACHES."""
+"""KV caches: which tokens are stored in which codec, and the registry of schemes."""
 
 from edgekv.kvcache.registry import CACHES, CacheSpec, find_scheme, register, scheme_facts, schemes
 

@@ -1,4 +1,4 @@
-"""What a layer keeps of the tokens so far: `LayerState`, and where it attends `KVCache`, base of every scheme."""
+"""A layer's state: `LayerState`, base of all, and `KVCache`, base of every scheme of the layers that attend."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from edgekv.types import F32, Array
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all).
+    """The shape of one layer's attention.
 
-    score_cap: soft bound of the scores; None: none. context: tokens that budgets are fractions of, where
-    ``capacity`` holds fewer; else 0.
+    capacity: tokens that its cache must hold. sliding_window: tokens that a query sees; None: all. score_cap: soft
+    bound of the scores; None: none. context: tokens that budgets are fractions of, where ``capacity`` is less than
+    the context; else 0.
     """
 
     n_heads: int
@@ -37,7 +38,7 @@ class Geometry:
     context: int = 0
 
     def cut(self, n_tokens: int) -> Geometry:
-        """Returns the geometry of the first ``n_tokens``."""
+        """Returns the geometry of a cache for ``n_tokens`` of the context."""
         return dataclasses.replace(self, capacity=n_tokens, context=self.context or self.capacity)
 
     @property
@@ -55,14 +56,14 @@ def layout_bytes(layout: Layout) -> int:
 
 
 class Workspace:
-    """Scratch buffers by name, grown when needed and shared by all layers of a session."""
+    """Scratch buffers by name, which grow when needed and which all layers of a session share."""
 
     def __init__(self, memory: Memory = arrays) -> None:
         self.memory = memory
         self._buffers: dict[str, Array] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Returns a C-contiguous array of the shape, contents undefined, valid until asked for again."""
+        """Returns a C-contiguous array of the shape and undefined contents, valid until its name is used again."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
@@ -70,13 +71,13 @@ class Workspace:
         return buffer[:size].reshape(shape)
 
     def buffers(self) -> list[Array]:
-        """Returns all buffers. Each is flat, (size,)."""
+        """Returns all buffers, each of shape (size,)."""
         return list(self._buffers.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheState:
-    """All that one layer's next token depends on; ``counters`` and ``extra`` are ready for JSON."""
+    """What a layer's next token depends on. ``counters`` and ``extra`` are ready for JSON."""
 
     counters: dict[str, int]
     extra: dict[str, Any]
@@ -84,7 +85,7 @@ class CacheState:
 
 
 class LayerState(abc.ABC):
-    """What a session needs of every layer: its memory and bytes, going back, saving and restoring.
+    """Base of a layer's state: its memory and bytes, rewinding, saving and restoring.
 
     A subclass must define `layout`, `bytes_read` and `capacity`. Whatever counts tokens is an int attribute
     ``n_...``, so that `state` finds it.
@@ -95,7 +96,7 @@ class LayerState(abc.ABC):
         self.arrays: dict[str, Array] = {}
 
     def notes(self) -> list[str]:
-        """Returns what the user must know about this run's cache, one line each."""
+        """Returns what a user must know about this cache, a line each."""
         return []
 
     # Memory and bytes.
@@ -103,31 +104,31 @@ class LayerState(abc.ABC):
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
-        """Tokens that it has room for."""
+        """The number of tokens that there is room for."""
 
     @abc.abstractmethod
     def layout(self) -> Layout:
-        """Returns every array that is kept; nothing else grows with the context."""
+        """Returns shape and dtype of every array by its name; nothing else grows with the context."""
 
     @abc.abstractmethod
     def bytes_read(self) -> int:
         """Returns the bytes that one more token must read at the present length."""
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        """Takes the memory; the pages are touched as tokens arrive."""
+        """Allocates the arrays, of zeros, whose pages are touched only as tokens arrive."""
         self.kernels, self.workspace = kernels, workspace
         zeros = workspace.memory.zeros
         self.arrays = {name: zeros(shape, dtype) for name, (shape, dtype) in self.layout().items()}
 
     def cut(self, n_tokens: int) -> LayerState:
-        """Returns an unallocated one for the first ``n_tokens`` (1 or more), to count bytes.
+        """Returns an unallocated state for the first ``n_tokens`` (1 or more), to count bytes.
 
-        Budgets that are fractions of the context, and images, stay as they are here.
+        Budgets that are fractions of the context stay those of the whole context.
         """
         return self
 
     def planned_bytes(self, n_tokens: int | None = None) -> int:
-        """Returns the bytes that ``n_tokens`` take without room for more; None: those that `allocate` takes."""
+        """Returns the bytes of a state for ``n_tokens``; None: of this one, as `allocate` takes them."""
         return layout_bytes((self if n_tokens is None else self.cut(n_tokens)).layout())
 
     @property
@@ -135,13 +136,8 @@ class LayerState(abc.ABC):
         """Bytes of the allocated arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
-    @property
-    def n_kept(self) -> int:
-        """Tokens that a query can still reach."""
-        return self.n_seen
-
     def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Takes the ranges (first, last + 1) of the coming prompt that stand for images, before the prompt."""
+        """Notes, before a prompt, which ranges (first, last + 1) of its tokens are images."""
         return
 
     def require_room(self, n: int) -> None:
@@ -154,40 +150,40 @@ class LayerState(abc.ABC):
                 accepted=[f"{self.n_seen + n} or more"],
             )
 
-    # Going back, and replaying steps: callers use `rewind` below, `advance` for drafts and recorded steps.
+    # Rewinding, and replaying steps: callers use `rewind` below, `advance` for drafts and recorded steps.
 
     def recompute_from(self, n: int) -> int:
-        """Returns after how many tokens to compute again when all but the first ``n`` (< `n_seen`) are forgotten.
+        """Returns how many tokens a rewind to the first ``n`` (< `n_seen`) should keep: n at most.
 
-        At most n; less where the last of them are better computed once more.
+        Less where the last of them are better computed again.
         """
         return n
 
     def checkpoint_at(self, n: int) -> None:
-        """Notes that a rewind is likely to leave the first ``n`` tokens, `n_seen` or more."""
+        """Notes that a rewind to the first ``n`` tokens (`n_seen` or more) is likely."""
         return
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
+        """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many of them could be kept.
 
-        The session computes the rest again. The ``n_same`` tokens that follow will equal those that followed
-        before: what is stored of them may be used.
+        The session computes the others again. n_same: so many of the tokens that follow will be those that
+        followed before, so that what is stored of them may be used.
         """
         self.n_seen = n
         return n
 
     def rollback_tokens(self) -> int:
-        """Returns how many of the next tokens, appended by one `attend`, `advance` can take back."""
+        """Returns how many tokens, appended next by one `attend`, `advance` can take back."""
         return 0
 
     def advance(self, n: int) -> None:
-        """Counts n tokens that a replayed step appends while `is_static`; n < 0 takes the latest back."""
+        """Counts n tokens that a replayed step appended while `is_static`; n < 0 takes the latest back."""
         self.n_seen += n
 
     def is_static(self) -> bool:
-        """Returns whether the next token is only appended and read: recorded steps differ in counters alone.
+        """Returns whether a recorded step can be replayed for the next token: only counters differ.
 
-        So does what `flush` does when it is due.
+        So it is for `flush` when it is due.
         """
         return False
 
@@ -198,16 +194,15 @@ class LayerState(abc.ABC):
     # Saving and restoring. The contents of a file are untrusted.
 
     def state(self) -> CacheState:
-        """Returns what a cache of the same scheme, options and geometry needs to go on; arrays are not copied."""
+        """Returns what another cache of the same scheme and geometry needs to go on; arrays are not copied."""
         counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
         return CacheState(counters, self.extra_state(), self.arrays)
 
     def restore(self, counters: Mapping[str, int], extra: Mapping[str, Any]) -> dict[str, Array]:
-        """Takes a state's counters and extra state into the allocated cache; returns the arrays to fill.
+        """Takes counters and extra state of `state` into this allocated cache; returns the arrays to fill.
 
-        The arrays are zero where nothing is written yet. Raises ValueError for counters that contradict each
-        other and for an extra state that no conversation has.
-        Arrays are (n_kv_heads, ...) or as `layout` says.
+        The arrays have the shapes of `layout`, and are zero where nothing was written yet. Raises ValueError for
+        counters that contradict each other and for an extra state that no conversation has.
         """
         vars(self).update(counters)
         if not self.counters_valid():
@@ -220,7 +215,7 @@ class LayerState(abc.ABC):
         return 0 <= self.n_seen <= self.capacity
 
     def arrays_valid(self) -> bool:
-        """Returns whether arrays filled from a file hold nothing that leads a kernel out of bounds."""
+        """Returns whether the arrays, filled from a file, lead no kernel out of bounds."""
         return True
 
     def extra_state(self) -> dict[str, Any]:
@@ -233,7 +228,7 @@ class LayerState(abc.ABC):
 
 
 class KVCache(LayerState):
-    """Keys and values of one layer, in whatever form the scheme keeps them, and attention over them.
+    """Base of the schemes: stores keys and values of one layer in a form of its own, and attends over them.
 
     Dense keys and values never go back to the model. Arrays are allocated once for ``geometry.capacity`` tokens.
     Queries arrive multiplied by the layer's score scale.
@@ -250,35 +245,33 @@ class KVCache(LayerState):
     Config: ClassVar[type]
 
     version: ClassVar[int] = 1
-    """Of what the arrays mean: a saved cache of another one is refused."""
-    is_lossless_when_short: ClassVar[bool] = False
-    """No loss beyond f16 rounding for the first 64 tokens."""
+    """The version of what the arrays mean: a saved cache of another one is refused."""
     needs_prompt_queries: ClassVar[bool] = False
-    """`prefill` needs the queries of the whole prompt."""
+    """Whether `prefill` needs the queries of the whole prompt."""
     flush_is_static: ClassVar[bool] = True
-    """`flush` differs from time to time in counters alone: no array is replaced."""
+    """Whether one `flush` differs from another in counters alone: no array is replaced."""
     exact_prefill = True
-    """False: a prompt attends through the cache, as the adapted model was trained to."""
+    """False where a prompt attends through the cache, as an adapted model was trained to."""
 
     @classmethod
     def is_lossless_on_text(cls, config: Any) -> bool:
-        """Returns whether text loses nothing but f16 rounding: then there is nothing to gate."""
+        """Returns whether text loses nothing beyond f16 rounding, so that there is nothing to gate."""
         return False
 
     @classmethod
     def window_codecs(cls, config: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
-        """Returns how a sliding layer may keep its window alone: (KV heads, tokens, head_dim) -> two codecs.
+        """Returns what makes the two codecs of a sliding layer's window: (KV heads, tokens, head_dim) -> codecs.
 
-        None: it is kept as other layers are. Such a layer must lose no more than the others do, and is kept so
-        only where that takes fewer bytes.
+        They must lose no more than the other layers do, and are used only where that takes fewer bytes. None: a
+        sliding layer is stored as the others are.
         """
         return None
 
     @classmethod
     def codecs_used(cls, config: Any) -> set[type[Any]] | None:
-        """Returns the classes of codecs that its segments can have: a device that reads them all can run it.
+        """Returns the classes of codecs in its segments: a device whose kernels read them all can run the scheme.
 
-        None: the policy works on arrays of the host.
+        None: the scheme works on arrays of the host.
         """
         return None
 
@@ -303,10 +296,10 @@ class KVCache(LayerState):
 
     @abc.abstractmethod
     def segments(self) -> list[Segment]:
-        """Returns what the queries of the latest tokens read."""
+        """Returns the segments that the queries of the latest tokens attend to."""
 
     def flush(self) -> None:
-        """Packs what is due once the queries of the latest tokens have read. Most do nothing."""
+        """Packs what is due, after the queries of the latest tokens have been answered."""
         return
 
     def max_append_tokens(self) -> int:
@@ -323,14 +316,13 @@ class KVCache(LayerState):
 
     @classmethod
     def finish_prefill(cls, caches: Sequence[Any]) -> None:
-        """Is called with every layer's cache after a prompt: for what is fitted over all layers."""
+        """Fits what is fitted over all layers; called with every layer's cache after a prompt."""
         return
 
     def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
-        """Takes what was trained for this layer of this scheme, by name, into the empty cache.
+        """Takes what was trained for this layer into the empty cache: arrays (n_kv_heads, ...) or () by name.
 
-        ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
-        Parameters are (n_kv_heads, ...) or a number.
+        source: where they are from, for `notes`. Raises CacheError where the scheme has nothing to train.
         """
         raise CacheError(
             f"the scheme {self.name} takes no {source}: nothing in it is trained",
@@ -339,16 +331,16 @@ class KVCache(LayerState):
         )
 
     def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
-        """Appends n tokens and returns their causal attention over all that is kept.
+        """Appends n tokens and returns their causal attention (n_heads, n, head_dim), valid until the next call.
 
-        queries (n_heads, n, head_dim); keys and values (n_kv_heads, n, head_dim); returns (n_heads, n, head_dim),
-        valid until the next call. sinks (n_heads,): a score of each head that belongs to no token.
+        queries (n_heads, n, head_dim); keys and values (n_kv_heads, n, head_dim). sinks (n_heads,): a score of
+        each head that belongs to no token.
         """
         n = keys.shape[1]
         self.require_room(n)
         out = self.workspace.array("attention", queries.shape)
         a = 0
-        while a < n:  # a piece ends where tokens that come one by one would change how others are kept
+        while a < n:  # a piece ends where tokens that come one by one would be packed
             b = min(n, a + self.max_append_tokens())
             self.append(keys[:, a:b], values[:, a:b])
             self._read(queries[:, a:b], out[:, a:b], sinks)
@@ -365,20 +357,18 @@ class KVCache(LayerState):
             out[:] = target
 
     def visible(self, n: int) -> Visible:
-        """Returns the positions lo, hi (n,) that the queries of the latest n tokens see, the window applied."""
+        """Returns lo, hi (n,): the queries of the latest n tokens see the positions lo..hi, within the window."""
         hi = np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64)
         window = self.geometry.sliding_window
         return (np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)), hi
 
 
 def rewind(caches: Sequence[LayerState], n: int) -> int:
-    """Makes every layer forget all but the first ``n`` tokens; returns how many all of them still hold.
+    """Makes every layer forget all but the first ``n`` tokens; returns how many of these all layers still hold.
 
-    Those from there to the n-th, if any, come again.
+    The others of the n must be computed again.
     """
     start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.recompute_from(n) for cache in caches)])
-    while True:
-        kept = min(cache.truncate(start, n - start) for cache in caches)
-        if kept == start:
-            return start
-        start = kept
+    while (n_held := min(cache.truncate(start, n - start) for cache in caches)) < start:
+        start = n_held
+    return start

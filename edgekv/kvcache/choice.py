@@ -1,4 +1,4 @@
-"""Which scheme is meant: by name, by a number of bytes, or by what is known of the model and the presets."""
+"""Chooses the KV scheme: by its name, by a budget of bytes, or by what was measured on the model."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from edgekv.machine import format_bytes
 from edgekv.models.config import ModelConfig
 
 PUBLISHED = pathlib.Path(__file__).parent / "published.json"  # written by tools/docs/tables.py
-EXACT = "dense"  # what the others are compared with
+EXACT = "dense"  # the reference of measurements
 AUTO = "auto"
-MOST_LOSS = 0.0015
+MAX_LOSS = 0.0015
 """Mean KL divergence in nats that `auto` accepts without a gate, on every model where it was measured."""
 
-MEANS = [n / 8 for n in range(31, 9, -1)]  # bits of an element
+MEAN_BITS = [n / 8 for n in range(31, 9, -1)]  # of an element
 FINEST_FIRST = (
     "f16",
     "q4",
-    *(f"planes:k_bits={mean},v_bits={mean},by_need=true" for mean in MEANS),
+    *(f"planes:k_bits={mean},v_bits={mean},mixed_bits=true" for mean in MEAN_BITS),
     "planes:k_bits=1,v_bits=1",
 )
-"""What a budget chooses from: without q8, which large key biases break."""
+"""The schemes that a budget chooses from: without q8, which large key biases break."""
 
-LEAST_SAVING = 0.1
-"""Share of the memory of weights and f16 cache that a preset must save; else `auto` takes f16."""
+MIN_SAVING = 0.1
+"""The share of the memory of weights and f16 cache that a preset must save; else `auto` takes f16."""
 
 
 @functools.cache
 def published_results() -> dict[str, Any]:
-    """Read what was measured of the KV schemes for the documents.
+    """Reads what was measured of the KV schemes for the documents.
 
-    quality_on, speed_on: on what, in words. kl: mean KL divergence from dense by scheme with its config, nats.
-    worst_kl: of each preset, the largest on any model. attention: how many times as fast as dense's a layer's
-    attention is.
+    quality_on, speed_on: model, text and machine, in words. kl: mean KL divergence from dense by scheme with its
+    options, nats. worst_kl: the largest on any model, by preset. attention: speed of a layer's attention, as a
+    multiple of dense's.
     """
     content: dict[str, Any] = json.loads(PUBLISHED.read_text())
     return content
@@ -50,21 +50,22 @@ def resolve(
     shape: ModelConfig,
     ctx: int,
     budget: int | None,
-    held: int,
+    model_bytes: int,
     passed: Callable[[], Collection[str]],
     fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
 ) -> tuple[CacheSpec, list[str]]:
-    """Return the scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
+    """Returns the scheme for a context of ``ctx`` tokens, and a line on it where it was chosen for the user.
 
-    kv: a spec, a preset, ``name:option=value,...``, or "auto", which None is too: with a ``budget`` in bytes
-    `finest_within` it, else `choose`. fit: gives the heads of a scheme their bits, once a model is loaded. Raises
-    CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that takes more than the budget.
+    kv: a spec, a preset, ``name:option=value,...``, or "auto" or None: with a ``budget`` in bytes `finest_within`
+    it, else `choose` with the presets that ``passed`` the gate. fit: gives the heads of a scheme their bits, once
+    a model is loaded. Raises CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that takes
+    more than the budget.
     """
     if kv in (None, AUTO):
         if budget is not None:
             spec, reason = finest_within(budget, shape, ctx, fit)
         else:
-            spec, reason = choose(shape, ctx, held, passed())
+            spec, reason = choose(shape, ctx, model_bytes, passed())
         return fit(spec), [reason]
     spec = fit(CacheSpec.parse(kv) if isinstance(kv, str) else kv)
     if budget is not None and (size := spec.planned_bytes(shape, ctx)) > budget:
@@ -81,9 +82,9 @@ def resolve(
 def finest_within(
     budget: int, shape: ModelConfig, ctx: int, fit: Callable[[CacheSpec], CacheSpec]
 ) -> tuple[CacheSpec, str]:
-    """Return the first of FINEST_FIRST whose caches hold a ``budget`` of bytes for ``ctx`` tokens, and a line.
+    """Returns the first of FINEST_FIRST whose caches for ``ctx`` tokens fit a ``budget`` in bytes, and a line.
 
-    Raises CacheError (field kv_budget) where none does, with the least that would do.
+    Raises CacheError (field kv_budget) with the least bytes that would do where none fits.
     """
     least = math.inf
     for kv in FINEST_FIRST:
@@ -101,18 +102,18 @@ def finest_within(
     )
 
 
-def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
-    """Return the smallest preset that ``passed`` the gate on this model, and one line that says why it was taken.
+def choose(shape: ModelConfig, ctx: int, model_bytes: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
+    """Returns the smallest preset that ``passed`` the gate on this model, and a line that says why.
 
-    Where none passed, the smallest whose loss was at most MOST_LOSS wherever it was measured; f16 where that saves
-    less than LEAST_SAVING of the memory, with ``held`` bytes of weights.
+    Where none passed, the smallest whose loss was at most MAX_LOSS wherever it was measured; f16 where that saves
+    less than MIN_SAVING of the memory, of which the model itself takes ``model_bytes``.
     """
     losses = published_results()["worst_kl"]
     sizes = {name: size for name in PRESETS if (size := _size(CacheSpec.parse(name), shape, ctx)) is not None}
     gated = [name for name in sizes if name in passed]
-    name = min(gated or [name for name in sizes if losses[name] <= MOST_LOSS], key=sizes.__getitem__)
+    name = min(gated or [name for name in sizes if losses[name] <= MAX_LOSS], key=sizes.__getitem__)
     exact = sizes["f16"]
-    if exact - sizes[name] < LEAST_SAVING * (held + exact):
+    if exact - sizes[name] < MIN_SAVING * (model_bytes + exact):
         return CacheSpec.parse("f16"), f"kv auto: f16, as {name} would save less than a tenth of the memory"
     why = "passed its gate" if gated else f"lost at most {losses[name]:.4f} nats where it was measured"
     taken = f"{format_bytes(sizes[name])} where f16 takes {format_bytes(exact)}"
@@ -120,7 +121,7 @@ def choose(shape: ModelConfig, ctx: int, held: int, passed: Collection[str]) -> 
 
 
 def _size(spec: CacheSpec, shape: ModelConfig, ctx: int) -> int | None:
-    """Bytes of a scheme's caches; None for one that can't have the model."""
+    """Returns the bytes of a scheme's caches; None where the model can't have the scheme."""
     try:
         return spec.planned_bytes(shape, ctx)
     except CacheError:

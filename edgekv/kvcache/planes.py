@@ -13,7 +13,6 @@ from edgekv.codecs.codec import WORD, Codec, WindowCodecs
 from edgekv.codecs.f16 import f16_codecs
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels.arrays import to_host
-from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise, evenly, factors_of, given
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import (
     Config,
@@ -27,46 +26,56 @@ from edgekv.kvcache.config import (
     seed,
     tokens,
 )
+from edgekv.kvcache.mixed_bits import (
+    CHANNEL_GROUPS,
+    MAX_BITS,
+    MIN_BITS,
+    UNIT_DIGIT,
+    HeadNoise,
+    channel_scales,
+    even_bits,
+    head_bits,
+)
 from edgekv.kvcache.policies import SinkWindowCache, Sizes
 from edgekv.types import F32
 
 KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}
-"""Of the estimated scores by bits of a key, where none is given: what diverged least (docs/lab/quality.md)."""
+"""Bits of a key -> default factor of its scores: what diverged least (docs/lab/quality.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanesConfig(Config):
-    """What `planes` can be set to.
+    """The options of `planes`.
 
-    k_bits: float, default 2. Bits of a key's element, 1 to 4. With a fraction, the mean over all KV heads: each
-        has 1, 2, 3 or 4, more where the model needs them.
+    k_bits: float, default 2. Bits of a key's element, 1 to 4. A fraction is the mean over all KV heads: each has
+        1, 2, 3 or 4, more where the model needs them.
     v_bits: float, default 2. Bits of a value's element, likewise. Equal to k_bits, both are one mean: of all keys
         and values together.
-    by_need: bool, default False. Whether whole k_bits and v_bits are means, too.
-    k_heads: digits, default none. What was given out: bits of the keys of each KV head, layer after layer.
-    v_heads: digits, default none. Bits of the values of each KV head, likewise.
-    k_spread: digits, default none. Of each KV head 8, found likewise: 2 ** ((digit - 4) / 2) is the factor of its
-        keys' channels in an eighth of RoPE's pairs.
+    mixed_bits: bool, default False. Whether whole k_bits and v_bits are means, too.
+    key_bits_per_head: digits, default none. Bits of the keys of each KV head, as given out, layer after layer.
+    value_bits_per_head: digits, default none. Bits of the values of each KV head, likewise.
+    key_channel_scales: digits, default none. Eight for each KV head, found likewise: 2 ** ((digit - 4) / 2) is the
+        factor of its keys' channels in an eighth of RoPE's pairs.
     sink: int, default 4. First tokens of the context that stay in f16.
     residual_length: int, default 128. Latest tokens that stay in f16, at least; packed 64 at a time.
     key_scale: float, default 0. Factor of the estimated scores, at most 2; 1 is unbiased, 0 takes the best for the
         bits: 0.9, 0.95, 1 and 1 for 1 to 4 bits.
-    seed: int, default 0. Of the random rotation of keys and values.
+    seed: int, default 0. Seed of the random rotation of keys and values.
     """
 
     scheme: ClassVar[str] = "planes"
-    derived: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
+    derived: ClassVar[tuple[str, ...]] = ("key_bits_per_head", "value_bits_per_head", "key_channel_scales")
 
-    k_bits: float = number(2.0, LEAST, MOST, " bits")
-    v_bits: float = number(2.0, LEAST, MOST, " bits")
+    k_bits: float = number(2.0, MIN_BITS, MAX_BITS, " bits")
+    v_bits: float = number(2.0, MIN_BITS, MAX_BITS, " bits")
     sink: int = tokens(4)
     residual_length: int = tokens(128)
     key_scale: float = number(0.0, 0, 2)
     seed: int = seed()
-    by_need: bool = flag(False)
-    k_heads: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
-    v_heads: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
-    k_spread: str = digit_string("012345678", f"digits from 0 to 8, {CHUNKS} for each KV head")
+    mixed_bits: bool = flag(False)
+    key_bits_per_head: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
+    value_bits_per_head: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
+    key_channel_scales: str = digit_string("012345678", f"digits from 0 to 8, {CHANNEL_GROUPS} for each KV head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,61 +84,72 @@ class PlanesConfig(Config):
                 object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
-    def wants_fit(self) -> bool:
-        """Whether heads' bits are to be given out by need, and are not yet."""
-        by_need = self.by_need or self.k_bits % 1 != 0 or self.v_bits % 1 != 0
-        return by_need and not (self.k_heads and self.v_heads)
+    def needs_fit(self) -> bool:
+        """Whether heads get bits of their own that were not given out yet."""
+        is_mixed = self.mixed_bits or self.k_bits % 1 != 0 or self.v_bits % 1 != 0
+        return is_mixed and not (self.key_bits_per_head and self.value_bits_per_head)
 
-    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None], head_dim: int) -> PlanesConfig:
-        """With bits given out; sliding_windows: of the layers, None for one that sees all tokens.
+    def with_head_bits(
+        self, noise: HeadNoise, sliding_windows: Sequence[int | None], head_dim: int
+    ) -> PlanesConfig:
+        """Returns these options with bits and channel scales given out by the measured noise of the heads.
 
-        Equal means are one, of keys and values together, where a bit of either takes the same bytes.
+        sliding_windows: of the layers, None for one that sees all tokens. Equal means are one, of keys and values
+        together, where a bit of either takes the same bytes.
         """
         together = self.k_bits == self.v_bits and head_dim % WORD == 0
-        k_heads, v_heads = given(noise, self.k_bits, self.v_bits, sliding_windows, together=together)
+        keys, values = head_bits(noise, self.k_bits, self.v_bits, sliding_windows, together=together)
+        is_scaled = (noise.scale_digits != UNIT_DIGIT).any()
         return dataclasses.replace(
             self,
-            k_heads=k_heads,
-            v_heads=v_heads,
-            k_spread="".join(map(str, noise.spread.ravel())) if (noise.spread != MIDDLE_DIGIT).any() else "",
+            key_bits_per_head=keys,
+            value_bits_per_head=values,
+            key_channel_scales="".join(map(str, noise.scale_digits.ravel())) if is_scaled else "",
         )
 
     def notes(self) -> list[str]:
-        """What was given out, or that nothing could be."""
-        if self.wants_fit:
+        """Returns a line on the bits that were given out, or that none could be."""
+        if self.needs_fit:
             return [f"{self.scheme}: nothing to fit bits on: heads have them by their order alone"]
-        if not self.k_heads:
+        if not self.key_bits_per_head:
             return []
-        found = []
-        for digits in (self.k_heads, self.v_heads):
-            counts = [f"{digits.count(bits)} of {bits}" for bits in "1234" if bits in digits]
-            found.append(", ".join(counts))
-        spreads = [self.k_spread[i : i + CHUNKS] for i in range(0, len(self.k_spread), CHUNKS)]
-        stretched = sum(set(spread) != {str(MIDDLE_DIGIT)} for spread in spreads)
-        of_spread = f"; keys of {stretched} stretched where queries look" if stretched else ""
-        return [
-            f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}{of_spread}"
+        counts = [
+            ", ".join(f"{digits.count(bits)} of {bits}" for bits in "1234" if bits in digits)
+            for digits in (self.key_bits_per_head, self.value_bits_per_head)
         ]
+        scales = self.key_channel_scales
+        heads = [scales[i : i + CHANNEL_GROUPS] for i in range(0, len(scales), CHANNEL_GROUPS)]
+        n_scaled = sum(set(head) != {str(UNIT_DIGIT)} for head in heads)
+        scaled = f"; keys of {n_scaled} stretched where queries look" if n_scaled else ""
+        return [f"{self.scheme}: mixed bits, KV heads of all layers: keys {counts[0]}; values {counts[1]}{scaled}"]
 
     def layer_bits(self, geometry: Geometry) -> tuple[list[int], list[int]]:
-        """Bits of the keys and of the values of a layer's KV heads. Raises CacheError for another model's."""
+        """Returns the bits of a layer's keys and values, for each KV head.
+
+        Raises CacheError for digits of another number of heads.
+        """
         n, first = geometry.n_layers * geometry.n_kv_heads, geometry.layer * geometry.n_kv_heads
-        found = []
-        for name, mean, digits in (("k_heads", self.k_bits, self.k_heads), ("v_heads", self.v_bits, self.v_heads)):
+        layer = []
+        for name, mean in (("key_bits_per_head", self.k_bits), ("value_bits_per_head", self.v_bits)):
+            digits = getattr(self, name)
             if digits and len(digits) != n:
                 raise bad_option(self.scheme, name, digits, f"{n} digits, one for each KV head of this model")
-            every = [int(digit) for digit in digits] or evenly(mean, n)
-            found.append(every[first : first + geometry.n_kv_heads])
-        return found[0], found[1]
+            bits = [int(digit) for digit in digits] or even_bits(mean, n)
+            layer.append(bits[first : first + geometry.n_kv_heads])
+        return layer[0], layer[1]
 
-    def layer_spread(self, geometry: Geometry) -> F32:
-        """Factors (n_kv_heads, head_dim) of a layer's keys. Raises CacheError for another model's."""
-        shape = geometry.n_layers, geometry.n_kv_heads, CHUNKS
-        if self.k_spread and len(self.k_spread) != math.prod(shape):
-            accepted = f"{math.prod(shape)} digits, {CHUNKS} for each KV head of this model"
-            raise bad_option(self.scheme, "k_spread", self.k_spread, accepted)
-        digits = np.array([*map(int, self.k_spread or str(MIDDLE_DIGIT) * math.prod(shape))], np.int64)
-        return factors_of(digits.reshape(shape)[geometry.layer], geometry.head_dim)
+    def layer_channel_scales(self, geometry: Geometry) -> F32:
+        """Returns the factors (n_kv_heads, head_dim) of a layer's keys.
+
+        Raises CacheError for digits of another number of heads.
+        """
+        shape = geometry.n_layers, geometry.n_kv_heads, CHANNEL_GROUPS
+        n, given = math.prod(shape), self.key_channel_scales
+        if given and len(given) != n:
+            accepted = f"{n} digits, {CHANNEL_GROUPS} for each KV head of this model"
+            raise bad_option(self.scheme, "key_channel_scales", given, accepted)
+        digits = np.array([*map(int, given or str(UNIT_DIGIT) * n)], np.int64)
+        return channel_scales(digits.reshape(shape)[geometry.layer], geometry.head_dim)
 
 
 class Planes(SinkWindowCache):
@@ -140,7 +160,7 @@ class Planes(SinkWindowCache):
     * D for each of the sink and residual_length..residual_length + 63 exact tokens.
 
     P is a randomised Hadamard transform, c the mean of 16 tokens in two steps, f = |r|_2 ** 2 / (r . x), as in
-    RaBitQ (SIGMOD 2024). With a fraction of bits, or ``by_need``, heads have different whole bits
+    RaBitQ (SIGMOD 2024). With a fraction of bits, or ``mixed_bits``, heads have different whole bits
     (docs/lab/planes.md). An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to
     what is packed.
     """
@@ -158,7 +178,9 @@ class Planes(SinkWindowCache):
 
     @classmethod
     def codecs_used(cls, config: PlanesConfig) -> set[type[Any]] | None:
-        return super().codecs_used(dataclasses.replace(config, k_heads="", v_heads="", k_spread=""))
+        return super().codecs_used(
+            dataclasses.replace(config, key_bits_per_head="", value_bits_per_head="", key_channel_scales="")
+        )
 
     def exact_sizes(self, config: PlanesConfig) -> Sizes:
         return Sizes(sink=config.sink, residual_length=config.residual_length, block=WORD)
@@ -166,13 +188,17 @@ class Planes(SinkWindowCache):
     def codecs(self, geometry: Geometry, capacity: int, config: PlanesConfig) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
         k_bits, v_bits = config.layer_bits(geometry)
-        scales = [config.key_scale or KEY_SCALES[bits] for bits in k_bits]
-        spread = config.layer_spread(geometry)
-        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=config.seed, spread=spread)
+        self.keys = CentredPlanes(
+            *shape,
+            bits=k_bits,
+            key_scale=[config.key_scale or KEY_SCALES[bits] for bits in k_bits],
+            seed=config.seed,
+            channel_scales=config.layer_channel_scales(geometry),
+        )
         return self.keys, InterleavedValues(*shape, bits=v_bits, seed=config.seed)
 
     def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
-        """``key_scale`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
+        """Takes ``key_scale``: () of all layers, or (1,) or (n_kv_heads,) of this one."""
         require_only("key_scale", parameters, self.name, source)
         require_factors("key_scale", parameters["key_scale"], source)
         self.exact_prefill = False
@@ -194,14 +220,14 @@ class Planes(SinkWindowCache):
             self.adapted_by = str(extra["adapted_by"])
 
     def notes(self) -> list[str]:
-        found = []
+        notes = []
         if self.adapted_by:
             scale = to_host(self.keys.key_scale)
             shown = " to ".join(f"{end:.3g}" for end in sorted({scale.min(), scale.max()}))
-            found.append(f"{self.name}: key_scale {shown} in layer {self.geometry.layer} ({self.adapted_by})")
+            notes.append(f"{self.name}: key_scale {shown} in layer {self.geometry.layer} ({self.adapted_by})")
         if self.geometry.layer == 0:
-            found += self.config.notes()
-        return found
+            notes += self.config.notes()
+        return notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +236,7 @@ class OneBitConfig(PlanesConfig):
 
     scheme = "onebit"
 
-    k_bits: float = number(1.0, LEAST, MOST, " bits")
+    k_bits: float = number(1.0, MIN_BITS, MAX_BITS, " bits")
     key_scale: float = number(0.9, 0, 2)
 
 

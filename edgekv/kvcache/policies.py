@@ -1,6 +1,6 @@
-"""Which tokens lie where: all of them, the first and latest exact and the rest packed, or a sliding window alone.
+"""Policies: all tokens in one store, the first and latest exact and the rest packed, or a sliding window alone.
 
-A policy knows no bits: it has codecs.
+A policy decides which token lies in which store; how a store encodes tokens is its codec's.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from edgekv.kvcache.config import Config, one_of
 from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
-LEAST_LEFT = 0.75  # of the exact window after a rewind: with less, it is computed again
-MORE = 512  # tokens beside a sliding window, at most: so many can be rewound without computing the layer anew
+MIN_EXACT_SHARE = 0.75  # of the exact window after a rewind: with less, it is computed again
+MAX_SPARE_TOKENS = 512  # beside a sliding window: so many can be rewound without computing the layer anew
 
 
 class CodecStore(KVCache):
-    """Lays out and binds what `stored` names: array ``half`` of the codec ``key`` is ``key.half``."""
+    """A cache whose arrays are those of the codecs in `stored`: ``half`` of the codec ``key`` is ``key.half``."""
 
     @abc.abstractmethod
     def stored(self) -> dict[str, Codec]:
-        """Its codecs, by the names that their arrays begin with."""
+        """Returns the codecs by the prefix of their arrays' names."""
 
     @classmethod
     def codecs_used(cls, config: Any) -> set[type[Any]] | None:
@@ -49,7 +49,7 @@ class CodecStore(KVCache):
 
 
 class FullCache(CodecStore):
-    """One segment: all tokens."""
+    """A cache with all tokens in one segment."""
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
@@ -57,7 +57,7 @@ class FullCache(CodecStore):
 
     @abc.abstractmethod
     def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
-        """The scheme: how keys and how values are stored."""
+        """Returns the codecs of keys and of values, for ``geometry.capacity`` tokens."""
 
     def stored(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec}
@@ -73,14 +73,12 @@ class FullCache(CodecStore):
         return self.geometry.capacity - self.n_seen
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         self.kernels.encode(self.key_codec, keys, self.n_seen)
         self.kernels.encode(self.value_codec, values, self.n_seen)
         self.n_seen += keys.shape[1]
 
     def append(self, keys: F32, values: F32) -> None:
-        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_seen)
         self.n_seen += keys.shape[1]
 
@@ -88,7 +86,7 @@ class FullCache(CodecStore):
         return [Segment(self.key_codec, self.value_codec, 0, self.n_seen)]
 
 
-DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
+DTYPES: dict[str, WindowCodecs] = {
     "f16": f16_codecs,
     "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
     "q8": lambda g, n, d: (Int8(g, n, d), Int8(g, n, d)),
@@ -97,7 +95,7 @@ DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig(Config):
-    """What `dense` can be set to.
+    """The options of `dense`.
 
     dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
     """
@@ -108,7 +106,7 @@ class DenseConfig(Config):
 
 
 class Dense(FullCache):
-    """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
+    """Stores every key and value in half precision: 4 * head_dim bytes per token and KV head.
 
     f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2).
     """
@@ -117,7 +115,6 @@ class Dense(FullCache):
     paper = "baseline"
     summary = "keys and values in f16 (or dtype=f32, q8)"
     tradeoff = "nothing but memory"
-    is_lossless_when_short = True
     Config = DenseConfig
 
     @classmethod
@@ -134,7 +131,7 @@ class Dense(FullCache):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """``sink`` first and ``residual_length`` latest tokens or more stay exact; ``block`` are packed at a time."""
+    """Numbers of tokens: ``sink`` first and ``residual_length`` latest are exact, ``block`` are packed at once."""
 
     sink: int
     residual_length: int
@@ -142,19 +139,18 @@ class Sizes:
 
 
 class SinkWindowCache(CodecStore):
-    """[sink | packed | recent]: tokens in order, three stores.
+    """A cache of three stores, tokens in order: [sink | packed | recent].
 
     Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block
     is packed, so the packed part always holds whole blocks, and between residual_length and residual_length +
     block - 1 of the latest tokens are exact between two calls. The tail of a prompt stays exact too.
 
-    A rewind shortens the recent part, and nothing is computed again, while LEAST_LEFT of residual_length remains.
+    A rewind shortens the recent part, without computing anything, while MIN_EXACT_SHARE of that is left.
     Further back it is made anew: residual_length tokens or more are computed again, and as many before these, so
     that each sees an exact window, as in decoding. What was packed of them stays as it was packed.
     """
 
     version = 2
-    is_lossless_when_short = True
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
@@ -172,21 +168,20 @@ class SinkWindowCache(CodecStore):
         }
         self._recent_capacity = recent
         self.n_sink = self.n_packed = self.n_recent = 0
-        self.n_stored = 0  # n_packed, and those behind them that a rewind has left in the packed stores
+        self.n_stored = 0  # n_packed, and the tokens behind them that a rewind has left in the packed store
 
     @abc.abstractmethod
     def exact_sizes(self, config: Any) -> Sizes:
-        """How much stays exact."""
+        """Returns how many tokens stay exact, and how many are packed at a time."""
 
     @abc.abstractmethod
     def codecs(self, geometry: Geometry, capacity: int, config: Any) -> tuple[Codec, Codec]:
-        """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
+        """Returns the codecs of ``capacity`` packed keys and values (a multiple of the block, possibly 0)."""
 
     def stored(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec, **self._stores}
 
     def segments(self) -> list[Segment]:
-        """Sink, packed and recent part."""
         s, packed = self._stores, self.n_sink + self.n_packed
         every = [
             Segment(s["sink_key"], s["sink_value"], 0, self.n_sink),
@@ -196,7 +191,7 @@ class SinkWindowCache(CodecStore):
         return [segment for segment in every if segment.stop > segment.first]
 
     def packed(self) -> list[Segment]:
-        """The tokens between the sink and the latest."""
+        """Returns the segments of the tokens between the sink and the recent ones."""
         return [Segment(self.key_codec, self.value_codec, 0, self.n_packed, self.n_sink)]
 
     def bytes_read(self) -> int:
@@ -208,7 +203,6 @@ class SinkWindowCache(CodecStore):
         return total
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         taken = self._fill_sink(keys, values)
         for a in range(taken, keys.shape[1], EXTEND_TOKENS):
@@ -224,9 +218,9 @@ class SinkWindowCache(CodecStore):
             (self.value_codec, self._stores["recent_value"], values),
         ):
             rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
-            kept = min(packed, self.n_stored - self.n_packed)
-            if packed > kept:
-                self.kernels.encode(codec, contiguous(rounded[:, kept:packed]), self.n_packed + kept)
+            stored = min(packed, self.n_stored - self.n_packed)
+            if packed > stored:
+                self.kernels.encode(codec, contiguous(rounded[:, stored:packed]), self.n_packed + stored)
             self.kernels.encode(store, contiguous(rounded[:, packed:]), 0)
         self._count_packed(packed)
         self.n_recent = total - packed
@@ -237,7 +231,6 @@ class SinkWindowCache(CodecStore):
         return free_sink or self._recent_capacity - self.n_recent
 
     def append(self, keys: F32, values: F32) -> None:
-        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         taken = self._fill_sink(keys, values)
         if taken < keys.shape[1]:
             self._append_recent(keys[:, taken:], values[:, taken:])
@@ -259,11 +252,9 @@ class SinkWindowCache(CodecStore):
         self.n_seen += n
 
     def is_static(self) -> bool:
-        """Once the sink is full."""
         return self.n_sink == self.sizes.sink and self.n_seen < self.geometry.capacity
 
     def rollback_tokens(self) -> int:
-        """As long as all of them are in the recent part, and none makes it pack a block."""
         if self.n_sink < self.sizes.sink:
             return 0
         before_packing = self.sizes.residual_length + self.sizes.block - 1 - self.n_recent
@@ -274,12 +265,10 @@ class SinkWindowCache(CodecStore):
         self.n_recent += n
 
     def needs_flush(self) -> bool:
-        """Whether the recent part is full."""
         block = self.sizes.block
         return self.n_recent >= self.sizes.residual_length + block and self.n_packed + block <= self.bulk_capacity
 
     def flush(self) -> None:
-        """Packs the oldest block of the recent part once that is full."""
         if not self.needs_flush():
             return
         block, stores = self.sizes.block, (self._stores["recent_key"], self._stores["recent_value"])
@@ -307,13 +296,12 @@ class SinkWindowCache(CodecStore):
 
     def recompute_from(self, n: int) -> int:
         held = n - min(n, self.sizes.sink)  # packed and recent tokens
-        if not self.n_packed or held - self.n_packed >= LEAST_LEFT * self.sizes.residual_length:
+        if not self.n_packed or held - self.n_packed >= MIN_EXACT_SHARE * self.sizes.residual_length:
             return n
         before_windows = self._whole_blocks(held - 2 * self.sizes.residual_length)
         return self.sizes.sink + before_windows if before_windows else 0
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """Keeps whole blocks of what is packed."""
         self.n_sink = min(n, self.sizes.sink)
         held = n - self.n_sink
         self.n_recent = max(0, held - self.n_packed)
@@ -327,12 +315,12 @@ class SinkWindowCache(CodecStore):
 
 
 def ring_tokens(window: int) -> int:
-    """Tokens that a layer with this window keeps."""
-    return -(-(window + min(window, MORE)) // BLOCK) * BLOCK
+    """Returns the slots of a layer with this sliding window: whole blocks, with room for tokens to be rewound."""
+    return -(-(window + min(window, MAX_SPARE_TOKENS)) // BLOCK) * BLOCK
 
 
 class SlidingCache(FullCache):
-    """The latest `ring_tokens`; position p lies in slot p modulo their number."""
+    """A ring of `ring_tokens` slots with the latest tokens: position p lies in slot p modulo their number."""
 
     name = "rolling"
 
@@ -351,29 +339,23 @@ class SlidingCache(FullCache):
         small.key_codec, small.value_codec = small.codecs(self.geometry, self.config)
         return small
 
-    @property
-    def n_kept(self) -> int:
-        return min(self.n_seen, self.size)
-
     def is_static(self) -> bool:
-        """Before the ring is full."""
         return self.n_seen < min(self.geometry.capacity, self.window)
 
     @property
     def _slot(self) -> int:
-        """Of the next token."""
+        """The slot of the next token."""
         return self.n_seen if self.n_seen < self.size else self.n_seen % self.size
 
     def rollback_tokens(self) -> int:
-        """What they take the slots of is behind the window with or without them."""
+        # Tokens whose slots they take are out of the window with or without them.
         return min(self.geometry.capacity - self.n_seen, self.size - self.window)
 
     def max_append_tokens(self) -> int:
-        """No token that a query of the piece still sees loses its slot, and the piece does not go round."""
+        # No token that a query of the piece still sees loses its slot, and the piece does not wrap around.
         return min(self.size - self.window, self.size - self._slot)
 
     def append_prompt(self, keys: F32, values: F32) -> None:
-        """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         n = keys.shape[1]
         self.require_room(n)
         self.n_seen += n
@@ -387,7 +369,6 @@ class SlidingCache(FullCache):
         self.n_lost = max(self.n_lost, self.n_seen - self.size)
 
     def append(self, keys: F32, values: F32) -> None:
-        """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         self.kernels.append(self.key_codec, self.value_codec, keys, values, self._slot)
         self.advance(keys.shape[1])
 
@@ -396,14 +377,13 @@ class SlidingCache(FullCache):
         self.n_lost = max(self.n_lost, self.n_seen - self.size)
 
     def segments(self) -> list[Segment]:
-        """The older part of the ring, then the newer one."""
         slot, codecs = self._slot, (self.key_codec, self.value_codec)
         newer = Segment(*codecs, 0, slot, self.n_seen - slot)
         older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
         return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """All or nothing: what the window before the n-th token held must still be there."""
+        # All or nothing: the whole window before the n-th token must still be there.
         if self.n_lost and n - self.window < self.n_lost:
             n = self.n_lost = 0
         self.n_seen = n

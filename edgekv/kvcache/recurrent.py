@@ -1,4 +1,4 @@
-"""The state of a layer that does not attend: of one size whatever the length, with no way back but snapshots."""
+"""The state of a recurrent layer: of one size whatever the length, and rewound by snapshots alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from edgekv.models.config import ModelConfig, Recurrence
 from edgekv.types import F32, Array
 
 VERSION = 1  # of what the arrays mean
-EVERY = 256  # tokens between snapshots, beside those at turns
-SNAPSHOT_BYTES = 128 << 20  # that all layers' snapshots may take, but for
-FEWEST, MOST = 4, 32  # of them
+SNAPSHOT_TOKENS = 256  # between snapshots, beside those at turns
+SNAPSHOT_BYTES = 128 << 20  # that all layers' snapshots may take, within
+MIN_SNAPSHOTS, MAX_SNAPSHOTS = 4, 32
 
 
 class RecurrentState(LayerState):
-    """What a `Recurrence` carries from token to token, and snapshots of it.
+    """The state that a `Recurrence` carries from token to token, and snapshots of it.
 
     `run` appends tokens. A rewind goes back to the latest snapshot at or before its target, and the session, which
-    has the tokens, computes those from there on again. Snapshots are made at multiples of EVERY and where
-    `checkpoint_at` says. Where no slot is left, the one is evicted whose loss adds least recomputation for its
-    age, so that gaps grow with the distance from the latest token.
+    has the tokens, computes those from there on again. Snapshots are made at multiples of SNAPSHOT_TOKENS and
+    where `checkpoint_at` says. Where no slot is left, the snapshot is evicted whose loss adds least recomputation
+    for its age, so that gaps grow with the distance from the latest token.
 
-    slots: of snapshots; all layers of a model have as many, and so have theirs at the same tokens.
+    slots: the number of snapshots, the same in all layers of a model, so that all are made at the same tokens.
     """
 
     def __init__(self, recurrence: Recurrence, capacity: int, slots: int) -> None:
@@ -43,23 +43,22 @@ class RecurrentState(LayerState):
         return self._capacity
 
     def layout(self) -> Layout:
-        """The arrays as they are, and ``snapshots.NAME``: them in every slot."""
-        shapes = self.recurrence.state()
-        now: Layout = {name: (shape, "<f4") for name, shape in shapes.items()}
-        slots = len(self.snapshots)
-        return now | {f"snapshots.{name}": ((slots, *shape), "<f4") for name, shape in shapes.items()}
+        """Returns the state's arrays, and ``snapshots.NAME`` (slots, ...) of each."""
+        shapes, slots = self.recurrence.state(), len(self.snapshots)
+        state: Layout = {name: (shape, "<f4") for name, shape in shapes.items()}
+        return state | {f"snapshots.{name}": ((slots, *shape), "<f4") for name, shape in shapes.items()}
 
     @property
-    def _now(self) -> dict[str, Array]:
+    def _state_arrays(self) -> dict[str, Array]:
         return {name: self.arrays[name] for name in self.recurrence.state()}
 
     def bytes_read(self) -> int:
-        return sum(array.nbytes for array in self._now.values())
+        return sum(array.nbytes for array in self._state_arrays.values())
 
     def run(self, projected: F32, weights: Mapping[str, F32]) -> F32:
-        """Appends n tokens, given as the layer's projection; what `Architecture.attention_out` reads of them.
+        """Appends n tokens and returns their output (n, `Recurrence.mixed`), valid until the next call.
 
-        projected (n, `Recurrence.projected`); returns (n, `Recurrence.mixed`), valid until the next call.
+        projected (n, `Recurrence.projected`): the tokens after the layer's input projection.
         """
         n = len(projected)
         self.require_room(n)
@@ -69,53 +68,52 @@ class RecurrentState(LayerState):
         while a < n:
             b = min(n, a + self._next_stop() - self.n_seen)
             self._is_torn = True
-            kernel(projected[a:b], out[a:b], **self._now, **weights, **constants)
+            kernel(projected[a:b], out[a:b], **self._state_arrays, **weights, **constants)
             self.n_seen += b - a
             self._is_torn = False
-            if self.n_seen in self._marks or self.n_seen % EVERY == 0:
-                self._take()
+            if self.n_seen in self._marks or self.n_seen % SNAPSHOT_TOKENS == 0:
+                self._take_snapshot()
             a = b
         return out
 
     def _next_stop(self) -> int:
-        """After how many tokens the next snapshot is due."""
-        regular = (self.n_seen // EVERY + 1) * EVERY
+        """Returns after how many tokens the next snapshot is due."""
+        regular = (self.n_seen // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS
         return min([regular, *(mark for mark in self._marks if mark > self.n_seen)])
 
     def checkpoint_at(self, n: int) -> None:
         if n == self.n_seen:
-            self._take()
+            self._take_snapshot()
         else:
             self._marks.add(n)
 
-    def _take(self) -> None:
-        """A snapshot of the state as it is."""
+    def _take_snapshot(self) -> None:
         self._marks.discard(self.n_seen)
         if self.n_seen in (0, *self.snapshots):
             return
-        slot = self.snapshots.index(0) if 0 in self.snapshots else self._least_missed()
+        slot = self.snapshots.index(0) if 0 in self.snapshots else self._cheapest_slot()
         self.snapshots[slot] = 0
-        for name, array in self._now.items():
+        for name, array in self._state_arrays.items():
             self.arrays[f"snapshots.{name}"][slot] = array
         self.snapshots[slot] = self.n_seen
 
-    def _least_missed(self) -> int:
-        """The slot whose loss makes the shortest way longer, for how far back it lies."""
-        before = {n: max(m for m in (0, *self.snapshots) if m < n) for n in self.snapshots}
-        missed = [(n - before[n]) / (self.n_seen - n) for n in self.snapshots]
-        return missed.index(min(missed))
+    def _cheapest_slot(self) -> int:
+        """Returns the slot whose loss adds least recomputation, in tokens, for the age of its snapshot."""
+        previous = {n: max(m for m in (0, *self.snapshots) if m < n) for n in self.snapshots}
+        costs = [(n - previous[n]) / (self.n_seen - n) for n in self.snapshots]
+        return costs.index(min(costs))
 
     def recompute_from(self, n: int) -> int:
         return max([0, *(at for at in self.snapshots if at <= n)])
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """To the latest snapshot within the first n tokens; the later ones are dropped."""
+        """Goes back to the latest snapshot within the first ``n`` tokens, and drops the later ones."""
         self._marks.clear()
         if n == self.n_seen and not self._is_torn:
             return n
         found = self.recompute_from(n)
         self._is_torn = True
-        for name, array in self._now.items():
+        for name, array in self._state_arrays.items():
             array[...] = self.arrays[f"snapshots.{name}"][self.snapshots.index(found)] if found else 0
         self.n_seen, self._is_torn = found, False
         self.snapshots = [at if at <= found else 0 for at in self.snapshots]
@@ -125,38 +123,39 @@ class RecurrentState(LayerState):
         return {"version": VERSION, "snapshots": list(self.snapshots)}
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """ValueError for snapshots that no conversation of as many tokens has."""
-        version, at = extra["version"], extra["snapshots"]
+        """Takes the list of snapshots. Raises ValueError for one that no conversation of `n_seen` tokens has."""
+        version, snapshots = extra["version"], extra["snapshots"]
         if version != VERSION:
             raise ValueError(f"version {version!r} of a recurrent state")
-        counts = isinstance(at, list) and all(type(n) is int and 0 <= n <= self.n_seen for n in at)
-        if not counts or len(at) != len(self.snapshots) or len(set(at) - {0}) != sum(n > 0 for n in at):
-            raise ValueError(f"snapshots {at!r:.60}")
-        self.snapshots = list(at)
+        valid = isinstance(snapshots, list) and all(type(n) is int and 0 <= n <= self.n_seen for n in snapshots)
+        is_size = valid and len(snapshots) == len(self.snapshots)
+        if not is_size or len({*snapshots} - {0}) != sum(n > 0 for n in snapshots):
+            raise ValueError(f"snapshots {snapshots!r:.60}")
+        self.snapshots = list(snapshots)
 
     def arrays_valid(self) -> bool:
-        """Whether all numbers are finite: what is not would never leave the state again."""
+        # What is not finite would never leave the state again.
         return all(bool(np.isfinite(to_host(array)).all()) for array in self.arrays.values())
 
 
 def open_layers(spec: CacheSpec, shape: ModelConfig, capacity: int) -> list[LayerState]:
-    """One state per layer for ``capacity`` tokens, not allocated yet: the scheme's caches where layers attend.
+    """Returns a state of each layer for ``capacity`` tokens, not allocated yet: a KV cache where it attends.
 
     Raises CacheError as `CacheSpec.layers`.
     """
-    caches, own = iter(spec.layers(shape, capacity)), iter(recurrent_states(shape, capacity))
-    return [next(caches) if each is None else next(own) for each in shape.layer_recurrences]
+    caches, states = iter(spec.layers(shape, capacity)), iter(recurrent_states(shape, capacity))
+    return [next(caches) if each is None else next(states) for each in shape.layer_recurrences]
 
 
 def recurrent_states(shape: ModelConfig, capacity: int) -> list[RecurrentState]:
-    """Those of the layers that do not attend, not allocated yet."""
+    """Returns the states of the recurrent layers, not allocated yet."""
     recurrences = [each for each in shape.layer_recurrences if each is not None]
     state_bytes = sum(layout_bytes({k: (v, "<f4") for k, v in each.state().items()}) for each in recurrences)
     affordable = SNAPSHOT_BYTES // max(1, state_bytes)
-    slots = min(max(FEWEST, affordable), MOST, FEWEST + capacity // EVERY)
+    slots = min(max(MIN_SNAPSHOTS, affordable), MAX_SNAPSHOTS, MIN_SNAPSHOTS + capacity // SNAPSHOT_TOKENS)
     return [RecurrentState(each, capacity, slots) for each in recurrences]
 
 
 def attending(layers: Sequence[LayerState]) -> list[KVCache]:
-    """The KV caches among a model's layers."""
+    """Returns the KV caches among a model's layers."""
     return [layer for layer in layers if isinstance(layer, KVCache)]

@@ -1,4 +1,4 @@
-"""KV schemes by name, ours and those of other packages, and one with its options: as text and as caches."""
+"""The registry of KV schemes, ours and those of other packages; and `CacheSpec`, a scheme with its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
-from edgekv.kvcache.config import bad_option, declared, takes
+from edgekv.kvcache.config import accepts, bad_option, declared
 from edgekv.kvcache.planes import OneBit, Planes
 from edgekv.kvcache.policies import Dense, SlidingCache
 from edgekv.models.config import ModelConfig
@@ -25,30 +25,34 @@ PRESETS = {
     "f16": "dense",
     "q8": "dense:dtype=q8",
     "q4": "planes:k_bits=4,v_bits=4",
-    "q3": "planes:k_bits=3,v_bits=3,by_need=true",
-    "q2": "planes:by_need=true",
+    "q3": "planes:k_bits=3,v_bits=3,mixed_bits=true",
+    "q2": "planes:mixed_bits=true",
     "q1.5": "planes:k_bits=1.5,v_bits=1.5",
 }
 """What users type -> the scheme with its options; most bytes and least loss first."""
-RENAMED = {"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": "sketch_bits"}
-"""Options by the names that they had before."""
+RENAMED = {
+    **{"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": "sketch_bits"},
+    **{"k_heads": "key_bits_per_head", "v_heads": "value_bits_per_head"},
+    **{"by_need": "mixed_bits", "k_spread": "key_channel_scales"},
+}
+"""The earlier name of an option -> its present one."""
 RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678"), "text": ("f16",)}
-"""Options that there were -> values that changed nothing, or do not any more."""
+"""A removed option -> its values that are still accepted, as they change nothing."""
 REMOVED = {
     "bitplane": "reading the likely tokens in a second stage gained nothing; use q4",
     "steps": "a bound in bytes now chooses the bits; give the budget (kv_budget, --kv-budget) alone",
 }
-"""Schemes that there were -> what to do instead."""
+"""A removed scheme -> what to do instead."""
 OF_PAPERS = (
     *("fier", "h1b", "h2o", "int4", "kivi2", "kvcomp", "mikv", "quest", "sign_keys", "snapkv"),
     *("streaming", "tova", "visual1", "visual=planes", "loki1", "minicache4", "visual_planes"),
 )
-"""What `edgekv.papers` brings, which an installation may leave out."""
-FACTS_TOKENS = 8192
+"""The schemes of `edgekv.papers`, which an installation may leave out."""
+FACTS_TOKENS = 8192  # over which `CacheSpec.bytes_per_token` is averaged
 
 
 def register(scheme: type[KVCache]) -> type[KVCache]:
-    """Adds a scheme to CACHES under its ``name``; returns it, so that it can be a decorator.
+    """Adds a scheme to CACHES under its ``name``, and returns it: a class decorator.
 
     Raises CacheError for what is no scheme and for a name that another class has. A class may be registered again.
     """
@@ -69,7 +73,7 @@ def register(scheme: type[KVCache]) -> type[KVCache]:
 
 
 def find_scheme(name: str) -> type[KVCache]:
-    """Returns the scheme of that name, ours or another package's. Raises CacheError (field kv)."""
+    """Returns the scheme called ``name``, ours or another package's. Raises CacheError (field kv)."""
     if name in CACHES:
         return CACHES[name]
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_")):
@@ -94,9 +98,9 @@ def schemes() -> dict[str, type[KVCache]]:
 
 
 def broken_schemes() -> list[str]:
-    """Returns of each scheme of another package that can't be used why not."""
-    every = ((entry, _load(entry)) for entry in metadata.entry_points(group=ENTRY_POINTS))
-    return [_refusal(entry, error) for entry, error in every if isinstance(error, str)]
+    """Returns why each scheme of another package that can't be used can't be, in a line."""
+    loaded = ((entry, _load(entry)) for entry in metadata.entry_points(group=ENTRY_POINTS))
+    return [_refusal(entry, error) for entry, error in loaded if isinstance(error, str)]
 
 
 def scheme_facts(name: str) -> dict[str, object]:
@@ -126,7 +130,7 @@ def _refusal(entry: metadata.EntryPoint, error: str) -> str:
 
 @functools.cache
 def _load(entry: metadata.EntryPoint) -> type[KVCache] | str:
-    """Registers a scheme that says all that lists show, and returns it; else, whatever it did, why not."""
+    """Registers another package's scheme and returns it, or the reason why it can't be used."""
     before = dict(CACHES)
     try:
         scheme = register(entry.load())
@@ -140,16 +144,16 @@ def _load(entry: metadata.EntryPoint) -> type[KVCache] | str:
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """A scheme, and ``config``: an instance of its `Config`. Written ``NAME[:option=value,...]``."""
+    """A scheme with its options, an instance of its `Config`; written ``NAME[:option=value,...]``."""
 
     scheme: type[KVCache]
     config: Any
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
-        """From ``name`` or ``name:option=value,...``: a preset, or a scheme; earlier names are understood.
+        """Parses ``name`` or ``name:option=value,...``, where the name is a preset's or a scheme's.
 
-        Raises CacheError (field kv): it says what is accepted.
+        Earlier names are accepted. Raises CacheError (field kv), which says what is accepted.
         """
         name, colon, rest = text.partition(":")
         if name in PRESETS:
@@ -172,7 +176,7 @@ class CacheSpec:
 
     @classmethod
     def parse_list(cls, text: str) -> list[CacheSpec]:
-        """Schemes of a comma-separated list in which options are separated by commas too, or of ``all``.
+        """Parses a comma-separated list of schemes, whose options are separated by commas too, or ``all``.
 
         Raises CacheError (field kv).
         """
@@ -194,23 +198,22 @@ class CacheSpec:
 
     @property
     def short(self) -> str:
-        """As a person writes it: a preset, or only the options that are not at their defaults or were derived."""
-        asked = self.as_asked
-        if name := next((name for name in PRESETS if CacheSpec.parse(name) == asked), None):
+        """The spec as a person writes it: a preset, or a scheme with the options that are not defaults."""
+        requested = self.without_fit
+        if name := next((name for name in PRESETS if CacheSpec.parse(name) == requested), None):
             return name
-        own = {f.name: getattr(asked.config, f.name) for f in dataclasses.fields(asked.config)}
-        defaults = {f.name: f.default for f in dataclasses.fields(asked.config)}
-        return self._text({name: value for name, value in own.items() if value != defaults[name]})
+        options, fields = dataclasses.asdict(requested.config), dataclasses.fields(requested.config)
+        return self._text({f.name: options[f.name] for f in fields if options[f.name] != f.default})
 
     @property
-    def as_asked(self) -> CacheSpec:
-        """Without the options that a fit on the model gave: those that its `Config` names as ``derived``."""
+    def without_fit(self) -> CacheSpec:
+        """The spec without the options that a fit on the model gave, which its `Config` names as ``derived``."""
         derived = getattr(self.config, "derived", ())
         defaults = {f.name: f.default for f in dataclasses.fields(self.config) if f.name in derived}
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **defaults)) if derived else self
 
     def layers(self, model: ModelConfig, capacity: int) -> list[KVCache]:
-        """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.
+        """Returns a cache for ``capacity`` tokens, not allocated yet, of each layer that attends.
 
         Raises CacheError (field kv) for options that the model can't have.
         """
@@ -226,26 +229,26 @@ class CacheSpec:
                     n_layers=len(attending),
                     sliding_window=model.layer_windows[i],
                     score_cap=model.score_cap,
-                ),
+                )
             )
             for k, i in enumerate(attending)
         ]
 
     def layer(self, geometry: Geometry) -> KVCache:
-        """One layer's cache; of one that slides its window alone, if the scheme allows that and it takes less."""
-        own = self.scheme(geometry, self.config)
+        """Returns a layer's cache: a `SlidingCache` where the layer slides and that is allowed and smaller."""
+        cache = self.scheme(geometry, self.config)
         codecs = self.scheme.window_codecs(self.config)
         if codecs is None or geometry.sliding_window is None:
-            return own
+            return cache
         sliding = SlidingCache(geometry, self.config, codecs)
-        return sliding if sliding.planned_bytes() < own.planned_bytes() else own
+        return sliding if sliding.planned_bytes() < cache.planned_bytes() else cache
 
     def planned_bytes(self, model: ModelConfig, capacity: int) -> int:
-        """Bytes of all caches' arrays for ``capacity`` tokens."""
+        """Returns the bytes of all layers' caches for ``capacity`` tokens."""
         return sum(cache.planned_bytes() for cache in self.layers(model, capacity))
 
     def bytes_per_token(self, n_heads: int = 4) -> float:
-        """Bytes per token and KV head of 128 channels, of FACTS_TOKENS; heads may have bits of their own."""
+        """Returns the mean bytes per token and KV head of 128 channels, over FACTS_TOKENS tokens."""
         shape = dataclasses.replace(EXAMPLE, n_heads=n_heads, n_kv_heads=n_heads, capacity=FACTS_TOKENS)
         return self.scheme(shape, self.config).planned_bytes() / n_heads / FACTS_TOKENS
 
@@ -253,9 +256,9 @@ class CacheSpec:
 def suited(
     specs: Sequence[CacheSpec], model: ModelConfig, capacity: int, named: bool
 ) -> tuple[list[CacheSpec], list[str]]:
-    """Returns the schemes that can have this model, and of each of the others why not.
+    """Returns the schemes that this model can run with, and a line on each of the others.
 
-    Raises CacheError for one of these where they are ``named``, and not a list that nobody chose.
+    named: whether the user named the schemes: then one of the others raises CacheError.
     """
     fitting, reasons = [], [] if named else broken_schemes()
     for spec in specs:
@@ -279,12 +282,12 @@ def _no_option(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) 
 
 
 def _read(name: str, field: dataclasses.Field[Any], text: str) -> Any:
-    """Returns an option's value. Raises CacheError for a text that is none that it takes."""
+    """Returns an option's value. Raises CacheError for a text that the option does not accept."""
     kind: Any = type(field.default)
     try:
         value = {"0": False, "1": True, "false": False, "true": True}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         value = None
-    if not takes(field, value):
+    if not accepts(field, value):
         raise bad_option(name, field.name, text, *declared(field).phrases)
     return value

@@ -67,8 +67,6 @@ class Retrieval(FullCache):
     wider, and in the first ``skip`` layers (never the last one) attention is `dense`'s.
     """
 
-    is_lossless_when_short = True
-
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
         index = self.index(geometry, config)

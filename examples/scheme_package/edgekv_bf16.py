@@ -73,7 +73,6 @@ class BFloat16(FullCache):
     paper = "example"
     summary = "keys and values in bfloat16"
     tradeoff = "3 bits of f16's precision, for float32's range"
-    is_lossless_when_short = False
     Config = BFloat16Config
 
     def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:

@@ -135,16 +135,16 @@ FAULTS = (
         "test_recurrent.py -k 'rewind or snapshot'",
     ),
     Fault(
-        "a bound on bytes: of bits by order, not of those given by need",
+        "a bound on bytes: of bits by order, not of the mixed ones",
         "spec = fit(CacheSpec.parse(kv))",
         "spec = CacheSpec.parse(kv)",
         "test_budget.py",
     ),
     Fault(
-        "bits by need: sliding layers share all layers' mean",
+        "mixed bits: sliding layers share all layers' mean",
         "for layers in (slides, ~slides):",
         "for layers in (slides | ~slides,):",
-        "test_by_need.py -k sliding",
+        "test_mixed_bits.py -k sliding",
     ),
     Fault(
         "drafts: any is right",

@@ -102,8 +102,9 @@ class CentredPlanes(Codec):
     q . k ~ (P q) . c + key_scale * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded
     up to a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1
     to 4, `first_plane` (n_kv_heads,) says where its planes begin; `key_scale` (n_kv_heads,) shrinks the estimate:
-    1 is unbiased. `spread` (n_kv_heads, head_dim) stretches a key's channels before all that, and `query_factors`,
-    1 / spread, a query's, so that the noise, even in all directions, is least where queries are long.
+    1 is unbiased. `channel_scales` (n_kv_heads, head_dim) multiply a key's channels before all that, and
+    `query_factors`, 1 / channel_scales, a query's, so that the noise, even in all directions, is least where
+    queries are long.
     """
 
     kind = "centred_planes"
@@ -118,13 +119,13 @@ class CentredPlanes(Codec):
         bits: int | Sequence[int],
         key_scale: float | Sequence[float],
         seed: int,
-        spread: F32 | None = None,
+        channel_scales: F32 | None = None,
     ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
         even = np.ones((n_kv_heads, head_dim), np.float32)
-        self.spread = even if spread is None else np.ascontiguousarray(spread)
-        self.query_factors: F32 = np.divide(np.float32(1), self.spread)
+        self.channel_scales = even if channel_scales is None else np.ascontiguousarray(channel_scales)
+        self.query_factors: F32 = np.divide(np.float32(1), self.channel_scales)
         self.query_flips: F32 | None = None  # of a Hadamard rotation: its signs times query_factors
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.width = -(-head_dim // WORD) * WORD
@@ -159,7 +160,7 @@ class CentredPlanes(Codec):
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["planes"])
         self.key_scale = np.asarray(self.key_scale, like=arrays["planes"])
-        self.spread = np.asarray(self.spread, like=arrays["planes"])
+        self.channel_scales = np.asarray(self.channel_scales, like=arrays["planes"])
         self.query_factors = np.asarray(self.query_factors, like=arrays["planes"])
         if self.rotation.flips is not None:
             self.query_flips = self.query_factors * self.rotation.flips[: self.head_dim]
@@ -171,7 +172,7 @@ class CentredPlanes(Codec):
     def encode_by(self, centres: Callable[..., None], keys: Callable[..., None], x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0.., by a backend's `encode_centres` and `encode_keys`."""
         a = self.arrays
-        rotated = self.rotation.forward(x * self.spread[:, None], self.kernels)
+        rotated = self.rotation.forward(x * self.channel_scales[:, None], self.kernels)
         centres(rotated, a["centres"], a["centre_step"], t0)
         for heads, planes in runs_of_heads(self.bits, a["planes"]):
             keys(rotated[heads], planes, a["scale"][heads], t0)

@@ -39,8 +39,6 @@ class EvictingCache(KVCache):
     slots means nothing to attention. Tokens that a sliding window hides are masked.
     """
 
-    is_lossless_when_short = True
-
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
         self.slots = min(geometry.capacity, budget_tokens(config.budget, geometry.context or geometry.capacity))

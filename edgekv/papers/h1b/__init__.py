@@ -16,8 +16,8 @@ from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import (
-    LEAST_FACTOR,
-    MOST_FACTOR,
+    MAX_FACTOR,
+    MIN_FACTOR,
     Config,
     are_factors,
     flag,
@@ -53,7 +53,7 @@ class SketchConfig(Config):
     scheme: ClassVar[str]
 
     sketch_bits: int = one_of(256, range(64, 513, 64))
-    tau: float = number(0.0, LEAST_FACTOR, MOST_FACTOR, or_zero=True)
+    tau: float = number(0.0, MIN_FACTOR, MAX_FACTOR, or_zero=True)
     fit: str = one_of("global", FIT_OVER)
     seed: int = seed()
 

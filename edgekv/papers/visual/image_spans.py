@@ -64,7 +64,6 @@ class ImageSpans(CodecStore):
     far as whole blocks of so many tokens reach, and the rest of it is text.
     """
 
-    is_lossless_when_short = True
     block: ClassVar[int] = 1
 
     @classmethod

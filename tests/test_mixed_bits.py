@@ -1,4 +1,4 @@
-"""Bits by need: the measure by hand, what is given out by it, and sessions whose heads have bits of their own."""
+"""Mixed bits: the measure by hand, what is given out by it, and sessions whose heads have bits of their own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from edgekv.engine.loading import FORMAT
 from edgekv.errors import CacheError, SessionError
 from edgekv.files import Memo
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import LEFT, HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
-from edgekv.kvcache.planes import KEY_SCALES, PlanesConfig
+from edgekv.kvcache.mixed_bits import (
+    REMAINING_VARIANCE,
+    HeadNoise,
+    allocate_bits,
+    channel_scale_digits,
+    channel_scales,
+    even_bits,
+    head_bits,
+    head_noise,
+)
+from edgekv.kvcache.planes import KEY_SCALES, Planes, PlanesConfig
 
 KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
 PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30
@@ -34,7 +43,7 @@ def stretched(heads: tuple[int, int, int], n: int) -> tuple[F64, F64, F64]:
 def by_hand(
     heads: tuple[int, int, int], n: int, sliding_window: int | None, cap: float | None
 ) -> tuple[F64, list[list[int]]]:
-    """(2, n_kv_heads), and the spread's digits, of `stretched`, in loops over queries and tokens."""
+    """(2, n_kv_heads), and the channel scales' digits, of `stretched`, in loops over queries and tokens."""
     q, k, v = stretched(heads, n)
     group, d = heads[0] // heads[1], heads[2]
     groups = k[:, 4 : 4 + (n - 4) // 16 * 16].reshape(heads[1], -1, 16, d)
@@ -72,7 +81,7 @@ def test_the_measure_is_what_it_says(sliding_window: int | None, cap: float | No
     noise, spread = by_hand(heads, n, sliding_window, cap)
     got = head_noise(q, k, v, sliding_window, cap)
     np.testing.assert_allclose((got.keys, got.values), noise, rtol=1e-4)
-    assert got.spread.tolist() == spread
+    assert got.scale_digits.tolist() == spread
     assert {0, 8} <= set(spread[0]) | set(spread[1])
 
 
@@ -80,8 +89,8 @@ def test_the_measure_is_what_it_says(sliding_window: int | None, cap: float | No
 def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     looks, rest = np.exp2(rng.uniform(-4, 4, (2, head_dim)))
-    digits = spread_of(looks, rest)
-    factors = factors_of(digits, head_dim)
+    digits = channel_scale_digits(looks, rest)
+    factors = channel_scales(digits, head_dim)
     half = head_dim // 2
     np.testing.assert_array_equal(factors[:half], factors[head_dim - half :])  # a pair that RoPE turns
 
@@ -89,8 +98,9 @@ def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
         return float((looks / factors**2).sum() * (rest * factors**2).sum())
 
     assert noise(factors) <= noise(np.ones(head_dim))
-    assert spread_of(np.zeros(head_dim), rest).tolist() == [4] * 8
-    assert spread_of(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim)).tolist() == [4] * 8  # not worth it
+    assert channel_scale_digits(np.zeros(head_dim), rest).tolist() == [4] * 8
+    nearly_even = channel_scale_digits(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim))
+    assert nearly_even.tolist() == [4] * 8
 
 
 def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
@@ -99,9 +109,9 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
     q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
     q /= 4
     exact = attention(q[:, -1:], k, v)
-    digits = "".join(map(str, head_noise(q, k, v, None).spread.ravel()))
+    digits = "".join(map(str, head_noise(q, k, v, None).scale_digits.ravel()))
     errors = []
-    for options in ("k_bits=1", f"k_bits=1,k_spread={digits}", f"k_bits=4,k_spread={digits}"):
+    for options in ("k_bits=1", f"k_bits=1,key_channel_scales={digits}", f"k_bits=4,key_channel_scales={digits}"):
         cache = make(f"planes:{options},v_bits=4", heads, n)
         cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
         errors.append(relative(cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]), exact))
@@ -116,76 +126,75 @@ def test_a_code_leaves_what_the_rule_takes(bits: int) -> None:
     levels = np.clip(np.floor(x / GAUSS_STEP[bits]), -half, half - 1) + 0.5
     levels *= (np.square(x).sum(axis=1) / (x * levels).sum(axis=1))[:, None]
     for kind, scale in enumerate((KEY_SCALES[bits], 1)):
-        assert LEFT[kind, bits] == pytest.approx(np.square(x - scale * levels).mean(), rel=0.02)
-    assert (LEFT[:, 0] == 1).all()
+        assert REMAINING_VARIANCE[kind, bits] == pytest.approx(np.square(x - scale * levels).mean(), rel=0.02)
+    assert (REMAINING_VARIANCE[:, 0] == 1).all()
 
 
 def test_bits_go_where_the_noise_is() -> None:
     noise = np.array([[1e-4, 1.0], [3e-2, 1e-6]])
 
     def bits(mean: float) -> list[list[int]]:
-        given_bits: list[list[int]] = give_bits(noise[None], LEFT[:1], int(4 * mean))[0].tolist()
-        return given_bits
+        found: list[list[int]] = allocate_bits(noise[None], REMAINING_VARIANCE[:1], int(4 * mean))[0].tolist()
+        return found
 
     assert bits(1) == [[1, 1], [1, 1]]
     assert bits(1.25) == [[1, 2], [1, 1]]
     assert bits(2.25) == [[1, 4], [3, 1]]
     assert bits(4) == [[4, 4], [4, 4]]
-    assert give_bits(np.zeros((1, 2, 2)), LEFT[1:], 6).sum() == 6
+    assert allocate_bits(np.zeros((1, 2, 2)), REMAINING_VARIANCE[1:], 6).sum() == 6
 
 
 def test_equal_means_are_one_of_keys_and_values() -> None:
     """Each bit goes to a key or a value; means that differ, or bits of different size, are kept apart."""
     noise = HeadNoise(np.array([[1e-6, 1e-6]]), np.array([[1.0, 1.0]]), np.full((1, 2, 8), 4))
-    assert given(noise, 1.5, 1.5, [None], together=True) == ("11", "22")
-    assert given(noise, 1.5, 1.5, [None], together=False) == ("21", "21")
+    assert head_bits(noise, 1.5, 1.5, [None], together=True) == ("11", "22")
+    assert head_bits(noise, 1.5, 1.5, [None], together=False) == ("21", "21")
     for k_bits, v_bits, head_dim, found in (
         (1.5, 1.5, 64, ("11", "22")),
         (1.5, 1.5, 80, ("21", "21")),
         (2, 1.5, 64, ("22", "21")),
         (2, 2, 128, ("11", "33")),
     ):
-        config = PlanesConfig(k_bits=k_bits, v_bits=v_bits, by_need=True).with_bits(noise, [None], head_dim)
-        assert (config.k_heads, config.v_heads) == found
+        asked = PlanesConfig(k_bits=k_bits, v_bits=v_bits, mixed_bits=True)
+        config = asked.with_head_bits(noise, [None], head_dim)
+        assert (config.key_bits_per_head, config.value_bits_per_head) == found
 
 
 def test_sliding_layers_share_a_mean_of_their_own() -> None:
     keys = np.array([[1.0, 1.0], [1e-9, 1e-8], [2.0, 1.0], [1e-8, 1e-9]])
     noise = HeadNoise(keys, keys, np.full((4, 2, 8), 4))
-    assert given(noise, 1.5, 1.5, [None, 64, None, 64], together=False) == ("21122121", "21122121")
-    assert given(noise, 1.5, 1.5, [None, 64, None, 64], together=True) == ("22122121", "11122121")
+    assert head_bits(noise, 1.5, 1.5, [None, 64, None, 64], together=False) == ("21122121", "21122121")
+    assert head_bits(noise, 1.5, 1.5, [None, 64, None, 64], together=True) == ("22122121", "11122121")
 
 
 @pytest.mark.parametrize("mean", [1, 1.25, 1.5, 2, 3.7, 4])
 def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
     for n in (1, 7, 96):
-        bits = evenly(mean, n)
+        bits = even_bits(mean, n)
         assert set(bits) <= {int(mean), int(np.ceil(mean))}
         assert sum(bits) == np.ceil(mean * n - 0.5)
         noise = HeadNoise(np.ones((1, n)), np.ones((1, n)), np.full((1, n, 8), 4))
-        for found in given(noise, mean, mean, [None], together=False):
+        for found in head_bits(noise, mean, mean, [None], together=False):
             assert sum(map(int, found)) == sum(bits)
 
 
-def test_every_layer_has_its_own_digits() -> None:
+def test_layers_have_digits_of_their_own() -> None:
     keys, values = np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]])
     noise = HeadNoise(keys, values, np.arange(32).reshape(2, 2, 8) % 9)
-    config = PlanesConfig(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None], 64)
-    assert (config.k_heads, config.v_heads) == ("3111", "1112")
-    assert config.k_spread == "01234567801234567801234567801234"
-    spec = CacheSpec.parse(
-        f"planes:k_bits=1.5,v_bits=1.25,k_heads={config.k_heads},v_heads={config.v_heads},k_spread={config.k_spread}"
-    )
+    config = PlanesConfig(k_bits=1.5, v_bits=1.25).with_head_bits(noise, [None, None], 64)
+    assert (config.key_bits_per_head, config.value_bits_per_head) == ("3111", "1112")
+    assert config.key_channel_scales == "01234567801234567801234567801234"
+    spec = CacheSpec.parse(str(CacheSpec(Planes, config)))
     assert spec.config == config
     assert spec.short == "planes:k_bits=1.5,v_bits=1.25"
     layers = [make(str(spec), (4, 2, 64), 300, layer=i, n_layers=2) for i in range(2)]
     assert [layer.key_codec.bits.tolist() for layer in layers] == [[3, 1], [1, 1]]
     assert [layer.value_codec.bits.tolist() for layer in layers] == [[1, 1], [1, 2]]
     np.testing.assert_allclose(layers[0].key_codec.key_scale, [1, 0.9])
-    np.testing.assert_allclose(layers[1].key_codec.spread[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
+    np.testing.assert_allclose(layers[1].key_codec.channel_scales[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
     assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2; keys of 4 stretched" in layers[0].notes()[0]
     even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
-    assert PlanesConfig(k_bits=1.5).with_bits(even, [None, None], 64).k_spread == ""
+    assert PlanesConfig(k_bits=1.5).with_head_bits(even, [None, None], 64).key_channel_scales == ""
     with raises(CacheError, field="kv"):
         make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
 
@@ -196,14 +205,14 @@ def test_a_head_is_what_it_is_alone() -> None:
     q, k, v = draw(heads, n)
     bits = [(1, 4), (3, 2), (2, 1), (4, 3)]
     spreads = ["34445555", "44444444", "80808080", "12345678"]
-    found = f"k_heads=1324,v_heads=4213,k_spread={''.join(spreads)}"
+    found = f"key_bits_per_head=1324,value_bits_per_head=4213,key_channel_scales={''.join(spreads)}"
     cache = make(f"planes:k_bits=2.5,v_bits=2.5,{found}", heads, n)
     cache.prefill(q[:, :300], k[:, :300], v[:, :300])
     cache.attend(q[:, 300:400], k[:, 300:400], v[:, 300:400])
     cache.truncate(360)
     got = cache.attend(q[:, 360:], k[:, 360:], v[:, 360:])
     for g, (k_bits, v_bits) in enumerate(bits):
-        alone = make(f"planes:k_bits={k_bits},v_bits={v_bits},k_spread={spreads[g]}", (2, 1, 64), n)
+        alone = make(f"planes:k_bits={k_bits},v_bits={v_bits},key_channel_scales={spreads[g]}", (2, 1, 64), n)
         own = q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]
         alone.prefill(*(x[:, :300] for x in own))
         alone.attend(*(x[:, 300:400] for x in own))
@@ -225,8 +234,8 @@ def text(session: Session, prompt: object, n: int = 12) -> list[int]:
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:
     config = loaded.plan.kv.config
     n = loaded.config.n_layers * loaded.config.n_kv_heads
-    assert sum(map(int, config.k_heads + config.v_heads)) == 2 * 1.5 * n
-    for digits in (config.k_heads, config.v_heads):
+    assert sum(map(int, config.key_bits_per_head + config.value_bits_per_head)) == 2 * 1.5 * n
+    for digits in (config.key_bits_per_head, config.value_bits_per_head):
         assert len(digits) == n
         assert len(set(digits)) > 1
     assert loaded.plan.kv.short == KV
@@ -235,8 +244,8 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
         assert again.plan.kv == loaded.plan.kv
     with loaded.fork() as session:
         text(session, PROMPT)
-        assert any("bits by need" in note for note in session.report().notes)
-        assert f"k_heads={config.k_heads}" in session.report().settings["kv"]
+        assert any("mixed bits" in note for note in session.report().notes)
+        assert f"key_bits_per_head={config.key_bits_per_head}" in session.report().settings["kv"]
         session.save(tmp_path / "session")
         straight = text(session, [], 20)
     with Session.restore(tmp_path / "session", loaded, kv=KV) as restored:
@@ -273,7 +282,7 @@ def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypa
     keys[-1, -1] = 1
     Memo(file, FORMAT).write(content | {"keys": keys.tolist()})
     with loaded.fork(kv="planes:k_bits=1.125,v_bits=1") as session:
-        assert session.plan.kv.config.k_heads[-1] == "3"
+        assert session.plan.kv.config.key_bits_per_head[-1] == "3"
 
 
 def test_a_model_without_a_tokenizer_says_so(
@@ -284,7 +293,7 @@ def test_a_model_without_a_tokenizer_says_so(
         (tmp_path / name).symlink_to(loaded.model.path / name)
     with Session.load(tmp_path, kv=KV, ctx=300) as session:
         assert session.tokenizer is None
-        assert session.plan.kv.config.k_heads == ""
+        assert session.plan.kv.config.key_bits_per_head == ""
         assert session.plan.cache_bytes == sum(cache.nbytes for cache in session.caches)
         text(session, [1, 2, 3], 2)
         assert any("by their order" in note for note in session.report().notes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cuda_cases import device  # noqa: F401
 from helpers import HAS_PAPERS
+from kernel_cases import use_threads, way  # noqa: F401
 from serving import Server
 
 from edgekv.files import cache_root
@@ -34,6 +35,12 @@ if not HAS_PAPERS:
     registry._left_out = lambda name: pytest.skip(f"{name} needs the papers", allow_module_level=True)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns how many processes run the tests: two, whose kernels share all cores, or one for a single file."""
+    is_one_file = len(config.args) == 1 and ".py" in config.args[0]
+    return 0 if is_one_file else min(2, len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What several test files use to look at errors, and at all schemes."""
+"""What several test files use to look at errors, sessions and all schemes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgekv import EdgeKVError
+from edgekv import EdgeKVError, Session
+from edgekv.engine.runner import Spans
 from edgekv.kvcache import schemes
 
 HAS_PAPERS = importlib.util.find_spec("edgekv.papers") is not None
@@ -21,6 +22,16 @@ SESSION_KV = [
     if "papers" not in scheme.__module__.split(".") or name in ("h1b", "h2o")
 ]
 """Every core scheme's name, and two of papers."""
+
+
+def n_cached(session: Session) -> int:
+    """Returns how many tokens a session's caches hold, drafts with them."""
+    return session.caches[0].n_seen
+
+
+def embedding_spans(session: Session) -> Spans:
+    """Returns the spans of a session's positions that hold embeddings in place of tokens."""
+    return session._state.spans
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ import pytest
 from helpers import HAS_PAPERS
 
 from edgekv.codecs.codec import Codec
-from edgekv.kernels import reference
+from edgekv.kernels import reference, threads
+from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.attend import as_numbers
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.loops import bound as bound_to
@@ -33,9 +34,24 @@ assert schemes()  # whose files are imported with it
 CODECS: dict[str, type[Any]] = {each.kind: each for base in BASES for each in _below(base) if each.backends}
 """Those that kernels read, by their kind."""
 
-# Values for `cpu.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
-EITHER_WAY = [0, 1 << 62]
-EITHER_PATH = pytest.mark.parametrize("min_parallel_work", EITHER_WAY, ids=["parallel", "serial"])
+EITHER_WAY = ["parallel", "serial"]
+
+
+@pytest.fixture(params=EITHER_WAY)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How kernels are called, at any size of their work."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0 if request.param == "parallel" else 1 << 62)
+    return str(request.param)
+
+
+PARALLEL = pytest.mark.parametrize("way", ["parallel"], indirect=True)
+
+
+@pytest.fixture
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many threads share a kernel's work, however little, and also more than the machine has."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    return lambda n: monkeypatch.setattr(threads, "count", lambda: n)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import n_cached
 
 from edgekv import Chat, EdgeKVError, Embeddings, Sampler, SamplingParams, Session
 from edgekv.engine.loading import Options
@@ -99,13 +100,12 @@ def session(model: pathlib.Path) -> Session:
 
 
 def held(session: Session) -> tuple[Any, ...]:
-    state = session._state
-    arrays = [array.tobytes() for cache in state.caches for array in cache.arrays.values()]
+    arrays = [array.tobytes() for cache in session.caches for array in cache.arrays.values()]
     return (
-        list(state.tokens),
-        state.n_cached,
-        state.sampler,
-        dict(state.memo),
+        list(session.tokens),
+        n_cached(session),
+        session.last_sampler,
+        dict(session.memo),
         session.lora,
         session.nbytes,
         arrays,

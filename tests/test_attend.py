@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import HAS_PAPERS, SCHEMES
-from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
+from kernel_cases import CODECS, EITHER_WAY, normal
 
 from edgekv.codecs.codec import Codec, Layout
 from edgekv.codecs.f16 import F16
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
-from edgekv.kernels.cpu import launch
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry
@@ -192,9 +191,9 @@ def assert_same(p: Problem, segments: list[Segment], bound: float, **options: An
         for i, name in enumerate(PAIRS)
         for k in range(3)
     ],
+    indirect=["way"],
 )
-def test_exact_and_packed_segments(name: str, p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
+def test_exact_and_packed_segments(name: str, p: Problem, way: str) -> None:
     rng, bound = np.random.default_rng(0), bound_of(name)
     keys, values = packed(p, PAIRS[name](p), rng)
     first, latest = exact(p, 9, rng), exact(p, 130, rng)
@@ -209,9 +208,8 @@ def test_exact_and_packed_segments(name: str, p: Problem, way: int, monkeypatch:
     assert_same(p, segments, bound, cap=1.5)
 
 
-@EITHER_PATH
-def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+@pytest.mark.usefixtures("way")
+def test_positions() -> None:
     for p in PROBLEMS:
         rng = np.random.default_rng(2)
         keys, values = exact(p, p.length, rng)
@@ -219,10 +217,9 @@ def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(p, [Segment(keys, values, 0, p.length, p.n, positions=where)], 4e-6)
 
 
-@pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
-def test_sinks(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str, indirect=["way"])
+def test_sinks(p: Problem, way: str) -> None:
     """Beside several packed stores: a sink takes its share of every head's weights; one of -inf takes none."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng = np.random.default_rng(3)
     one, other = (packed(p, of_scheme(text)(p), rng) for text in ("planes", "onebit"))
     stored = Segment(*one, 0, p.length, 4), Segment(*other, 0, p.length, 4 + p.length)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import SESSION_KV, raises
+from helpers import SESSION_KV, n_cached, raises
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat, answer_ids
@@ -66,12 +66,12 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
     talk = chat(session, TEMPLATES[template])
     fed = []
     for question in ("Once upon a time", "Who was there", "And then"):
-        before = session._state.n_cached
+        before = n_cached(session)
         steps = list(talk.ask(question, max_new_tokens=80))
         report = session.report()
         fed.append(report.prefill_tokens)
         assert steps[-1].finish_message in ("end of text", "max_new_tokens")
-        assert session._state.n_cached == before + report.prefill_tokens + len(report.decode_latencies_s)
+        assert n_cached(session) == before + report.prefill_tokens + len(report.decode_latencies_s)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
     fresh, tokens, answer = loaded.fork(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
     question = tokens[: len(tokens) - len(answer)]
@@ -200,7 +200,7 @@ def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytes
             answer(max_new_tokens=0)
         assert talk.messages == before
         with monkeypatch.context() as patch:
-            patch.setattr(talk.session._runner, "append", interrupt)
+            patch.setattr(talk.session.caches[0], "attend", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 next(answer())
         assert talk.messages == before
@@ -222,7 +222,7 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     assert again.session.report().prefill_tokens < 40
     talk.clear()
     assert [m["role"] for m in talk.messages] == ["system"]
-    assert session._state.n_cached == 0
+    assert n_cached(session) == 0
 
 
 def test_answer_ids_end_where_the_text_ends(loaded: Session) -> None:

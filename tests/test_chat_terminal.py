@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import golden_cases
 import pexpect
 import pytest
+from helpers import embedding_spans
 from PIL import Image
 
 from edgekv import Chat, SamplingParams, Session
@@ -124,7 +125,7 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
     file = str(tmp_path / "blue.png")
     terminal = Terminal(chat, argparse.Namespace(max_new_tokens=6, stop=[]), SamplingParams(0.0))
     terminal.run([f"/image {file}.none", f"/image {file}", "Describe the picture.", "Again."])
-    assert len(session._state.spans) == 1
+    assert len(embedding_spans(session)) == 1
     fresh = Chat(session.fork(), template)
     fresh.messages.extend(json.loads(json.dumps(chat.messages[:2])))
     list(fresh.ask("Again.", max_new_tokens=6, sampling=SamplingParams(0.0)))

@@ -14,7 +14,7 @@ from test_attend import PAIRS, PROBLEMS, Problem, filled
 from edgekv.codecs.f16 import F16
 from edgekv.codecs.ints import Int8
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import emit, launch, scalar
+from edgekv.kernels.cpu import emit, scalar
 from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.loops import kernels_of
 
@@ -31,9 +31,8 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "way"), EACH)
-def test_kernels_store_the_same_bits(name: str, p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
+@pytest.mark.parametrize(("name", "p", "way"), EACH, indirect=["way"])
+def test_kernels_store_the_same_bits(name: str, p: Problem, way: str) -> None:
     x = 3 * normal(np.random.default_rng(0), p.g, p.length, p.d) + normal(np.random.default_rng(1), p.g, 1, p.d)
     stored = []
     for kernels in (reference, cpu):
@@ -54,10 +53,9 @@ def test_kernels_store_the_same_bits(name: str, p: Problem, way: int, monkeypatc
             np.testing.assert_array_equal(there[array], expected, err_msg=array)
 
 
-@pytest.mark.parametrize(("name", "p", "way"), EACH)
-def test_kernels_read_what_it_says(name: str, p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "p", "way"), EACH, indirect=["way"])
+def test_kernels_read_what_it_says(name: str, p: Problem, way: str) -> None:
     """Of some tokens, as a slice of a longer array, and nothing beside them."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng, t0, t1, rows = np.random.default_rng(2), 5, p.length - 3, p.r * p.n
     keys, values = (filled(codec, normal(rng, p.g, p.length, p.d)) for codec in PAIRS[name](p))
     q = normal(rng, p.g, rows, p.d)

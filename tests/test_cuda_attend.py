@@ -18,6 +18,7 @@ from edgekv.codecs.ints import Int8
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
+from edgekv.kernels.cuda.driver import Launch
 from edgekv.kernels.interface import Segment
 from edgekv.papers.h1b.codec import SignSketch
 from edgekv.papers.int4 import Int4, Symmetric4
@@ -188,13 +189,13 @@ def test_mixed_pairs(device: OnDevice, pairs: tuple[str, ...], shape: str, n: in
     both.check(n, *causal(n, position, 100), n > 1, TOLERANCE)
 
 
-def test_mixed_pairs_take_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_pairs_take_a_launch_each() -> None:
     both = Both(OnDevice.open("host"), "gqa")
     for i, pair in enumerate(("f16", "signs", "sketches", "f16", "f16", "f16")):
         both.add(pair, 0, 64, 64 * i)
     launched: list[str] = []
     launch = both.device.driver.launch
-    monkeypatch.setattr(both.device.driver, "launch", lambda *a: (launched.append(a[0].kernel), launch(*a)))
+    both.device.driver.launch = lambda *a: (launched.append(a[0].kernel), launch(*a))
     both.check(1, *causal(1, 384, None), False, TOLERANCE)
     assert launched.count("attend") == 2
     assert launched.count("merge") == 1
@@ -238,15 +239,16 @@ TOKENS = 704  # of which two tiles at a time are two rounds of some warps, the s
 
 
 @pytest.fixture
-def kernels(device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def kernels(device: OnDevice) -> list[str]:
     """The kernels that are launched, and their files."""
     files: list[str] = []
     launch = device.driver.launch
-    monkeypatch.setattr(
-        device.driver,
-        "launch",
-        lambda *a: (files.extend((*(Path(file).name for file in a[0].program.files), a[0].kernel)), launch(*a)),
-    )
+
+    def listed(program_launch: Launch, *arguments: Any) -> None:
+        files.extend((*(Path(file).name for file in program_launch.program.files), program_launch.kernel))
+        launch(program_launch, *arguments)
+
+    device.driver.launch = listed
     if not device.driver.has_whole_tiles:
         pytest.skip("needs sm_80 or later")
     return files
@@ -258,7 +260,7 @@ def test_planes(
 ) -> None:
     """Tiles that are cut anywhere; a window; two pairs in a launch each; a query that sees nothing."""
     monkeypatch.setitem(SHAPES, "some", shape)
-    monkeypatch.setattr(device.driver, "multiprocessors", 2)  # several rounds to a warp
+    device.driver.multiprocessors = 2  # several rounds to a warp
     both = Both(device, "some", TOKENS)
     both.add("f16", 0, 3, 0)
     both.add(pair, 0, TOKENS - 64, 3)
@@ -272,8 +274,8 @@ def test_planes(
     assert not both.check(1, np.array([9]), np.array([9]), False, 0).any()
 
 
-def test_planes_before_sm_80(device: OnDevice, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.driver, "has_whole_tiles", False)
+def test_planes_before_sm_80(device: OnDevice, kernels: list[str]) -> None:
+    device.driver.has_whole_tiles = False
     both = Both(device, "mha")
     both.add("signs", 0, 192, 0)
     both.add("f16", 1, 38, 192)

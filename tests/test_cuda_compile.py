@@ -134,12 +134,18 @@ def test_every_source_file_is_compiled_here() -> None:
 
 
 def jobs() -> Iterator[tuple[Program, int]]:
-    """Each program for each architecture that launches it; outside of CI for the oldest or for Orin, in turn."""
-    for i, each in enumerate(programs()):
+    """Yields each program for each architecture that launches it; outside of CI each file once.
+
+    Those are compiled for the oldest architecture or for Orin, in turn.
+    """
+    files: set[str] = set()
+    for i, each in enumerate(reversed(programs())):
         least = max(LEAST.get(pathlib.Path(file).name, 0) for file in each.files)
-        in_turn = (87,) if least else ((53, 87)[i % 2],)
-        chosen = ALL if os.environ.get("EDGEKV_ALL_ARCHITECTURES") else in_turn
-        yield from ((each, architecture) for architecture in chosen if architecture >= least)
+        if os.environ.get("EDGEKV_ALL_ARCHITECTURES"):
+            yield from ((each, architecture) for architecture in ALL if architecture >= least)
+        elif not files.issuperset(each.files):
+            files.update(each.files)
+            yield each, 87 if least or i % 2 else 53
 
 
 def test_programs_compile_without_spills(nvrtc: Nvrtc) -> None:

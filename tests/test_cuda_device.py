@@ -131,8 +131,9 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     [("CUDA_ERROR_OUT_OF_MEMORY: out of memory", MemoryError), ("CUDA_ERROR_INVALID_VALUE", RuntimeError)],
 )
 def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    cupy = fake_cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     driver, launch = cupy_driver.Driver(), Launch(Program(("layers",)), "softmax", (1,), 256)
-    driver._kernels[launch.program, launch.kernel] = failing(text)
+    cupy.RawModule = lambda **_: SimpleNamespace(get_function=lambda name: failing(text))
     with pytest.raises(kind, match=text.split(":")[0]):
         driver.launch(launch)

@@ -10,7 +10,7 @@ import golden_cases
 import numpy as np
 import pytest
 from cache_cases import draw, make
-from helpers import SCHEMES, SESSION_KV
+from helpers import SCHEMES, SESSION_KV, n_cached
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.drafts import MOST, NGramDrafts
@@ -45,6 +45,10 @@ class Scripted(NGramDrafts):
 
     def learn(self, n_checked: int, n_right: int) -> None:
         self.seen.append((n_checked, n_right))
+
+
+def use_drafts(session: Session, drafts: NGramDrafts | None) -> None:
+    session._runner.drafts = drafts
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +96,12 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
     session = Session.load(model, kv=kv, weights="f32")
     plain = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
-    state = session._state.n_cached, list(session.tokens), session.last_sampler.state()
+    state = n_cached(session), list(session.tokens), session.last_sampler.state()
     session.reset()
-    session._runner.drafts = Scripted(plain)
+    use_drafts(session, Scripted(plain))
     drafted = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
     assert drafted == plain
-    assert (session._state.n_cached, session.tokens, session.last_sampler.state()) == state
+    assert (n_cached(session), session.tokens, session.last_sampler.state()) == state
     counts = session.report().drafts
     n_decoded = len(session.report().decode_latencies_s)
     assert n_decoded == 39
@@ -123,7 +127,7 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     prompt = golden_cases.tokens(case)[:10]
     plain = [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)]
     session.reset()
-    session._runner.drafts = Scripted(plain)
+    use_drafts(session, Scripted(plain))
     assert [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)] == plain
     assert (session.report().drafts.accepted > 0) == (case != "phi3-longrope")
 
@@ -134,11 +138,11 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
     texts = []
     for drafts in (None, NGramDrafts()):
         session.reset()
-        session._runner.drafts = drafts
+        use_drafts(session, drafts)
         texts.append(
             [step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50, temperature=0.0)]
         )
-        assert session._state.n_cached <= 30
+        assert n_cached(session) <= 30
     assert texts[0] == texts[1]
     assert len(texts[0]) == (26 if overflow == "stop" else 50)
 
@@ -148,10 +152,10 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     session = Session.load(model, weights="f32")
     plain = [step.token for step in session.generate(prompt, max_new_tokens=12, temperature=0.0)]
     session.reset()
-    session._runner.drafts = Scripted(plain)
+    use_drafts(session, Scripted(plain))
     steps = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     first = [step.token for step in itertools.islice(steps, 2)]
-    assert session._state.n_draft > 0
+    assert n_cached(session) > len(prompt) + 1  # drafts beyond the first token
     session.save(tmp_path / "session")
     copy = session.fork()
     copy.copy_from(session)
@@ -165,7 +169,7 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     left = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     assert [step.token for step in itertools.islice(left, 2)] == first
     left.close()
-    assert (session._state.n_cached, session._state.n_draft) == (21, 0)
+    assert n_cached(session) == 21
     assert [step.token for step in session.generate([], max_new_tokens=10, temperature=0.0)] == plain[2:]
 
 
@@ -173,7 +177,7 @@ def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32")
     plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0)]
     session.reset()
-    session._runner.drafts = Scripted(plain)
+    use_drafts(session, Scripted(plain))
     steps = list(session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0))
     report = session.report()
     assert sum(report.decode_latencies_s) == pytest.approx(sum(step.latency_s for step in steps[1:]))

@@ -93,7 +93,9 @@ def test_a_perplexity_by_hand(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         for i, following in enumerate(window[1:]):
             losses.append(np.log(np.exp(logits[i]).sum()) - logits[i, following])
     specs = [CacheSpec.parse(exact), CacheSpec.parse("kivi2:residual_length=0")]
-    plain, lossy = evaluate(session._runner.decoder, tokens, ctx, specs)
+    model = session.model
+    decoder = find_device("cpu").decoder(model, model.weight_format("f32"), ctx, 1, None)
+    plain, lossy = evaluate(decoder, tokens, ctx, specs)
     assert plain.perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
     assert plain.perplexity_ratio == pytest.approx(1, rel=1e-6)
     assert lossy.perplexity == pytest.approx(lossy.perplexity_ratio * plain.perplexity, rel=1e-6)

@@ -9,6 +9,7 @@ import sys
 import golden_cases
 import numpy as np
 import pytest
+from helpers import n_cached
 from serving import ROOT
 
 from edgekv import Session
@@ -53,7 +54,7 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
     session.logits(tokens[:5])
     vector = session.embed(tokens)
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
-    assert (session._state.n_cached, session.tokens) == (5, tokens[:5])
+    assert (n_cached(session), session.tokens) == (5, tokens[:5])
     head = session.model.weights.matrix("head")
     logits = Session.load(folder, kv="dense").logits(tokens).mean(axis=0)
     scaled = head @ vector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 
 import golden_cases
 import numpy as np
@@ -14,8 +15,7 @@ from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import resolve_device
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.kernels import threads
-from edgekv.kernels.cpu import launch, layers
+from edgekv.kernels.cpu import layers
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
 from edgekv.types import Threads
@@ -138,7 +138,7 @@ def test_equal_logits_and_such_that_are_no_numbers(renormalized: bool) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 257])
-def test_results_are_added_on_any_threads(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_added_on_any_threads(channels: int, use_threads: Callable[[int], None]) -> None:
     rng = np.random.default_rng(channels)
     _, tokens, weights = layers.route(rng.standard_normal((7, 12)).astype(np.float32), 3, False)
     results = rng.standard_normal((21, channels)).astype(np.float32)
@@ -147,8 +147,7 @@ def test_results_are_added_on_any_threads(channels: int, monkeypatch: pytest.Mon
     for token, weight, result in zip(tokens, weights, results, strict=True):
         meant[token] += weight * result
     for n_threads in (1, 2, 3):
-        monkeypatch.setattr(threads, "count", lambda n_threads=n_threads: n_threads)
-        monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+        use_threads(n_threads)
         np.testing.assert_array_equal(layers.add_results(x, results, tokens, weights), meant)
 
 

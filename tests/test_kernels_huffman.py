@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, awkward_rows
+from kernel_cases import awkward_rows
 
 from edgekv.kernels import reference
-from edgekv.kernels.cpu import launch
 from edgekv.papers.kvcomp import cpu as packing
 from edgekv.papers.kvcomp import reference as plain_packing
 from edgekv.papers.kvcomp.codebook import Codebook
@@ -122,9 +121,8 @@ def test_bit_strings_read_back_bit_by_bit(backend: object) -> None:
             assert packed.read_bit_by_bit(head, b, block) == expected
 
 
-@EITHER_PATH
-def test_numba_packs_the_same_words(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+@pytest.mark.usefixtures("way")
+def test_numba_packs_the_same_words() -> None:
     for d, block, levels in ((8, 16, 2), (12, 32, 5), (80, 64, 17), (128, 64, 256)):
         actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (packing, plain_packing))
         np.testing.assert_array_equal(actual.bits, expected.bits)

@@ -8,7 +8,6 @@ import pytest
 from kernel_cases import EITHER_WAY, assert_close, normal, pairs
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import launch
 
 F64 = npt.NDArray[np.float64]
 NONE = np.empty(0, np.float32)
@@ -60,12 +59,9 @@ def test_numpy_follows_transformers(rotated: int, with_norm: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("d", "contiguous", "min_parallel_work"), pairs(d=HEAD_DIMS, contiguous=[True, False], way=EITHER_WAY)
+    ("d", "contiguous", "way"), pairs(d=HEAD_DIMS, contiguous=[True, False], way=EITHER_WAY), indirect=["way"]
 )
-def test_numba_equals_numpy(
-    d: int, contiguous: bool, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+def test_numba_equals_numpy(d: int, contiguous: bool, way: str) -> None:
     rng = np.random.default_rng(d)
     for r, n, rotated, norms in [(1, 1, d, 0), (8, 3, d, 2), (3, 5, d // 4 * 2, 1), (2, 4, 0, 0)]:
         g = 1 + r % 3

@@ -8,7 +8,6 @@ import pytest
 from kernel_cases import EITHER_WAY, assert_close, pairs
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import launch
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 COLUMNS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 513)
@@ -51,12 +50,9 @@ def test_masked_and_far_scores(backend: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "contiguous", "min_parallel_work"), pairs(n=COLUMNS, contiguous=[True, False], way=EITHER_WAY)
+    ("columns", "contiguous", "way"), pairs(n=COLUMNS, contiguous=[True, False], way=EITHER_WAY), indirect=["way"]
 )
-def test_numba_equals_numpy(
-    columns: int, contiguous: bool, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+def test_numba_equals_numpy(columns: int, contiguous: bool, way: str) -> None:
     whole = np.random.default_rng(columns).standard_normal((3, 9, columns + 5), np.float32) * 8
     expected_whole = whole.copy()
     part = np.s_[:] if contiguous else np.s_[:, 1:8, 2 : columns + 2]

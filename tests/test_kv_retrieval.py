@@ -8,10 +8,9 @@ import cache_cases
 import numpy as np
 import pytest
 from cache_cases import BACKENDS
-from kernel_cases import EITHER_PATH, assert_close, bound, pairs
+from kernel_cases import EITHER_WAY, assert_close, bound, pairs
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import launch
 from edgekv.kvcache.cache import KVCache
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.quest import PageIndex
@@ -205,19 +204,13 @@ def test_the_largest_are_taken(k: int, columns: int) -> None:
         assert got.tolist() == sorted(order[:k].tolist())
 
 
-@EITHER_PATH
 @pytest.mark.parametrize(
-    ("shape", "group", "minmax"), pairs(shape=SHAPES, group=[32, 64, 256], minmax=[False, True])
+    ("shape", "group", "minmax", "way"),
+    pairs(shape=SHAPES, group=[32, 64, 256], minmax=[False, True], way=EITHER_WAY),
+    indirect=["way"],
 )
-def test_fier_index(
-    shape: tuple[int, int, int, int],
-    group: int,
-    minmax: bool,
-    min_parallel_work: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fier_index(shape: tuple[int, int, int, int], group: int, minmax: bool, way: str) -> None:
     """Bits and levels to the bit, scores to rounding; only the groups asked for."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     (g, r, n, d), n_groups, b0, b1 = shape, 5, 1, 4
     keys = half(normal(1, g, n_groups * group + 9, d) + 4 * normal(2, g, 1, d))
     q = normal(3, g, r * n, d)

@@ -6,6 +6,7 @@ import pathlib
 import golden_cases
 import numpy as np
 import pytest
+from helpers import n_cached
 from safetensors.numpy import save_file
 
 from edgekv import KVCache, Session
@@ -47,7 +48,7 @@ def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
     short = session.logits(tokens[:32])
     beyond = [session.logits([token])[0] for token in tokens[32:40]]
     session.rewind(20)
-    assert session._state.n_cached == 0
+    assert n_cached(session) == 0
     np.testing.assert_allclose(session.logits(tokens[20:32]), short[20:], atol=TOLERANCE, rtol=0)
     session.reset()
     np.testing.assert_allclose(session.logits(tokens[:40])[32:], beyond, atol=TOLERANCE, rtol=0)

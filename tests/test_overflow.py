@@ -6,7 +6,7 @@ import json
 import golden_cases
 import numpy as np
 import pytest
-from helpers import SESSION_KV, raises
+from helpers import SESSION_KV, n_cached, raises
 from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
@@ -52,7 +52,7 @@ def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> Non
     after = loaded.fork(kv=kv)
     assert got == first + text(after, kept, 150 - len(first))
     assert session.tokens == after.tokens
-    assert session._state.n_cached < CTX
+    assert n_cached(session) < CTX
     assert session.n_dropped == CTX + 1 - KEPT
     assert f"overflow: {session.n_dropped} tokens" in " ".join(session.report().notes)
 
@@ -78,10 +78,9 @@ def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
     kept = held[:SINK] + held[SINK - (CTX - CTX // 4) :]
     assert text(more, PROMPT, 20) == text(loaded.fork(), kept, 20)
     assert more.report().prefill_tokens == CTX - CTX // 4
-    state = more._state
-    before = list(state.tokens), state.n_cached, state.n_dropped, state.sampler
+    before = list(more.tokens), n_cached(more), more.n_dropped, more.last_sampler
     more.generate(PROMPT, temperature=1.0).close()
-    assert (state.tokens, state.n_cached, state.n_dropped, state.sampler) == before
+    assert (more.tokens, n_cached(more), more.n_dropped, more.last_sampler) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -113,7 +112,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     greedy = SamplingParams(temperature=0.0)
     for i in range(12):
         list(talk.ask(f"Question {i}: what is a ship, and who sails it?", max_new_tokens=16, sampling=greedy))
-        assert session._state.n_cached <= 300
+        assert n_cached(session) <= 300
     dropped = [m["content"] for m in talk.messages if m.get("dropped")]
     assert len(talk.messages) == 25
     assert len(dropped) > 8

@@ -108,13 +108,13 @@ def test_what_needs_a_conversation_that_is_copied_waits(
 ) -> None:
     slots, ids, n_read, takes_source = case
     with HeldCopy(loaded, slots, monkeypatch) as held:
-        choosing, shared = threading.Event(), held.source._state.shared
+        choosing, shared = threading.Event(), held.source.shared_prefix
 
-        def told(prompt: Prompt) -> tuple[int, int]:
+        def told(prompt: Prompt) -> int:
             choosing.set()
             return shared(prompt)
 
-        monkeypatch.setattr(held.source._state, "shared", told)
+        monkeypatch.setattr(held.source, "shared_prefix", told)
         later = held.threads.submit(held.pool.acquire, ids)
         assert choosing.wait(60)  # with the pool's lock, which the copy's end needs as well
         assert not concurrent.futures.wait([later], timeout=0.2).done

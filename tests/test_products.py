@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import pairs
+from kernel_cases import PARALLEL, pairs
 
-from edgekv.kernels import threads
-from edgekv.kernels.cpu import launch, layers, matmul
+from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
 from edgekv.kernels.cpu.matmul import (
     FEW_ROWS,
@@ -122,11 +122,11 @@ def test_what_does_not_fit_the_weights_is_refused() -> None:
     assert [product(np.zeros((1, columns), np.float32)).shape for columns in (33, 64)] == [(1, OUTPUTS)] * 2
 
 
+@PARALLEL
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
-    kind: tuple[CodeLayout, str | None], monkeypatch: pytest.MonkeyPatch
+    kind: tuple[CodeLayout, str | None], way: str
 ) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(1)
     x = rng.standard_normal((64, 2 * STRETCH + 40)).astype(np.float32)
     product = QuantizedMatmul(weights_of(rng, kind[0], 3 * PANEL + 2, x.shape[1], kind[1]))
@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
 
 
 @pytest.mark.parametrize("n", [1, 5, 50])
-def test_norms_and_activations(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_activations(n: int, use_threads: Callable[[int], None]) -> None:
     rng = np.random.default_rng(n)
     x, weight, bias = rng.standard_normal((n, 514)).astype(np.float32) * 3, *rng.random((2, 514), np.float32)
     exact = x.astype(np.float64)
@@ -167,13 +167,12 @@ def test_norms_and_activations(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
             cases.append((functools.partial(layers.gated, special, kind), meant * up))
             cases.append((functools.partial(layers.activation, gate, kind), meant))
     for call, meant in cases:
+        use_threads(1)
         whole = call()
         assert np.allclose(whole, meant, rtol=1e-5, atol=2e-6, equal_nan=True)
         for n_threads in (2, 3):
-            with monkeypatch.context() as patch:
-                patch.setattr(threads, "count", lambda n_threads=n_threads: n_threads)
-                patch.setattr(launch, "MIN_PARALLEL_WORK", 0)
-                assert np.array_equal(call(), whole, equal_nan=True)
+            use_threads(n_threads)
+            assert np.array_equal(call(), whole, equal_nan=True)
 
 
 # Chosen experts
@@ -181,6 +180,7 @@ def test_norms_and_activations(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 EXPERTS, ROWS = 5, 37
 
 
+@PARALLEL
 @pytest.mark.parametrize(
     ("kind", "columns", "of"),
     pairs(
@@ -190,7 +190,11 @@ EXPERTS, ROWS = 5, 37
     ),
 )
 def test_products_with_chosen_experts_are_those_of_the_codes(
-    kind: tuple[CodeLayout, str | None], columns: int, of: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    kind: tuple[CodeLayout, str | None],
+    columns: int,
+    of: tuple[int, ...],
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout, rng = kind[0], np.random.default_rng(columns)
     weights = weights_of(rng, layout, EXPERTS * ROWS, columns, kind[1])
@@ -201,7 +205,6 @@ def test_products_with_chosen_experts_are_those_of_the_codes(
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, : layout.block] = 0
     out = QuantizedMatmul(weights, EXPERTS)(x, 1, np.array(of))
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     monkeypatch.setattr(matmul, "MIN_PARALLEL_ELEMENTS", 0)
     for n_threads in (2, 3):
         again = QuantizedMatmul(weights, EXPERTS)(x, n_threads, np.array(of))
@@ -239,15 +242,15 @@ def test_float_products(outputs: int, columns: int, n: int) -> None:
     assert np.array_equal(float_matmul(x[::-1], weights, Threads(2, 2)), y[::-1]) or n > MOST_ROWS
 
 
+@PARALLEL
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES[2:5])
 def test_a_float_row_does_not_depend_on_the_others_nor_on_the_threads(
-    outputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    outputs: int, columns: int, way: str
 ) -> None:
     x, weights = float_drawn(outputs, columns, 21)
     x[20, 7] = np.nan
     whole = multiply_rows(x, weights, 1)
     assert np.isnan(whole).any(axis=1).tolist() == [False] * 20 + [True]
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     for n_threads in (1, 2, 3):
         for a, b in ((0, 1), (1, 3), (2, 7), (5, 21)):
             assert np.array_equal(multiply_rows(x[a:b], weights, n_threads), whole[a:b], equal_nan=True)

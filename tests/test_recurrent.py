@@ -11,7 +11,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from helpers import raises
+from helpers import n_cached, raises
 
 from edgekv import ConfigError, Session, SessionError
 from edgekv.engine.runner import ANSWER_TOKENS
@@ -165,13 +165,13 @@ def test_a_restored_conversation_goes_on_and_back(loaded: Session, tmp_path: pat
     restored = Session.restore(tmp_path / "session", loaded)
     for each in (session, restored):
         each.rewind(590)
-    assert restored._state.n_cached == session._state.n_cached == 600 - ANSWER_TOKENS
+    assert n_cached(restored) == n_cached(session) == 600 - ANSWER_TOKENS
     assert text(restored, numbers(9, 2)) == text(session, numbers(9, 2))
     copied = loaded.fork()
     copied.copy_from(session)
     for each in (session, copied):
         each.rewind(500)
-    assert copied._state.n_cached == session._state.n_cached == SNAPSHOT_TOKENS
+    assert n_cached(copied) == n_cached(session) == SNAPSHOT_TOKENS
     assert text(copied, numbers(9, 3)) == text(session, numbers(9, 3))
 
 

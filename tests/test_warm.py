@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import golden_cases
 import pytest
 
-from edgekv import Session, child
+from edgekv import Session
 from edgekv.engine import cpu as ahead
 from edgekv.engine.loading import WARM_UP
 from edgekv.kernels import kernel_cache
@@ -73,15 +72,6 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
     monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
     kernel_cache.mark_warm("a scheme")
     assert not kernel_cache.is_warm("a scheme")
-
-
-def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> None:
-    """Of a scheme with few of them; what it leaves is found, and not compiled again."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run(child.command("edgekv.engine.cpu", "dense"), env=environment, check=True)
-    names = {file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")}
-    of_attention = {"attend._append_heads_shared", "attend._attend"}
-    assert names == of_attention | {"cpu._put", "cpu._score", "cpu._add"}
 
 
 def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

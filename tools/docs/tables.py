@@ -241,19 +241,19 @@ TABLES = {
 }
 
 
-def main() -> int:
-    """Writes the pages, or compares them; 1 where one is out of date."""
+def main(arguments: list[str]) -> int:
+    """Writes the pages, or with --check compares them; returns 1 where one is out of date."""
     fresh = {path: BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], path.read_text("utf-8")) for path in PAGES}
     fresh[PUBLISHED] = json.dumps(published(), indent=1) + "\n"
     fresh |= {BOARDS / f"{name}.md": page(board) for name, board in boards().items()}
     stale = [path for path, text in fresh.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:
-        if "--check" in sys.argv[1:]:
+        if "--check" in arguments:
             print(f"{path.relative_to(ROOT)} is out of date; run python tools/docs/tables.py")
         else:
             path.write_text(fresh[path], "utf-8")
-    return int("--check" in sys.argv[1:] and bool(stale))
+    return int("--check" in arguments and bool(stale))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

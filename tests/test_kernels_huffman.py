@@ -12,8 +12,8 @@ from kernel_cases import awkward_rows
 from edgekv.kernels import reference
 from edgekv.papers.kvcomp import cpu as packing
 from edgekv.papers.kvcomp import reference as plain_packing
-from edgekv.papers.kvcomp.codebook import Codebook
 from edgekv.papers.kvcomp.codec import HuffmanCodec, HuffmanKeys, HuffmanValues
+from edgekv.papers.kvcomp.reference import Codebook
 
 BACKENDS = pytest.mark.parametrize("backend", [packing, plain_packing], ids=["numba", "numpy"])
 POISON = 0xAB

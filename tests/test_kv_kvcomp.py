@@ -11,7 +11,7 @@ import pytest
 from cache_cases import BACKENDS
 
 from edgekv.papers.kvcomp import KVComp
-from edgekv.papers.kvcomp.codebook import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
+from edgekv.papers.kvcomp.reference import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 

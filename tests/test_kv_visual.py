@@ -228,7 +228,7 @@ def test_an_incomplete_span_is_forgotten_whole() -> None:
     "spans", [[(5, 5)], [(-1, 4)], [(0, 10), (5, 20)], [(30, 40), (0, 10)], [(0, 321)]], ids=str
 )
 def test_bad_spans(spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(CacheError, match=r"visual1': span -?\d+\.\.\d+ does not fit: give"):
+    with pytest.raises(CacheError, match=r"visual1: span -?\d+\.\.\d+ does not fit: give"):
         make("visual1").mark_images(spans)
 
 

@@ -1,4 +1,4 @@
-"""H1B-KV's keys: signs of a random projection, 64 to a word, compared by XOR and a count of bits."""
+"""H1B-KV's keys: signs of a random projection, 64 to a word, compared by XOR and a count of 1 bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from edgekv.types import F32, U64, Array
 
 
 class SignSketch(Codec):
-    """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
+    """Keys as sign(R k), ``bits`` sign bits under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
 
-    Both sides are signs, so scores are (1 / bits) s_q . s_k / tau. `tau` (n_kv_heads, R) is the softmax
-    temperature (eq. 5): of all query heads of a KV head, or of each of the R that share it. `set_learned` puts a
-    trained R and a trained ``centre`` of each head's keys in place, which they lose before they are projected.
+    Scores are (1 / bits) s_q . s_k / tau. tau (n_kv_heads, 1 or n_rep): softmax temperature (eq. 5) of all query
+    heads of a KV head, or of each. centre (n_kv_heads, head_dim): is subtracted from keys before projecting.
     """
 
     kind = "signs"
@@ -31,7 +30,7 @@ class SignSketch(Codec):
         self.is_centred = False
 
     def set_learned(self, projection: F32 | None, centre: F32 | None) -> None:
-        """R (bits, head_dim) and the keys' centres (n_kv_heads, head_dim), before `bind`; None: as it is."""
+        """Replaces, before `bind`, R (bits, head_dim) and the keys' centres (n_kv_heads, head_dim) if given."""
         if projection is not None:
             self.projection = np.ascontiguousarray(projection, np.float32)
         if centre is not None:
@@ -52,14 +51,14 @@ class SignSketch(Codec):
         self.centre = np.asarray(self.centre, like=arrays["signs"])
 
     def centred(self, x: F32) -> F32:
-        """Keys (n_kv_heads, n, head_dim) as they are projected."""
+        """Returns keys (n_kv_heads, n, head_dim) minus their centres."""
         return x - self.centre[:, None] if self.is_centred else x
 
     def encode(self, x: F32, t0: int) -> None:
         pack_signs(self.centred(x) @ self.projection.T, self.arrays["signs"], t0)
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """H1B-KV, equations 2, 3 and 5: query m = r * n + j has the temperature of head r."""
+        """Returns H1B-KV's scores, equations 2, 3 and 5; query m = r * n + j has the temperature of head r."""
         scale = np.repeat(1 / (self.bits * self.tau), q.shape[1] // self.tau.shape[1], axis=1)
         s = np.empty((*q.shape[:2], t1 - t0), np.float32)
         scores_signs(pack_sign_rows(q @ self.projection.T), self.arrays["signs"], t0, t1, scale, s, 0)
@@ -79,7 +78,7 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
 def scores_signs(
     q_codes: U64, codes: U64, t0: int, t1: int, scale: npt.NDArray[np.floating], s: F32, s0: int
 ) -> None:
-    """s[:, :, s0:] = scale (G, M) times the product of signs: q_codes (G, M, W) with tokens t0..t1."""
+    """Sets s[:, :, s0:] = scale (G, M) times the products of signs of q_codes (G, M, W) with tokens t0..t1."""
     tokens = np.arange(t0, t1)
     keys = codes[:, tokens // WORD, :, tokens % WORD].transpose(1, 0, 2)  # (G, T, W)
     n_bits = 64 * keys.shape[2]
@@ -90,5 +89,5 @@ def scores_signs(
 
 
 def pack_sign_rows(x: F32) -> U64:
-    """The signs of x (G, M, b) as (G, M, b // 64) words: bit j of word w is x[..., 64 * w + j] >= 0."""
+    """Returns the signs of x (G, M, b) as (G, M, b // 64) words: bit j of word w is x[..., 64 * w + j] >= 0."""
     return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")

@@ -1,4 +1,4 @@
-"""Sign sketches: one bit per element, 64 to a word, compared by XOR and a count of bits."""
+"""Sign sketches on the CPU: 64 signs to a word, compared by XOR and a count of 1 bits."""
 
 import functools
 from typing import Any
@@ -27,21 +27,21 @@ from edgekv.types import F32, U64
 WORD_BITS = 64
 LANES = emit.LANES
 TILE = 4 * LANES
-BLOCKS_AHEAD = 4
+PREFETCH_BLOCKS = 4
 ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
 WORDS_PER_LINE = 8
 ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
-    """Stores the signs of x (G, n, bits) as tokens t0.. of codes."""
+    """Stores the signs of x (n_kv_heads, n, bits) as tokens t0.. of codes, as `codec.pack_signs` does."""
     args = np.ascontiguousarray(x), codes, t0
     run(_pack_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @prepare_loop
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
-    """The signs of R q, then a scale for each row, then room for one row of R q."""
+    """Writes the signs of R q, then a scale for each row, then scratch for one row of R q."""
     x = numbers(store)
     n_words, n_bits, head_dim, n_tau = get(x, 2), get(x, 4), get(x, 5), get(x, 7)
     codes, scale = words(prepared), floats(prepared + 8 * rows * n_words)
@@ -60,7 +60,7 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
     queries, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     key = (g * n_blocks + t // BLOCK) * n_words * BLOCK + t % BLOCK
     for j in range(0, n_words * BLOCK, WORDS_PER_LINE):
-        emit.prefetch_element(codes, key + BLOCKS_AHEAD * n_words * BLOCK + j)
+        emit.prefetch_element(codes, key + PREFETCH_BLOCKS * n_words * BLOCK + j)
     for m in range(rows):
         _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * gap, n)
 
@@ -95,8 +95,8 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
 
 
 def _prepared_bytes(codec: Any, rows: int) -> int:
-    size: int = rows * (codec.bits // 8 + 4) + 4 * codec.bits
-    return size
+    bits = int(codec.bits)
+    return rows * (bits // 8 + 4) + 4 * bits
 
 
 def _encode(codec: Any, x: F32, t0: int) -> None:
@@ -141,7 +141,7 @@ def _pack_word(x: F32, start: int) -> Scalar:
 def _score_block(
     q: U64, query: int, n_words: int, codes: U64, key: int, scale: Scalar, s: F32, row: int, n: int
 ) -> None:
-    """s[row:][:n] = scale * (b - 2 * popcount(q XOR k)) for the n tokens from codes[key] on."""
+    """Sets s[row:][:n] = scale * (b - 2 * popcount(q XOR k)) for the n tokens from codes[key] on."""
     whole = n // TILE * TILE
     for i in range(0, whole, TILE):
         _score_tile(q, query, codes, key + i, n_words, scale, s, row + i)
@@ -156,7 +156,7 @@ def _score_block(
 def _score_tile(
     context: Any, q: Any, query: Any, codes: Any, key: Any, n_words: Any, scale: Any, s: Any, i: Any
 ) -> Any:
-    """`_score_block` of TILE tokens."""
+    """Does `_score_block` for TILE tokens."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         query, key, to = (emit.address(context, b, *x) for x in ((q, args), (codes, args[2:]), (s, args[6:])))
@@ -176,7 +176,7 @@ def _score_tile(
     return types.none(q, whole, codes, whole, whole, types.float32, s, whole), build
 
 
-# Counts of the bits of LANES words: a number to each; on Arm two parts of a word, or four, added up at the end.
+# Bit counts of LANES words: one number per word; on Arm two numbers, or four, which are added up at the end.
 WORDS, FLOATS, INTS = (emit.vector(kind, LANES) for kind in (emit.I64, emit.F32, emit.I32))
 COUNTS = WORDS
 if emit.IS_ARM:
@@ -184,18 +184,18 @@ if emit.IS_ARM:
 BYTES16, EIGHT, FOUR = emit.vector(emit.I8, 16), emit.vector(emit.I16, 8), emit.vector(emit.I32, 4)
 
 
-def _count(b: Any, words: Any, so_far: Any) -> Any:
-    """so_far + the 1 bits of words."""
+def _count(b: Any, words: Any, counts: Any) -> Any:
+    """Returns counts + the 1 bits of words."""
     if emit.IS_ARM:
-        return emit.by_register(b, functools.partial(_count_on_arm, b), words, so_far)
-    return b.add(emit.call(b, f"llvm.ctpop.v{LANES}i64", WORDS, words), so_far)
+        return emit.by_register(b, functools.partial(_count_on_arm, b), words, counts)
+    return b.add(emit.call(b, f"llvm.ctpop.v{LANES}i64", WORDS, words), counts)
 
 
-def _count_on_arm(b: Any, words: Any, so_far: Any) -> Any:
+def _count_on_arm(b: Any, words: Any, counts: Any) -> Any:
     ones = emit.call(b, "llvm.ctpop.v16i8", BYTES16, b.bitcast(words, BYTES16))
     if emit.has_dot():
-        return emit.add_products(b, ones, emit.constant(BYTES16, 1), so_far, "u")
-    return b.add(so_far, emit.call(b, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", EIGHT, ones))
+        return emit.add_products(b, ones, emit.constant(BYTES16, 1), counts, "u")
+    return b.add(counts, emit.call(b, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", EIGHT, ones))
 
 
 def _as_floats(b: Any, counts: Any) -> Any:

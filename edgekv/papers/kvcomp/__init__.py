@@ -1,4 +1,8 @@
-"""KVComp: levels of a fixed relative step, K per channel and V per token, in Huffman codes built on the prompt."""
+"""KVComp: levels of a fixed relative step, K per channel and V per token, in Huffman codes built on the prompt.
+
+Measured here (docs/papers.md): 4 to 13% fewer bits than KIVI at equal KL, where the paper claims 32 to 62%, and
+attention takes four to five times as long as over f16.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,9 @@ LEAST_STEP = 1 / 255  # codes are bytes
 
 @dataclasses.dataclass(frozen=True)
 class KVCompConfig(Config):
-    """What `kvcomp` can be set to.
+    """Options of `kvcomp`.
 
-    krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block; up to
-        1.
+    krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block.
     vrel: float, default 0.25. The same of a value.
     block: int, default 64. Tokens that are packed together: 16, 32, 64, 128 or 256.
     residual_length: int, default 128. Latest tokens that stay in f16, at least.
@@ -36,24 +39,24 @@ class KVCompConfig(Config):
 
 
 class KVComp(SinkWindowCache):
-    """Codes round((x - min) / step), step = rel * (max - min), per channel of a block (K) or per token (V).
+    """KVComp, 3.1-3.3: Huffman codes of round((x - min) / step), step = rel * (max - min).
 
-    KVComp, 3.1-3.3: the codes are Huffman-coded, with a codebook for K and one for V in each layer, built from the
-    histogram of the prompt with every level in it; before any prompt, from a Gaussian's. With D = head_dim and
-    B = block, a token of a KV head takes
+    min and step are per channel of a block (K) or per token (V). K and V have a codebook each in every layer,
+    built from the histogram of the prompt, in which every level occurs; before any prompt, from that of Gaussian
+    numbers. With D = head_dim and B = block, a token of a KV head takes
 
         D * (bits_k + bits_v) / 8 + 4 * D / B + 4 + 2 * (2 + 4 / B) bytes:
 
-    codes, float16 min and step of K's channels and of V's token, and on either side the token's bit count (uint16)
-    and its share of the block's offset (uint32), as in the paper. bits_k and bits_v, the average code lengths, are
-    up to the data, but never above fixed-length codes of ceil(log2(levels)) bits, levels = round(1 / rel) + 1: a
-    block that Huffman codes would not shorten is stored in those. That bound is `planned_bytes`; `nbytes` counts
-    what the pools of bit strings have taken. Codebook and decode table (16 KiB) of K and V are counted in each
-    layer; the table of the fixed-length codes is shared by all and is not. On top: the append buffer,
-    residual_length + block recent tokens in f16.
+    codes, float16 min and step of K's channels and of V's token, and for K and V each the token's bit count
+    (uint16) and its share of the block's offset (uint32), as in the paper. The average code lengths bits_k and
+    bits_v depend on the data, but never exceed fixed-length codes of ceil(log2(levels)) bits, levels =
+    round(1 / rel) + 1: a block that Huffman codes would not shorten is stored in fixed-length codes. That bound is
+    `planned_bytes`; `nbytes` counts what the pools of bit strings have taken. Codebook and decode table (16 KiB)
+    of K and V are counted in each layer, the shared table of the fixed-length codes is not. The latest
+    residual_length + block tokens are in f16 on top.
 
-    Deviations: the printed decoder walks a tree bit by bit, this one looks up 11 bits at a time, so that no code
-    word is longer; and the fixed-length blocks.
+    Deviations: the paper's decoder walks a tree bit by bit; this one looks up 11 bits at a time, so that no code
+    word is longer. The paper has no blocks in fixed-length codes.
     """
 
     name = "kvcomp"
@@ -73,7 +76,7 @@ class KVComp(SinkWindowCache):
         return self.keys, self.values
 
     def planned_bytes(self, n_tokens: int | None = None) -> int:
-        """The most that they can take: every block in fixed-length codes."""
+        """Returns the most that the tokens can take: every block in fixed-length codes."""
         whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.config)
         return super().planned_bytes(n_tokens) + whole.keys.pool_bound + whole.values.pool_bound
 
@@ -89,12 +92,12 @@ class KVComp(SinkWindowCache):
         self.append_prompt(keys, values)
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """The codebooks of a conversation go with it."""
-        kept = super().truncate(n, n_same)
-        if not kept:
+        """Goes back to n tokens; at 0 the codebooks of the conversation are forgotten."""
+        n_seen = super().truncate(n, n_same)
+        if not n_seen:
             self.keys.forget()
             self.values.forget()
-        return kept
+        return n_seen
 
     def arrays_valid(self) -> bool:
         return self.keys.arrays_valid(self.n_stored) and self.values.arrays_valid(self.n_stored)

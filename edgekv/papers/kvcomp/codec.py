@@ -1,4 +1,4 @@
-"""Keys and values in error-bounded levels, their codes packed by a Huffman code of the layer: KVComp's storage."""
+"""KVComp's storage: keys and values in error-bounded levels, packed by a Huffman code of the layer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import LARGEST_F16
-from edgekv.papers.kvcomp.codebook import TABLE_BITS, Codebook, gaussian_counts
-from edgekv.papers.kvcomp.reference import huffman_decode
-from edgekv.types import F32, U8, U16, U64, Array
+from edgekv.papers import from_half
+from edgekv.papers.kvcomp.reference import TABLE_BITS, Codebook, gaussian_counts, huffman_decode
+from edgekv.types import F32, U8, U64, Array
 
 WORD_BITS, WORD_BYTES = 64, 8
 PAGE_WORDS = 512
-POOL_MARGIN = 32  # the pool grows to 1/32 more than is needed
+POOL_MARGIN = 32  # the pool grows to 1/32 more than the blocks take
 HISTOGRAM_TOKENS = 1024  # quantised at a time
 
 
 class HuffmanCodec(Codec):
-    """Levels of ``capacity`` tokens as bit strings in a pool, one for each ``block`` of tokens and head.
+    """Base class of codecs of levels as bit strings in a pool, one for each ``block`` of tokens and head.
 
     A block that the Huffman code would not shorten is stored in fixed-length codes, which bounds the pool. Address
-    space is reserved for that bound; memory is taken, and counted, as blocks arrive, and ``on_growth`` gets the
+    space is reserved for that bound; memory is taken, and counted, as blocks arrive. on_growth: is called with the
     part of the pool that is in use.
     """
 
@@ -45,14 +45,14 @@ class HuffmanCodec(Codec):
     @property
     @abc.abstractmethod
     def unit_size(self) -> int:
-        """Elements that share a low and a step."""
+        """Returns how many elements share a low and a step."""
 
     @abc.abstractmethod
     def quantise(self, x: F32, t0: int) -> U8:
-        """Codes (n_kv_heads, n, head_dim) of whole blocks x from token t0 on; stores their low and step."""
+        """Returns the codes of whole blocks x (n_kv_heads, n, head_dim) at tokens t0..; stores low and step."""
 
     def _levels(self, x: F32, place: slice) -> U8:
-        """Codes of x (n_kv_heads, n, m) or (n_kv_heads, n, m, head_dim), of which m share a low and a step.
+        """Returns the codes of x (n_kv_heads, n, m, ...), of which m elements share a low and a step.
 
         low is their least in float16 (or the nearest of its finite numbers), step the relative step times
         (largest - low), rounded up to float16, and a code round((x - low) / step), halves to even: no element is
@@ -63,14 +63,14 @@ class HuffmanCodec(Codec):
         low[:] = least.view(np.uint16)
         span = np.maximum(x.max(axis=2) - least.astype(np.float32), 0)
         step[:] = round_up_to_f16(span * np.float32(self.relative_step))
-        size = step.view(np.float16).astype(np.float32)
+        size = from_half(step)
         size[size == 0] = 1
         position = (x - least.astype(np.float32)[:, :, None]) / size[:, :, None]
         codes: U8 = np.clip(np.rint(position), 0, self.levels - 1).astype(np.uint8)
         return codes
 
     def layout(self) -> Layout:
-        """All but the pool, whose size the data decide."""
+        """Returns every array except the pool, whose size depends on the data."""
         return {
             "bits": ((self.n_kv_heads, self.capacity), "uint16"),
             "offsets": ((self.n_kv_heads, self.capacity // self.block), "uint32"),
@@ -81,13 +81,13 @@ class HuffmanCodec(Codec):
 
     @property
     def pool_bound(self) -> int:
-        """Bytes that the pool can need at most; the decoder reads one word behind the last block."""
+        """Returns the most bytes that the pool can take; the decoder reads one word behind the last block."""
         n_blocks = self.n_kv_heads * (self.capacity // self.block)
         return (n_blocks * -(-self.plain_bits // WORD_BITS) + 1) * WORD_BYTES
 
     @property
     def token_bytes(self) -> int:
-        """The average of the tokens encoded so far, with their share of scales and offsets."""
+        """Returns the mean over the tokens encoded so far, with their share of scales and offsets."""
         scales = 4 * self.head_dim / self.unit_size
         if self.n_encoded:
             strings = self._end(self.n_encoded // self.block) * WORD_BYTES / self.n_encoded
@@ -109,7 +109,7 @@ class HuffmanCodec(Codec):
         self.forget()
 
     def forget(self) -> None:
-        """Back to an empty pool, and to the code of Gaussian numbers."""
+        """Empties the pool, and returns to the Huffman code of Gaussian numbers."""
         self.n_encoded = 0
         self._open_pool(0)
         self._grow(1)
@@ -120,14 +120,14 @@ class HuffmanCodec(Codec):
             self.arrays[name][:] = np.asarray(getattr(book, name), like=self.arrays[name])
 
     def fit(self, x: F32) -> None:
-        """Takes the Huffman code of a prompt's levels, x (n_kv_heads, n, head_dim), while nothing is encoded."""
+        """Builds the Huffman code from a prompt's x (n_kv_heads, n, head_dim), before any token is encoded."""
         longest = min(HISTOGRAM_TOKENS, self.capacity) // self.block * self.block
-        whole = x.shape[1] // self.block * self.block
-        if not longest or not whole:
+        n = x.shape[1] // self.block * self.block
+        if not longest or not n:
             return
         counts = np.zeros(self.levels, np.int64)
-        for a in range(0, whole, longest):
-            part = contiguous(F16.round(x[:, a : min(a + longest, whole)]))
+        for a in range(0, n, longest):
+            part = contiguous(F16.round(x[:, a : min(a + longest, n)]))
             counts += to_host(np.bincount(self.quantise(part, 0).ravel(), minlength=self.levels))
         self._use(Codebook.huffman(counts))
 
@@ -153,20 +153,20 @@ class HuffmanCodec(Codec):
         self.n_encoded = t0 + x.shape[1]
 
     def _end(self, n_blocks: int) -> int:
-        """Words of the pool that the first blocks of all heads take."""
+        """Returns the words of the pool that the first blocks of all heads take."""
         if not n_blocks:
             return 0
         last = self.arrays["bits"][-1, (n_blocks - 1) * self.block : n_blocks * self.block]
         return int(self.arrays["offsets"][-1, n_blocks - 1]) - int(last.sum(dtype=np.int64)) // -WORD_BITS
 
     def _grow(self, n_words: int) -> None:
-        """Makes the first words of the pool usable; what is there stays where it is."""
+        """Makes the first n words of the pool usable; blocks stay where they are."""
         if n_words > len(self.pool):
             pages = -(-(n_words + n_words // POOL_MARGIN) // PAGE_WORDS)
             self._open_pool(min(pages * PAGE_WORDS, self.pool_bound // WORD_BYTES))
 
     def _open_pool(self, n_words: int) -> None:
-        """On the host, where untouched pages take no memory, the pool stays in place; elsewhere it is copied."""
+        """Resizes the pool: in place on the host, where untouched pages take no memory; elsewhere by a copy."""
         if self._reserved is not None:
             self.pool = self._reserved[:n_words]
         else:
@@ -177,7 +177,7 @@ class HuffmanCodec(Codec):
         self.on_growth(self.pool)
 
     def extra_state(self) -> dict[str, int]:
-        """As `KVCache.extra_state`: what the data decided beside the arrays."""
+        """Returns the sizes that depend on the data, as `KVCache.extra_state`."""
         return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
 
     def load_extra_state(self, extra: Mapping[str, int]) -> None:
@@ -188,9 +188,9 @@ class HuffmanCodec(Codec):
         self._open_pool(n_words)
 
     def arrays_valid(self, n_tokens: int) -> bool:
-        """Whether the first tokens' codes lie as `encode` puts them, and the tables are those of a code.
+        """Returns whether the first tokens' blocks lie as `encode` puts them, and the tables are those of a code.
 
-        Block after block, none longer than in fixed-length codes: then there is room for what is to come.
+        Blocks follow each other, none longer than in fixed-length codes: then there is room for those to come.
         """
         a = {name: to_host(array) for name, array in self.arrays.items()}
         if n_tokens > self.n_encoded or not Codebook.is_one(a["lengths"], a["words"], a["table"]):
@@ -199,18 +199,18 @@ class HuffmanCodec(Codec):
         n_bits = a["bits"][:, :n_tokens].reshape(self.n_kv_heads, n_blocks, self.block).sum(axis=2, dtype=np.int64)
         n_words = -(-n_bits // WORD_BITS).T
         ends = n_words.cumsum().reshape(n_words.shape)
-        lie_behind = np.array_equal(a["offsets"][:, :n_blocks], (ends - n_words).T)
-        return lie_behind and bool((n_bits <= self.plain_bits).all() and (ends < len(self.pool)).all())
+        are_adjacent = np.array_equal(a["offsets"][:, :n_blocks], (ends - n_words).T)
+        return are_adjacent and bool((n_bits <= self.plain_bits).all() and (ends < len(self.pool)).all())
 
     def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
-        """What the kernels read. The pool is (words,)."""
+        """Returns what kernels read: pool (words,), offsets, bits, tables, bits of a plain block, low, step."""
         a = self.arrays
         tables = a["table"], self._plain_table, self.plain_bits
         return self.pool, a["offsets"], a["bits"], *tables, a["low"], a["step"]
 
 
 class HuffmanKeys(HuffmanCodec):
-    """Low and step per channel of each block: 4 * head_dim / block bytes per token and head."""
+    """Keys with low and step per channel of each block: 4 * head_dim / block bytes per token and head."""
 
     kind = "huffman_keys"
     backends = in_package("edgekv.papers.kvcomp")
@@ -231,12 +231,12 @@ class HuffmanKeys(HuffmanCodec):
 
     def decode(self, t0: int, t1: int) -> F32:
         blocks = np.arange(t0, t1) // self.block
-        low, step = (_widen(self.arrays[name][:, blocks]) for name in ("low", "step"))
+        low, step = (from_half(self.arrays[name][:, blocks]) for name in ("low", "step"))
         return low + step * huffman_decode(self, t0, t1)
 
 
 class HuffmanValues(HuffmanCodec):
-    """Low and step per token: 4 bytes per token and head."""
+    """Values with low and step per token: 4 bytes per token and head."""
 
     kind = "huffman_values"
     backends = in_package("edgekv.papers.kvcomp")
@@ -254,9 +254,5 @@ class HuffmanValues(HuffmanCodec):
         return self._levels(x, slice(t0, t0 + x.shape[1]))
 
     def decode(self, t0: int, t1: int) -> F32:
-        low, step = (_widen(self.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
+        low, step = (from_half(self.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
         return low + step * huffman_decode(self, t0, t1)
-
-
-def _widen(bits: U16) -> F32:
-    return bits.view(np.float16).astype(np.float32)

@@ -1,25 +1,40 @@
-"""Blocks of tokens in variable-length codes: packed, and decoded where they are multiplied."""
+"""Huffman-coded blocks of tokens on the CPU: packed, and decoded into a tile in the core's own cache.
+
+A table looked up by the next TABLE_BITS bits gives up to seven symbols at once, written as one word whether they
+all count or not: no branch depends on the data. Four runs of tokens are decoded side by side, since each lookup
+must wait for the one before it.
+"""
 
 from typing import Any
 
 import numpy as np
+from numba import types
 
-from edgekv.kernels.cpu.compile import Args, fast_jit, jit
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import address_of, chars, halves, numbers, words, words32
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
-from edgekv.papers.kvcomp.cpu_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
+from edgekv.kernels.interface import BLOCK
+from edgekv.papers.kvcomp.reference import TABLE_BITS
 from edgekv.types import U8, U16, U32, U64
 
-PACK_WORK = 20  # of an element, in multiply-adds
+PACK_WORK = 20  # cost of packing an element, in multiply-adds
 WORD_BITS = np.uint64(64)
+RUNS = 4
+RUN_TOKENS = BLOCK // RUNS
+LOOKUPS = 57 // TABLE_BITS  # per load: a word that is read at a byte border has at least 57 bits left
+OVERRUN = 64  # bytes behind a run: decoding writes up to LOOKUPS * TABLE_SYMBOLS + 7 beyond its end
+BYTE_BITS, BIT_IN_BYTE = np.uint64(3), np.uint64(7)
+INDEX = np.uint64((1 << TABLE_BITS) - 1)
+LENGTH_SHIFT, LENGTH_MASK, NUMBER_SHIFT = np.uint64(56), np.uint64(15), np.uint64(60)
 
 
 def huffman_pack(
     codes: U8, words: U16, lengths: U8, plain: U8, offsets: U32, b0: int, block: int, pool: U64
 ) -> None:
-    """As the reference's, codes (G, n, D)."""
+    """Packs blocks of codes (n_kv_heads, n, head_dim) as `reference.huffman_pack` does."""
     args = codes, words, lengths, plain, offsets, b0, block, pool
     run(_pack_blocks, plain.size, PACK_WORK * codes.size, args)
 
@@ -54,57 +69,140 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
 
 @decode_loop
 def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """low and step per channel of a block."""
+    """Decodes keys: low and step are per channel of a block."""
     _read(True, store, g, t, n, tile, scratch)
 
 
 @decode_loop
 def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """low and step per token."""
+    """Decodes values: low and step are per token."""
     _read(False, store, g, t, n, tile, scratch)
 
 
 @fast_jit
 def _read(per_channel: bool, store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """tile (n, head_dim) = n tokens, which may lie in several blocks, each decoded in runs."""
-    head_dim, capacity, block, low_at, step_at = _numbers(store)
+    """Decodes n tokens, which may lie in several blocks, into tile (n, head_dim)."""
+    x = numbers(store)
+    head_dim, capacity, block, low_at, step_at = get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
     n_ends = max(TILE, head_dim)
     low, step, codes = scratch, scratch + 4 * n_ends, scratch + 8 * n_ends
     done = 0
     while done < n:
-        few = min(n - done, block - (t + done) % block)
-        n_run = _decode(store, g, t + done, few, chars(codes))
-        first, n_read = g * capacity + t + done, few
+        n_tokens = min(n - done, block - (t + done) % block)
+        n_run = _decode_runs(store, g, t + done, n_tokens, chars(codes))
+        first, n_read = g * capacity + t + done, n_tokens
         if per_channel:
             first, n_read = (g * (capacity // block) + (t + done) // block) * head_dim, head_dim
         widen_ends(low_at + 2 * first, n_read, low)
         widen_ends(step_at + 2 * first, n_read, step)
-        for i in range(0, few, n_run):
+        for i in range(0, n_tokens, n_run):
             source, to = codes + i // n_run * run_gap(head_dim), tile + 4 * (done + i) * head_dim
-            n_tokens = min(n_run, few - i)
+            length = min(n_run, n_tokens - i)
             if per_channel:
-                decode_channels(source, head_dim, 8, n_tokens, low, step, to)
+                decode_channels(source, head_dim, 8, length, low, step, to)
             else:
-                decode_tokens(source, head_dim, 8, n_tokens, low + 4 * i, step + 4 * i, head_dim, to)
-        done += few
+                decode_tokens(source, head_dim, 8, length, low + 4 * i, step + 4 * i, head_dim, to)
+        done += n_tokens
 
 
 @jit
-def _decode(store: int, g: int, t: int, n: int, codes: U8) -> int:
-    """`decode` n tokens of head g from t on."""
-    head_dim, capacity, block, _, _ = _numbers(store)
+def run_gap(head_dim: int) -> int:
+    """Returns the bytes from one run of decoded tokens to the next."""
+    return RUN_TOKENS * head_dim + OVERRUN
+
+
+@jit
+def _decode_runs(store: int, g: int, t: int, n: int, codes: U8) -> Scalar:
+    """Decodes n <= BLOCK tokens of one block of head g, from token t on, in RUNS runs of tokens.
+
+    The codes of run r begin at codes[r * run_gap(head_dim)]. Returns how many tokens a run has.
+    """
     x = numbers(store)
+    head_dim, capacity, block = get(x, 0), get(x, 1), get(x, 2)
     stream, offsets, bits = chars(get(x, 5)), words32(get(x, 6)), halves(get(x, 7) + 2 * g * capacity)
-    table, plain = words(get(x, 8)), words(get(x, 9))
-    offset = get(offsets, g * (capacity // block) + t // block)
-    n_run: int = decode(stream, offset, bits, t, n, block, table, plain, get(x, 10), codes, head_dim)
+    table, plain_bits = words(get(x, 8)), get(x, 10)
+    start = t // block * block
+    before = _total(bits, start, t - start)
+    if before + _total(bits, t, start + block - t) == plain_bits:
+        table = words(get(x, 9))  # of the fixed-length codes
+    n_run = (n + RUNS - 1) // RUNS
+    n1 = min(n, n_run)
+    n2 = min(n, 2 * n_run)
+    n3 = min(n, 3 * n_run)
+    p0 = np.uint64(get(offsets, g * (capacity // block) + t // block)) * WORD_BITS + np.uint64(before)
+    p1 = p0 + np.uint64(_total(bits, t, n1))
+    p2 = p1 + np.uint64(_total(bits, t + n1, n2 - n1))
+    p3 = p2 + np.uint64(_total(bits, t + n2, n3 - n2))
+    w0 = np.uint64(0)
+    w1 = np.uint64(run_gap(head_dim))
+    w2, w3 = w1 + w1, w1 + w1 + w1
+    e0, e1 = w0 + np.uint64(n1 * head_dim), w1 + np.uint64((n2 - n1) * head_dim)
+    e2, e3 = w2 + np.uint64((n3 - n2) * head_dim), w3 + np.uint64((n - n3) * head_dim)
+    while (w0 < e0) & (w1 < e1) & (w2 < e2) & (w3 < e3):
+        a0, a1 = _peek(stream, p0), _peek(stream, p1)
+        a2, a3 = _peek(stream, p2), _peek(stream, p3)
+        for _ in range(LOOKUPS):
+            a0, p0, w0 = _look_up(a0, p0, w0, table, codes)
+            a1, p1, w1 = _look_up(a1, p1, w1, table, codes)
+            a2, p2, w2 = _look_up(a2, p2, w2, table, codes)
+            a3, p3, w3 = _look_up(a3, p3, w3, table, codes)
+    _decode_rest(stream, p0, w0, e0, table, codes)
+    _decode_rest(stream, p1, w1, e1, table, codes)
+    _decode_rest(stream, p2, w2, e2, table, codes)
+    _decode_rest(stream, p3, w3, e3, table, codes)
     return n_run
 
 
 @jit
-def _numbers(store: int) -> tuple[int, int, int, int, int]:
-    x = numbers(store)
-    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
+def _decode_rest(stream: U8, p: Scalar, w: Scalar, end: Scalar, table: U64, codes: U8) -> None:
+    while w < end:
+        a = _peek(stream, p)
+        for _ in range(LOOKUPS):
+            a, p, w = _look_up(a, p, w, table, codes)
+
+
+@jit
+def _peek(stream: U8, p: Scalar) -> Scalar:
+    """Returns at least 57 bits of the stream, from bit p on."""
+    return load_word(stream, p >> BYTE_BITS) >> (p & BIT_IN_BYTE)
+
+
+@jit
+def _look_up(a: Scalar, p: Scalar, w: Scalar, table: U64, codes: U8) -> tuple[Scalar, Scalar, Scalar]:
+    """Decodes a, the bits from bit p on, to codes[w:] by one table entry; returns the next a, p and w."""
+    entry = get(table, a & INDEX)
+    store_word(codes, w, entry)
+    length = entry >> LENGTH_SHIFT & LENGTH_MASK
+    return a >> length, p + length, w + (entry >> NUMBER_SHIFT)
+
+
+@jit
+def _total(bits: U16, start: int, n: int) -> Scalar:
+    total = np.int64(0)
+    for i in range(n):
+        total += np.int64(get(bits, start + i))
+    return total
+
+
+@intrinsic
+def load_word(context: Any, array: Any, index: Any) -> Any:
+    """Returns bytes index..index + 8 of a flat uint8 array as a uint64, the first byte lowest."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit.load(builder, emit.I64, emit.address(context, builder, array, args))
+
+    return types.uint64(array, types.uint64), build
+
+
+@intrinsic
+def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
+    """Writes a uint64 to bytes index..index + 8 of a flat uint8 array, the lowest byte first."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit.store(builder, args[2], emit.address(context, builder, array, args))
+        return context.get_dummy_value()
+
+    return types.none(array, types.uint64, types.uint64), build
 
 
 def _store(codec: Any) -> tuple[int, ...]:
@@ -114,7 +212,7 @@ def _store(codec: Any) -> tuple[int, ...]:
 
 
 def _scratch(codec: Any) -> int:
-    """The bytes of a tile's ends and codes."""
+    """Returns the bytes of scratch: lows and steps of a tile, and its codes."""
     return 8 * max(TILE, int(codec.head_dim)) + RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader
-from edgekv.papers.kvcomp.codebook import TABLE_BITS
+from edgekv.papers.kvcomp.reference import TABLE_BITS
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program((FOLDER / "encode",), exact=True)

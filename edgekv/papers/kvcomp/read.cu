@@ -1,5 +1,5 @@
 // Keys and values in Huffman-coded blocks of CODE_BLOCK tokens, as rows (rows.cu). Store: pool, offsets, bits, table, low, step, as
-// in edgekv.papers.kvcomp.codebook. Codes are decoded a tile at a time into shared memory, a thread per token, by a table of
+// in edgekv.papers.kvcomp.reference. Codes are decoded a tile at a time into shared memory, a thread per token, by a table of
 // TABLE_BITS bits that gives several symbols at once; no branch depends on the codes.
 
 #define FLAT_BITS (PLAIN_BITS / (CODE_BLOCK * HEAD_DIM))  // of a code in blocks of fixed-length codes

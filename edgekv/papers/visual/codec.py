@@ -1,10 +1,11 @@
-"""A span of image tokens in uniform levels between two quantiles of its group: 1 to 8 bits per element."""
+"""Storage of a span of image tokens in uniform levels between two quantiles of its group, 1 to 8 bits each."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, in_package
+from edgekv.papers import from_half
 from edgekv.types import F32, U8, U16
 
 AXES: dict[str, int | tuple[int, ...] | None] = {
@@ -14,12 +15,12 @@ AXES: dict[str, int | tuple[int, ...] | None] = {
     "head+token": 2,
     "channel": 1,
 }
-"""Of (n_kv_heads, tokens, head_dim), the axes that share two ends; "layer": of keys and values together."""
+"""Axes of (n_kv_heads, tokens, head_dim) that share a range of levels; "layer": of keys and values together."""
 GROUPS = tuple(AXES)
 
 
 class LevelSpan(Codec):
-    """One span's keys or values as bit planes: bits * ceil(head_dim / 8) bytes per token and head.
+    """A span's keys or values as bit planes: bits * ceil(head_dim / 8) bytes per token and head.
 
     The lowest level and the step are float16: one pair for all (groups "layer" and "tensor"), per head ("head")
     or per head and token ("head+token").
@@ -44,20 +45,17 @@ class LevelSpan(Codec):
         return self.n_kv_heads * self.bits * -(-self.head_dim // 8) + ends
 
     def set_ends(self, lowest: F32, highest: F32) -> None:
-        """Where the lowest and the highest level lie: shapes that broadcast to those of ``low`` and ``step``.
-
-        That is (heads, tokens).
-        """
+        """Stores the lowest level, and the step to the highest; both broadcast to the shape of ``low``."""
         step = (highest - lowest) / np.float32(2**self.bits - 1)
         for name, ends in (("low", lowest), ("step", step)):
             self.arrays[name][:] = ends.astype(np.float16).view(np.uint16)
 
     def encode(self, x: F32, t0: int) -> None:
-        """Codes of tokens t0..: round to nearest, clipped to the ends. x (n_kv_heads, n, head_dim)."""
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.., rounded to the nearest level."""
         encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
 
     def decode(self, t0: int, t1: int) -> F32:
-        """Visual 1-bit KV, equation 9."""
+        """Returns the levels of tokens t0..t1 (Visual 1-bit KV, equation 9)."""
         bits = np.unpackbits(self.arrays["planes"][:, t0:t1], axis=3, count=self.head_dim, bitorder="little")
         codes = (bits << np.arange(self.bits, dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
         least, size = self._ends(t0, t1)
@@ -69,7 +67,7 @@ class LevelSpan(Codec):
 
 
 class ChannelLevels(LevelSpan):
-    """`LevelSpan` with a float16 pair per head and channel."""
+    """A `LevelSpan` with a lowest level and a step per head and channel."""
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, bits, "channel")
@@ -79,11 +77,11 @@ class ChannelLevels(LevelSpan):
         return {"planes": super().layout()["planes"], "low": ends, "step": ends}
 
     def _ends(self, t0: int, t1: int) -> tuple[F32, F32]:
-        low, step = (self.arrays[name].view(np.float16).astype(np.float32)[:, None] for name in ("low", "step"))
+        low, step = (from_half(self.arrays[name])[:, None] for name in ("low", "step"))
         return low, step
 
     def encode(self, x: F32, t0: int) -> None:
-        """As levels 0, 1, .. of (x - low) / step; code 0 where step is 0. x (n_kv_heads, n, head_dim)."""
+        """Stores x (n_kv_heads, n, head_dim) as levels 0, 1, .. of (x - low) / step; 0 where step is 0."""
         low, step = self._ends(t0, t0 + x.shape[1])
         position = np.where(step > 0, (x - low) / np.where(step > 0, step, 1), 0)
         zero, one = (np.full((1, 1), end, np.float16).view(np.uint16) for end in (0, 1))
@@ -93,9 +91,9 @@ class ChannelLevels(LevelSpan):
 def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
     """Stores x (G, n, D) at tokens t0.. of planes (G, cap, n_bits, W), W = ceil(D / 8), as bit planes.
 
-    The code is round((x - low) / step), halves to even, clipped to 0..2 ** n_bits - 1. low, step (1 or G, 1 or
-    cap): all heads and all tokens share one, or each has its own. Where step is 0 the code is 0. Bit e % 8 of
-    byte e // 8 of plane j is bit j of element e's code; bits beyond D are 0.
+    The code is round((x - low) / step), halves to even, clipped to 0..2 ** n_bits - 1; 0 where step is 0. low and
+    step (1 or G, 1 or cap): all heads, or all tokens, share one, or each has its own. Bit e % 8 of byte e // 8 of
+    plane j is bit j of element e's code; bits beyond D are 0.
     """
     n_bits, t1 = planes.shape[2], t0 + x.shape[1]
     least, size = _of_tokens(low, t0, t1), _of_tokens(step, t0, t1)
@@ -107,14 +105,16 @@ def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
 
 
 def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
-    """(1 or G, 1 or t1 - t0, 1) float32."""
+    """Returns the ends of tokens t0..t1 as float32 (1 or G, 1 or t1 - t0, 1)."""
     part = ends if ends.shape[1] == 1 else ends[:, t0:t1]
-    numbers: F32 = part[..., None].view(np.float16).astype(np.float32)
-    return numbers
+    return from_half(part[..., None])
 
 
 def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, quantile: float, ranges: tuple[float, float]) -> None:
-    """Packs a whole span, k and v (n_kv_heads, n, head_dim), between the quantiles of each group of elements."""
+    """Packs a span's k and v (n_kv_heads, n, head_dim) in levels between the quantiles of each group.
+
+    ranges: the share of the distance between the quantiles, around its middle, that levels of k and v cover.
+    """
     for codec, x, share in zip(packed, (k, v), ranges, strict=True):
         assert isinstance(codec, LevelSpan)
         shared = np.stack([k, v]) if codec.group == "layer" else x

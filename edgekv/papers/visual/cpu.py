@@ -1,4 +1,4 @@
-"""Uniform levels between given ends, in bit planes."""
+"""Decoding of uniform levels in bit planes on the CPU."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ZERO = np.float32(0)
 
 
 def _plane_decoder(per_channel: bool) -> Any:
-    """Returns the loop over codes in bit planes, whose ends belong to channels or to tokens."""
+    """Returns the loop that decodes bit planes with low and step per channel, or per token."""
 
     @intrinsic
     def decode(
@@ -51,7 +51,7 @@ def _plane_decoder(per_channel: bool) -> Any:
 
 
 def _bits(b: Any, address: Any, channel: Any, width: int) -> Any:
-    """The bits of ``width`` channels, or of one channel, whose byte is at an address."""
+    """Returns the bits of ``width`` channels, or of one channel, whose byte is at an address."""
     if width > 1:
         return b.bitcast(emit.load(b, emit.integer(width), address), emit.vector(emit.integer(1), width))
     place = b.and_(b.trunc(channel, emit.I8), emit.I8(7))
@@ -63,7 +63,7 @@ _decode_planes, _decode_channel_planes = _plane_decoder(per_channel=False), _pla
 
 @decode_loop
 def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """low + step * code: the ends of a token, of all tokens, or of each channel."""
+    """Decodes low + step * code, with low and step of each token, of all tokens, or of each channel."""
     x = numbers(store)
     head_dim, n_bits, capacity = get(x, 0), get(x, 1), get(x, 2)
     gap_head, gap_token, per_channel = get(x, 6), get(x, 7), get(x, 8)
@@ -84,7 +84,7 @@ def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None
 
 
 def _store(codec: Any) -> tuple[int, ...]:
-    """Where all heads or all tokens share their ends, these lie 0 apart."""
+    """Returns the numbers of a store; where heads or tokens share low and step, the distance of these is 0."""
     planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
     heads, n = low.shape
     gaps = (n, 0, 1) if codec.group == "channel" else (n if heads > 1 else 0, 1 if n > 1 else 0, 0)

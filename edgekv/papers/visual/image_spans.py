@@ -1,4 +1,4 @@
-"""A policy: each picture in codecs of its own, packed when its last token has come; text in f16."""
+"""A policy that packs each image in codecs of its own, when its last token has come, and keeps text in f16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgekv.types import F32
 
 @dataclasses.dataclass
 class Span:
-    """Image tokens at positions start..stop: in ``exact`` stores (f16) until the last has come, then packed."""
+    """Image tokens at positions start..stop: in ``exact`` codecs (f16) until the last has come, then packed."""
 
     start: int
     stop: int
@@ -30,16 +30,16 @@ class Span:
 
 
 class Run(NamedTuple):
-    """Positions start..stop, held by one store (the span's, or the text's) as its tokens from ``at`` on."""
+    """Positions start..stop, stored as tokens ``first``.. of a span's codecs, or of the text's (span None)."""
 
     start: int
     stop: int
-    at: int
+    first: int
     span: Span | None
 
 
 def runs(spans: Sequence[Span], start: int, stop: int) -> Iterator[Run]:
-    """Where positions start..stop are or will be, in order."""
+    """Yields the runs of positions start..stop, in order."""
     n_image = 0  # image tokens before `start`
     for span in spans:
         if start < min(span.start, stop):
@@ -58,17 +58,17 @@ ENDS = ("key", "value")
 
 
 class ImageSpans(CodecStore):
-    """Packs the spans that `mark_images` names, each by itself; without a marked span this is `dense`.
+    """Base class of caches that pack each span that `mark_images` names; without a span this is `dense`.
 
-    A scheme says with `span_codecs` what a span is packed in and with `pack` how. ``block``: a span is packed as
-    far as whole blocks of so many tokens reach, and the rest of it is text.
+    A scheme defines `span_codecs`, and `pack` where it encodes in another way. block: only whole blocks of so many
+    tokens of a span are packed; its other tokens are stored as text.
     """
 
     block: ClassVar[int] = 1
 
     @classmethod
     def codecs_used(cls, config: Any) -> set[type[Any]] | None:
-        """None: spans' memory is the host's."""
+        """Returns None: the spans' memory is the host's."""
         return None
 
     @classmethod
@@ -82,7 +82,7 @@ class ImageSpans(CodecStore):
 
     @abc.abstractmethod
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
-        """For a span's keys and values."""
+        """Returns the codecs for a span's keys and values."""
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
         """Stores a whole span's keys and values (n_kv_heads, n_tokens, head_dim)."""
@@ -104,7 +104,7 @@ class ImageSpans(CodecStore):
         return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        """The text's memory: a span's is taken when it is marked."""
+        """Takes the text's memory; a span's is taken when it is marked."""
         self.kernels, self.workspace = kernels, workspace
         for codec in self._text:
             self._take_memory(codec)
@@ -118,7 +118,7 @@ class ImageSpans(CodecStore):
         self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
 
     def cut(self, n_tokens: int) -> ImageSpans:
-        """With the spans that are marked here, in codecs as large as they are."""
+        """Returns a cache cut to n tokens, with the spans that are marked here."""
         small = type(self)(self.geometry.cut(n_tokens), self.config)
         spans = [span for span in self.spans if span.start < n_tokens]
         small.spans = [dataclasses.replace(span, stop=min(span.stop, n_tokens)) for span in spans]
@@ -127,23 +127,23 @@ class ImageSpans(CodecStore):
 
     @property
     def _n_text(self) -> int:
-        """Tokens that no span will hold."""
+        """Returns how many tokens belong to no span."""
         return self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of the marked spans."""
+        """Returns the bytes of the marked spans."""
         return self.nbytes - self.text_bytes
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the text tokens' store."""
+        """Returns the bytes of the text tokens."""
         return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
 
     def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
-        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
+        """Takes memory for the spans of a coming prompt, by so much less for text. Raises CacheError: bad spans.
 
-        Marks of tokens that have not come are forgotten: these are another prompt's.
+        Marks of tokens that have not come are forgotten: they were another prompt's.
         """
         self.spans = [span for span in self.spans if span.start < self.n_seen]
         earliest = self.spans[-1].stop if self.spans else 0
@@ -167,7 +167,7 @@ class ImageSpans(CodecStore):
             self._take_memory(codec)
 
     def _fit_text(self) -> None:
-        """Room for exactly these tokens."""
+        """Resizes the text's memory to the tokens that belong to no span."""
         capacity = self._n_text
         if capacity != self._text[0].capacity:
             n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
@@ -182,7 +182,7 @@ class ImageSpans(CodecStore):
         return runs(self.spans, start, stop)
 
     def _stores(self, run: Run) -> tuple[Codec, Codec]:
-        """Of keys and of values."""
+        """Returns the codecs of keys and of values in which a run is stored."""
         if run.span is None:
             return self._text
         return run.span.exact or run.span.packed
@@ -197,12 +197,12 @@ class ImageSpans(CodecStore):
             keys, values = keys[:, n:], values[:, n:]
 
     def rollback_tokens(self) -> int:
-        """None while an image is to come."""
+        """Returns 0 while an image is to come, else the free tokens."""
         is_text = all(span.stop <= self.n_seen for span in self.spans)
         return self.geometry.capacity - self.n_seen if is_text else 0
 
     def max_append_tokens(self) -> int:
-        """Up to where a span is packed."""
+        """Returns how many tokens may come before a span is packed."""
         return next(
             (span.stop - self.n_seen for span in self.spans if span.stop > self.n_seen), self.geometry.capacity
         )
@@ -215,8 +215,10 @@ class ImageSpans(CodecStore):
             self._append(run, keys[:, part], values[:, part])
 
     def segments(self) -> list[Segment]:
-        every = self._runs(0, self.n_seen)
-        return [Segment(*self._stores(run), run.at, run.at + run.stop - run.start, run.start) for run in every]
+        return [
+            Segment(*self._stores(run), run.first, run.first + run.stop - run.start, run.start)
+            for run in self._runs(0, self.n_seen)
+        ]
 
     def flush(self) -> None:
         for run in self._runs(max(0, self.n_seen - 1), self.n_seen):
@@ -227,7 +229,7 @@ class ImageSpans(CodecStore):
             self._open_exact(run.span, run.span.stop - run.span.start)
             self._list_arrays()
         for store, x in zip(self._stores(run), (keys, values), strict=True):
-            self.kernels.encode(store, x, run.at)
+            self.kernels.encode(store, x, run.first)
         self.n_seen = run.stop
 
     def _open_exact(self, span: Span, capacity: int) -> None:
@@ -245,11 +247,11 @@ class ImageSpans(CodecStore):
 
     def bytes_read(self) -> int:
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
-        every = self._runs(self.n_seen - reach, self.n_seen)
-        return sum(store.bytes_of(run.stop - run.start) for run in every for store in self._stores(run))
+        visible = self._runs(self.n_seen - reach, self.n_seen)
+        return sum(store.bytes_of(run.stop - run.start) for run in visible for store in self._stores(run))
 
     def truncate(self, n: int, n_same: int = 0) -> int:
-        """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
+        """Goes back to n tokens; an incomplete span is dropped as a whole, and later marks are forgotten."""
         for span in self.spans:
             if span.exact and span.start < n < self.n_seen:
                 n = span.start
@@ -261,7 +263,7 @@ class ImageSpans(CodecStore):
         return n
 
     def extra_state(self) -> dict[str, Any]:
-        """Each span's ends and its stores' capacities: a rewind moves the end alone."""
+        """Returns each span's ends and the capacities of its codecs, which a rewind does not change."""
         spans = [
             (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
             for span in self.spans

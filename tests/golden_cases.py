@@ -346,7 +346,7 @@ def tokens(name: str) -> list[int]:
 def tensors(name: str) -> dict[str, np.ndarray]:
     """Every tensor of the case in the checkpoint's names and layout, float32."""
     shapes = architecture(CASES[name]).tensors()
-    return {tensor: _draw(name, tensor, shape) for tensor, shape in shapes.items()}
+    return {tensor: draw(name, tensor, shape) for tensor, shape in shapes.items()}
 
 
 def published(name: str) -> dict[str, np.ndarray]:
@@ -381,7 +381,7 @@ def _rng(*key: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(zlib.crc32("/".join(key).encode())))
 
 
-def _draw(name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+def draw(name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
     x = _rng(name, tensor).standard_normal(shape)
     norm = len(shape) == 1 and tensor.endswith(".weight")
     if len(shape) == 3:  # a convolution, of which norms follow: small sums would be all rounding

@@ -142,19 +142,19 @@ def test_tiny_contexts(name: str, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
+def test_many_tokens_are_stored_without_a_copy_of_the_arrays(name: str) -> None:
     """Arrays stay where they are: the context is bounded at allocation, whatever arrives."""
     n_heads, n_kv_heads, head_dim = 1, 1, 8
-    layer = Geometry(n_heads, n_kv_heads, head_dim, 1_000_000, layer=2, n_layers=4)
+    layer = Geometry(n_heads, n_kv_heads, head_dim, 200_000, layer=2, n_layers=4)
     spec = CacheSpec.parse(name)
     cache = spec.scheme(layer, spec.config)
     cache.allocate(numba_kernels(None), Workspace())
     rng = np.random.default_rng(0)
-    chunk = rng.standard_normal((1, 50_000, head_dim)).astype(np.float32)
+    chunk = rng.standard_normal((1, 20_000, head_dim)).astype(np.float32)
     places = {key: array.ctypes.data for key, array in cache.arrays.items()}
-    for _ in range(20):
+    for _ in range(10):
         cache.append_prompt(chunk, chunk)
-    assert cache.n_seen == 1_000_000
+    assert cache.n_seen == 200_000
     kept = {key: cache.arrays[key].ctypes.data for key in places if key in cache.arrays}
     assert all(places[key] == place for key, place in kept.items())
 

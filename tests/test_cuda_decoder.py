@@ -50,6 +50,10 @@ def decoder(model: Model, place: OnDevice, weights: str = "f32", capacity: int =
     return Decoder(CudaBackend(DeviceWeights(store, place.driver, None), place.driver, 1), capacity)
 
 
+def let_replay(monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
+    monkeypatch.setattr(Decoder, "can_replay", property(lambda decoder: replays))
+
+
 def small_model(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, window: int | None = None) -> Model:
     monkeypatch.setitem(golden_cases.CASES, "small", SMALL | {"sliding_window": window})
     return Model.open(golden_cases.write_checkpoint("small", folder / "model"))
@@ -130,7 +134,7 @@ def test_replayed_steps_equal_steps(
     rows = []
     for replays in (True, False):
         cuda = decoder(model, device, capacity=LONG)
-        monkeypatch.setattr(Decoder, "can_replay", property(lambda self, replays=replays: replays))
+        let_replay(monkeypatch, replays)
         caches = open_caches(cuda, text, LONG)
         cuda.prefill(cuda.embed(tokens[:PROMPT], 0), caches)
         rows.append(np.stack([to_host(cuda.step(token, caches)).copy() for token in tokens[PROMPT:]]))
@@ -146,7 +150,7 @@ def test_a_recording_that_fails_is_a_step(
     model, rows = small_model(monkeypatch, tmp_path), []
     for replays in (True, False):
         cuda = decoder(model, device, capacity=LONG)
-        monkeypatch.setattr(Decoder, "can_replay", property(lambda self, replays=replays: replays))
+        let_replay(monkeypatch, replays)
         caches, logits = open_caches(cuda, "h1b", LONG), []
         for seed in range(3):
             tokens = np.random.default_rng(seed).integers(0, golden_cases.VOCAB, 40)

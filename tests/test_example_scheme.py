@@ -40,15 +40,20 @@ def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -
     monkeypatch.syspath_prepend(str(folder))
 
 
+def forget_packages() -> None:
+    """Has schemes of packages looked for anew, as in a new process."""
+    registry._load.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def fresh_registry() -> Iterator[None]:
     """Schemes of packages are looked for once: before this test, and anew after it."""
-    registry._load.cache_clear()
+    forget_packages()
     known = dict(CACHES)
     yield
     CACHES.clear()
     CACHES.update(known)
-    registry._load.cache_clear()
+    forget_packages()
 
 
 @pytest.fixture
@@ -110,8 +115,8 @@ def test_a_session_is_kept_and_restored(
     saved = straight.fork()
     first = generated(saved, "It was a dark night", 15)
     saved.save(tmp_path / "session")
-    registry._load.cache_clear()
-    del CACHES["bf16"]  # as in a new process
+    forget_packages()
+    del CACHES["bf16"]
     restored = Session.restore(tmp_path / "session", "demo", device=device)
     assert restored.plan.kv.scheme.name == "bf16"
     assert first + generated(restored, [], 25) == whole

@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ import pytest
 from checkpoint_files import one_line, sample
 from safetensors import safe_open
 
-from edgekv import files
 from edgekv.checkpoint.hub import load_shape
 from edgekv.checkpoint.tensors import ALIGNMENT, MappedTensor, Tensors, TensorWriter
 from edgekv.cli import main
@@ -135,7 +135,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pyt
     replace = os.replace
 
     def after_another(source: Path, target: Path) -> None:
-        files._remove_abandoned(tmp_path, "a.json")
+        PartialFile(tmp_path / "a.json", 1).discard()  # removes what others left
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", after_another)
@@ -391,27 +391,23 @@ class Tty(io.StringIO):
         return True
 
 
-def test_no_character_commands_the_terminal(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_character_commands_the_terminal(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """But what draws bars and tables; what is not a terminal gets the text as it is, but for errors' names."""
     folder = tmp_path / "a\x1b]0;b\n\x07"
     folder.mkdir()
     assert main(["info", "--model", str(folder)]) == 2
     assert "/a\\x1b]0;b\\n\\x07: holds no" in capsys.readouterr().err
     out, err, text = Tty(), Tty(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    with visible_terminals():
-        print(text)
-        redraw(["1"], 2)
-        print(f"\r{text}", file=sys.stderr)
-    assert sys.stdout is out
+    with redirect_stdout(out), redirect_stderr(err):
+        with visible_terminals():
+            print(text)
+            redraw(["1"], 2)
+            print(f"\r{text}", file=sys.stderr)
+        assert sys.stdout is out
     shown = "a\tb\n\\x1b[2J\\x9b2J\\r\\x07é\\udcff\n"
     assert out.getvalue() == f"{shown}\x1b[2A\x1b[J1\n"
     assert err.getvalue() == f"\r{shown}"
     assert shown_line(text) == shown[:-1].replace("\t", "\\t").replace("\n", "\\n")
-    monkeypatch.setattr(sys, "stdout", plain := io.StringIO())
-    with visible_terminals():
+    with redirect_stdout(io.StringIO()) as plain, visible_terminals():
         print(text)
     assert plain.getvalue() == f"{text}\n"

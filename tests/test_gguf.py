@@ -122,7 +122,7 @@ def widened(folder: pathlib.Path) -> None:
     config = golden_cases.GPT2 | {"n_embd": 96, "n_head": 3}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = architecture(config).tensors()
-    save_file({n: golden_cases._draw("wide", n, s) for n, s in shapes.items()}, folder / "model.safetensors")
+    save_file({n: golden_cases.draw("wide", n, s) for n, s in shapes.items()}, folder / "model.safetensors")
 
 
 def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:

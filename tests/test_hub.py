@@ -191,11 +191,13 @@ def here(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     import huggingface_hub.constants as constants
 
     def edgekv(hub: Hub, *arguments: str, offline: bool = False) -> Done:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for name, value in {
+            "ENDPOINT": hub.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_HUB_OFFLINE": offline,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
         capsys.readouterr()
         return Done(main(arguments), *capsys.readouterr())
 

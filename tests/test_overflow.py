@@ -31,7 +31,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     (folder / "config.json").write_text(json.dumps(config))
     if name == "gpt2":
         save_file(
-            golden_cases.tensors(name) | {"transformer.wpe.weight": golden_cases._draw(name, "wpe", (CTX, 48))},
+            golden_cases.tensors(name) | {"transformer.wpe.weight": golden_cases.draw(name, "wpe", (CTX, 48))},
             folder / "model.safetensors",
         )
     return Session.load(folder, ctx=CTX, overflow="slide")

@@ -6,10 +6,11 @@ import pathlib
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import golden_cases
+import psutil
 import pytest
 
 from edgekv import Session
@@ -64,53 +65,48 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
     kernel_cache.mark_warm("a scheme")
     assert kernel_cache.is_warm("a scheme")
     assert not kernel_cache.is_warm("another")
-    with monkeypatch.context() as newer:
-        newer.setattr(kernel_cache, "sources", lambda: "others")
-        assert not kernel_cache.is_warm("a scheme")
     kernel_cache.forget_old(str(tmp_path), "other sources")
     assert not kernel_cache.is_warm("a scheme")
-    monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
-    kernel_cache.mark_warm("a scheme")
-    assert not kernel_cache.is_warm("a scheme")
 
 
-def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[str] = []
-    monkeypatch.setattr(kernel_cache, "is_warm", lambda what: False)
-    monkeypatch.setattr(kernel_cache, "mark_warm", noted.append)
+def test_the_second_process_ends_with_what_needs_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
     monkeypatch.setattr(ahead, "all_cores", lambda: 2)
-    begun: list[subprocess.Popen[bytes]] = []
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **kwargs: begun.append(start(*args, **kwargs)) or begun[-1]
-    )
-    with pytest.raises(KeyboardInterrupt), ahead.CpuBackend.precompiling(CacheSpec.parse("dense")):
-        raise KeyboardInterrupt
-    assert noted == []
-    assert [process.poll() is not None for process in begun] == [True]
+    this, counts = psutil.Process(), []
 
+    def interrupted() -> None:
+        counts.append(len(this.children()))
+        with ahead.CpuBackend.precompiling(CacheSpec.parse("dense")):
+            counts.append(len(this.children()))
+            raise KeyboardInterrupt
 
-def _nothing(number: int) -> None:
-    return
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    n = len(this.children())
+    assert counts == [n, n + 1]
+    assert not list(tmp_path.glob(f"{kernel_cache.WARM}*"))
 
 
 def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, everybody = [], threading.Barrier(4)
+    """A function without a file, since another's would be loaded."""
+    begun, everybody, names = [], threading.Barrier(4), dict[str, Any]()
 
-    class Slow(loops.CFunc):
+    class Counted(loops.CFunc):
         def compile(self) -> None:
             begun.append(self)
-            time.sleep(0.05)
             super().compile()
+
+    monkeypatch.setattr(loops, "CFunc", Counted)
+    exec("def nothing(number): return", names)
+    loop = loops.Loop(names["nothing"])
 
     def call(number: int) -> int:
         everybody.wait()
         loop.call(number)
         return loop.address
 
-    monkeypatch.setattr(loops, "CFunc", Slow)
-    monkeypatch.setattr(kernel_cache, "folder", lambda source: None)
-    loop = loops.Loop(_nothing)
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(call, range(4)))) == 1
     assert len(begun) == 1
@@ -124,17 +120,21 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still run when the folder has become that of other sources."""
+
+    def made_from(sources: str) -> None:
+        monkeypatch.setattr(kept, "sources", lambda: sources)
+
     monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
     older, newer = entry_jit(one_more), kept.KeptKernel(one_more)
     for kernel, sources in ((older._cache, "old"), (newer, "new"), (older._cache, "old")):
-        monkeypatch.setattr(kept, "sources", lambda sources=sources: sources)
+        made_from(sources)
         assert kernel.cache_path == str(tmp_path)
     assert older(1) == 2
     (signature,) = older.overloads
     assert [file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")] == ["test_warm.one_more"]
-    monkeypatch.setattr(kept, "sources", lambda: "new")
+    made_from("new")
     assert newer.load_overload(signature, older.targetctx) is None
-    monkeypatch.setattr(kept, "sources", lambda: "old")
+    made_from("old")
     assert newer.load_overload(signature, older.targetctx) is not None
     for damaged in ("*.nbc", "*.nbi"):
         for file in tmp_path.glob(damaged):

@@ -88,7 +88,7 @@ def patches() -> tuple[F32, F32]:
 def tensors() -> dict[str, F32]:
     """The decoder's, by the names of an ordinary Llama."""
     shapes = architecture(TEXT).tensors()
-    return {name: golden_cases._draw("llava", name, shape) for name, shape in shapes.items()}
+    return {name: golden_cases.draw("llava", name, shape) for name, shape in shapes.items()}
 
 
 def vision_onnx(

@@ -63,10 +63,9 @@ def board_command(arguments: argparse.Namespace) -> int:
                     f"{path}: was measured with another {name} ({getattr(before, name)}, now "
                     f"{getattr(board, name)}); begin anew with --again, or give another --output"
                 )
-        around = board.surroundings if arguments.about else before.surroundings
-        board = msgspec.structs.replace(
-            before, surroundings=around, meter=(board if about.meter else before).meter
-        )
+        environment = board.environment if arguments.about else before.environment
+        meter = board.meter if about.meter else before.meter
+        board = msgspec.structs.replace(before, environment=environment, meter=meter)
     try:
         with Bars() as bars:
             Run(board, path, source, 60 * arguments.minutes, say, bars.update).go()

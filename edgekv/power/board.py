@@ -1,4 +1,4 @@
-"""`edgekv board`: what a machine's memory, tokens and prompts take, in one JSON file, and as a page of tables."""
+"""`edgekv board`: measures memory, tokens and prompts on a machine, for one JSON file and a page of tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-import psutil
 
 from edgekv.checks import Count, Natural, read_fields
 from edgekv.engine.decoder import Decoder
@@ -48,40 +47,31 @@ from edgekv.types import TaskProgress
 from edgekv.weights.cpu import candidates
 
 PASSES = 8  # over memory, for each number of threads
-LEAST_TOKENS, MOST_TOKENS = 6, 64  # of a decoding that is timed
+LEAST_TOKENS, MOST_TOKENS = 6, 64  # that a decoding is timed for
 WARM_UP_PROMPT = 16
-EVERY_NUMBER = 4  # up to so many cores the bandwidth of each number of threads is measured
 NO_TIME = "no time was left"
-SHARED = 0.05  # of the cores' time for other programs: from here on the page says so
 NA = "n/a"
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-# The record: one JSON file with every measurement and the conditions around it
+# The record: one JSON file with every measurement and its conditions
 
 
 class Span(msgspec.Struct, frozen=True):
-    """When something ran (Unix seconds), for how long, and the state of the machine.
+    """When a measurement began (Unix seconds), how long it took, and the state of the machine.
 
-    others: the share of the cores' time that other programs took. temperature_c, clock_mhz: at its end; None: not
-    known. throttling: what limited the clocks meanwhile; None: nothing here could say.
+    temperature_c, clock_mhz: at its end; None: not known. throttling: what limited the clocks meanwhile; None:
+    nothing here reports it.
     """
 
     started: float
     seconds: float
-    others: float
     temperature_c: float | None = None
     clock_mhz: float | None = None
     throttling: tuple[str, ...] | None = None
 
 
-class Idle(Span, frozen=True):
-    """At rest, before everything; watts: None without a meter."""
-
-    watts: float | None = None
-
-
 class Energy(msgspec.Struct, frozen=True):
-    """Per token: all that the meter sees, what the samples leave open of it, and the part above idle."""
+    """Energy per token: all that the meter sees, its uncertainty, and the part above idle."""
 
     meter: str
     mj_per_token: float
@@ -91,7 +81,7 @@ class Energy(msgspec.Struct, frozen=True):
 
 
 class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
-    """Memory read in order by so many threads together, the best of a few passes; 1e9 bytes per second."""
+    """Speed of memory, 1e9 bytes per second, read in order by several threads: the best of a few passes."""
 
     threads: Count
     gb_per_s: float
@@ -99,10 +89,10 @@ class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
-    """A token of a whole model behind ``depth`` others; milliseconds are medians, or what their names say.
+    """Time of a model's token behind ``depth`` others: medians, in milliseconds, unless the name says otherwise.
 
-    matmul_ms, attention_ms: of token_ms. bytes_read: weights and cache that a token reads. peak_memory_bytes:
-    resident, of the process, from the empty cache on. threads: of weight products.
+    matmul_ms, attention_ms: parts of token_ms. bytes_read: weights and cache that a token reads.
+    peak_memory_bytes: resident, of the process, from the empty cache on. threads: of weight products.
     """
 
     shape: str
@@ -122,7 +112,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
 
 
 class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
-    """A prompt into an empty cache, the best of ``runs``. The energy is per token of all runs."""
+    """Speed of a prompt into an empty cache, the best of ``runs``; the energy is per token of all runs."""
 
     shape: str
     kv: str
@@ -136,29 +126,29 @@ class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
 
 
 Row = Bandwidth | Decode | Prompt
-Task = tuple[Any, ...]  # a kind of row, and its first fields: what is measured
-KEYS = {Bandwidth: 1, Decode: 3, Prompt: 3}  # how many
+Task = tuple[Any, ...]  # a kind of row, then the values of its first fields, which say what is measured
+KEY_FIELDS = {Bandwidth: 1, Decode: 3, Prompt: 3}  # the number of these fields
 
 
 def task_of(row: Row) -> Task:
-    """Return what a row has measured."""
-    return (type(row), *msgspec.structs.astuple(row)[: KEYS[type(row)]])
+    """Returns the task that a row is the result of."""
+    return (type(row), *msgspec.structs.astuple(row)[: KEY_FIELDS[type(row)]])
 
 
 def task_name(task: Task) -> str:
-    """Name a task for people."""
+    """Returns a task's name for a terminal."""
     return " ".join((task[0].__name__.lower(), *map(str, task[1:])))
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """What was not measured, and why."""
+    """A task that was not measured, and the reason."""
 
     what: str
     why: str
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """Cooling devices that the system names, governor and range of its cores, and the user's own words."""
+    """Cooling devices that the system names, governors and clock ranges of its cores, and the owner's words."""
 
     cooling: tuple[str, ...]
     clocks: tuple[str, ...]
@@ -166,9 +156,9 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is to be measured. A file is continued by a command of the same plan only.
+    """What is measured. Only a command with the same plan continues a file.
 
-    seconds: that each decoding is timed for. threads: what was asked for; None: chosen at load.
+    seconds: how long each decoding is timed. threads: of weight products; None: chosen at load.
     """
 
     shapes: tuple[str, ...]
@@ -181,9 +171,8 @@ class Plan(msgspec.Struct, frozen=True):
     threads: int | None = None
 
     def tasks(self, cores: int) -> list[Task]:
-        """List the measurements: memory, then shape by shape, the most telling first."""
-        some = range(1, cores + 1) if cores <= EVERY_NUMBER else sorted({1, 2, *candidates(cores)})
-        tasks: list[Task] = [(Bandwidth, n) for n in some]
+        """Lists the tasks: memory, then shape by shape, the most telling first."""
+        tasks: list[Task] = [(Bandwidth, n) for n in sorted({1, min(2, cores), *candidates(cores)})]
         first, shallow = self.schemes[0], self.depths[0]
         for shape in self.shapes:
             tasks += [(Decode, shape, first, shallow), (Prompt, shape, first, self.prompt)]
@@ -201,50 +190,51 @@ FULL = Plan(
     seconds=3.0,
     idle_s=5.0,
 )
-QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # shows that everything runs
+QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # a smoke test
 
 
 class Board(msgspec.Struct):
-    """One machine's record; machine: `edgekv.machine.machine_info`."""
+    """The record of a machine. machine: as of `edgekv.machine.machine_info`. idle_w: watts at rest, before all."""
 
     format: Literal[1]  # changes when a field's meaning does
     machine: dict[str, Any]
-    surroundings: Environment
+    environment: Environment
     plan: Plan
     meter: str
-    idle: Idle | None = None
+    idle: Span | None = None
+    idle_w: float | None = None
     measured: list[Row] = []
     left_out: list[Skipped] = []
 
     @classmethod
     def new(cls, plan: Plan, about: str, meter: str) -> Board:
-        """Make the record of this machine, without measurements."""
-        around = Environment(tuple(meters.cooling()), tuple(meters.clock_ranges()), about)
-        return cls(1, machine_info(), around, plan, meter)
+        """Returns a record of this machine without measurements."""
+        environment = Environment(tuple(meters.cooling()), tuple(meters.clock_ranges()), about)
+        return cls(1, machine_info(), environment, plan, meter)
 
     @property
     def name(self) -> str:
-        """The board's name, else the processor's."""
+        """Returns the board's name, else the processor's."""
         return str(self.machine["board"] or self.machine["cpu"] or self.machine["architecture"])
 
     @property
     def slug(self) -> str:
-        """The machine's name for a file."""
+        """Returns the machine's name for a file."""
         return re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "machine"
 
     def rows(self, kind: type) -> list[Any]:
-        """List the rows of a kind by shape and depth, else as they were measured."""
-        rows, places = [row for row in self.measured if isinstance(row, kind)], [*self.plan.shapes]
-        return sorted(rows, key=lambda row: kind is Decode and (places.index(row.shape), row.depth))
+        """Lists the rows of a kind; decodings by shape and depth, others as they were measured."""
+        rows, shapes = [row for row in self.measured if isinstance(row, kind)], self.plan.shapes
+        return sorted(rows, key=lambda row: kind is Decode and (shapes.index(row.shape), row.depth))
 
     def save(self, path: pathlib.Path) -> None:
-        """Write it whole or not at all. Raises CheckpointError where it can't be written."""
+        """Writes the file, whole or not at all. Raises CheckpointError where it can't be written."""
         text = json.dumps(msgspec.to_builtins(self), indent=1, allow_nan=False)
         atomic_write(path, (text + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Board:
-        """Read a file of `save`. Raises ConfigError, with the field and its value, for anything else."""
+        """Reads a file of `save`. Raises ConfigError, with the field and its value, for any other."""
         hint = "give a file that `edgekv board` wrote, or begin anew (--again)"
         try:
             return read_fields(read_object(path), cls, str(path), hint)
@@ -252,29 +242,28 @@ class Board(msgspec.Struct):
             raise ConfigError(f"{path}: {error}; {hint}") from None
 
     def add_energies(self, source: PowerSource, offset_s: float) -> None:
-        """Put what a source, after its `stop`, has seen into every measurement that it covers.
+        """Adds the energies of all measurements that a source covers, after its `stop`.
 
         offset_s: Unix time minus the source's.
         """
 
-        def seen(span: Span) -> Window | None:
+        def window(span: Span) -> Window | None:
             with contextlib.suppress(PowerError):
                 return source.window(span.started - offset_s, span.started - offset_s + span.seconds)
             return None
 
-        if self.idle and (rest := seen(self.idle)):
-            self.idle = msgspec.structs.replace(self.idle, watts=rest.average_w)
-        idle_w = self.idle.watts if self.idle else None
+        if self.idle and (rest := window(self.idle)):
+            self.idle_w = rest.average_w
         for i, row in enumerate(self.measured):
-            if isinstance(row, Bandwidth) or not (window := seen(row.span)):
+            if isinstance(row, Bandwidth) or not (used := window(row.span)):
                 continue
             mj = 1e3 / (row.tokens * row.runs if isinstance(row, Prompt) else row.tokens)
             energy = Energy(
                 meter=str(source.about().meter),
-                mj_per_token=mj * window.joules,
-                error_mj=None if window.error_j is None else mj * window.error_j,
-                net_mj_per_token=None if idle_w is None else mj * (window.joules - idle_w * window.seconds),
-                average_w=window.average_w,
+                mj_per_token=mj * used.joules,
+                error_mj=None if used.error_j is None else mj * used.error_j,
+                net_mj_per_token=None if self.idle_w is None else mj * (used.joules - self.idle_w * used.seconds),
+                average_w=used.average_w,
             )
             self.measured[i] = msgspec.structs.replace(row, energy=energy)
 
@@ -283,37 +272,22 @@ class Board(msgspec.Struct):
 
 
 def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
-    """Do the work, the meter read at both ends; say how long it took and what was around it."""
-    limits, busy_s = meters.all_limits(meters.throttle(), source.throttle()), _busy_s()
+    """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
+    limits = meters.all_limits(meters.throttle(), source.throttle())
     source.mark()
     started, begun = time.time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     source.mark()
     now = meters.Conditions.now()
-    others = (_busy_s() - busy_s) / (time.perf_counter() - begun) / (psutil.cpu_count() or 1)
-    return Span(
-        started=started,
-        seconds=seconds,
-        others=min(1.0, max(0.0, others)),
-        temperature_c=now.temperature_c,
-        clock_mhz=now.clock_mhz,
-        throttling=meters.throttled_between(limits, meters.all_limits(now.throttle, source.throttle())),
-    )
-
-
-def _busy_s() -> float:
-    """Return the seconds that the cores have worked for other processes than this one and its children."""
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    # Linux counts a guest's time as user time too.
-    resting = times.idle + sum(getattr(times, name, 0.0) for name in ("iowait", "guest", "guest_nice"))
-    return float(sum(times) - resting - sum(own[:4]))
+    throttling = meters.throttled_between(limits, meters.all_limits(now.throttle, source.throttle()))
+    return Span(started, seconds, now.temperature_c, now.clock_mhz, throttling)
 
 
 class Run:
-    """One run of `edgekv board`: measures what ``board`` lacks, and writes it to ``path`` after every measurement.
+    """A run of `edgekv board`: measures what ``board`` lacks, and writes it to ``path`` after every measurement.
 
-    seconds: nothing begins after them. say: is told of every measurement, in a line.
+    seconds: after which no measurement begins. say: is called with a line about every measurement.
     """
 
     def __init__(
@@ -328,38 +302,37 @@ class Run:
         self.board, self.path, self.source = board, path, source
         self._say, self._progress = say, progress
         self._deadline = time.perf_counter() + seconds
-        self._opened, self._weights_bytes = "", 0
+        self._opened, self._weights_bytes = "", 0  # the open shape
         self.decoder: Decoder
-        self._measures: dict[Any, Callable[..., Row]] = {
-            Bandwidth: self.bandwidth,
-            Decode: self.decode,
-            Prompt: self.prompt,
-        }
 
     def go(self) -> None:
-        """Measure all that there is time for. What raises an EdgeKVError is left out with its reason."""
+        """Measures all that there is time for. A task that raises an EdgeKVError is left out with its reason."""
         board, offset_s = self.board, time.time() - time.perf_counter()
         board.left_out = []
         self.source.start()
         try:
             if board.idle is None:
-                rest = timed(self.source, lambda: time.sleep(board.plan.idle_s))
-                board.idle = Idle(*msgspec.structs.astuple(rest))
+                board.idle = timed(self.source, lambda: time.sleep(board.plan.idle_s))
             done = set(map(task_of, board.measured))
             for task in board.plan.tasks(board.machine["cores"]):
                 if task not in done:
-                    self._try(task)
+                    self._measure(task)
             self._close()
         finally:
             self.source.stop()
             board.add_energies(self.source, offset_s)
             board.save(self.path)
 
-    def _try(self, task: Task) -> None:
+    def _measure(self, task: Task) -> None:
+        measures: dict[Any, Callable[..., Row]] = {
+            Bandwidth: self.bandwidth,
+            Decode: self.decode,
+            Prompt: self.prompt,
+        }
         try:
             if time.perf_counter() > self._deadline:
                 raise EdgeKVError(NO_TIME)
-            row = self._measures[task[0]](*task[1:])
+            row = measures[task[0]](*task[1:])
         except (EdgeKVError, MemoryError) as error:
             self.board.left_out.append(Skipped(task_name(task), str(error) or "out of memory"))
         else:
@@ -369,7 +342,7 @@ class Run:
             self._say(f"{task_name(task)}: {cell(row)} {head}")
 
     def _open(self, shape: str, kv: str, n: int) -> None:
-        """Open the shape, made where it is not there; gives back the one that was open.
+        """Opens a shape with random weights, and closes the one that was open.
 
         Raises MemoryBudgetError where the shape with a cache of n tokens does not fit.
         """
@@ -377,7 +350,7 @@ class Run:
         positions = max(*plan.depths, plan.prompt) + MOST_TOKENS + 1
         unread = unread_model(shape, shape_config(shape, None, positions))
         planned = SessionPlan.make(unread, kv=kv, ctx=n + MOST_TOKENS + 1, weights=plan.weights)
-        # What is open is in use already, or given back before the next is opened.
+        # The open shape's memory counts as available: it is this shape, or is closed before this one is opened.
         require_memory(planned.parts(), available_memory_bytes() + self._weights_bytes)
         if self._opened != shape:
             self._close()
@@ -385,11 +358,11 @@ class Run:
             form = model.weight_format(plan.weights)
             self.decoder = find_device("cpu").decoder(model, form, positions, plan.threads, self._progress)
             self._opened, self._folder, self._weights_bytes = shape, model.path, planned.weights_bytes
-        gc.collect()  # caches of earlier measurements are known to themselves
+        gc.collect()  # caches of earlier measurements refer to themselves
         reset_peak_rss()
 
     def _close(self) -> None:
-        """Give the open shape back, and its weights on disk where there was time for all of it."""
+        """Closes the open shape, and deletes its weights on disk where there was time for all of it."""
         if self._opened:
             self._opened, self._weights_bytes = "", 0
             del self.decoder
@@ -397,7 +370,7 @@ class Run:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def bandwidth(self, n_threads: int) -> Bandwidth:
-        """Read memory in order."""
+        """Measures the speed of memory that is read in order."""
         probe = stream.Bandwidth(n_threads)
 
         def work() -> None:
@@ -408,7 +381,7 @@ class Run:
         return Bandwidth(n_threads, probe.best / 1e9, span)
 
     def decode(self, shape: str, kv: str, depth: int) -> Decode:
-        """Time a token behind synthetic ones."""
+        """Times a token behind ``depth`` synthetic ones."""
         self._open(shape, kv, depth)
         timer = SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MOST_TOKENS + 1)
 
@@ -439,7 +412,7 @@ class Run:
         )
 
     def prompt(self, shape: str, kv: str, n: int) -> Prompt:
-        """Time a prompt of random tokens."""
+        """Times a prompt of n random tokens."""
         self._open(shape, kv, n)
         spec, runs = [CacheSpec.parse(kv)], list[Prefill]()
         bench_prefill(self.decoder, spec, [WARM_UP_PROMPT])
@@ -456,7 +429,7 @@ class Run:
 
 
 def energy_text(energy: Energy | None) -> str:
-    """Write millijoules per token, with their error and those above idle."""
+    """Writes millijoules per token, with their uncertainty, and those above idle."""
     if energy is None:
         return NA
     error = "" if energy.error_mj is None else f" ± {energy.error_mj:.2g}"
@@ -487,7 +460,7 @@ TITLES = {
 
 
 def page(board: Board) -> str:
-    """Write a board's page of Markdown, from its record alone."""
+    """Writes a board's page of Markdown, from its record alone."""
     started = min((row.span.started for row in board.measured), default=0.0)
     day = datetime.datetime.fromtimestamp(started, datetime.timezone.utc)
     parts = [
@@ -496,13 +469,11 @@ def page(board: Board) -> str:
         "[README.md](README.md) explains; the figures with all that belongs to them are in the JSON file beside "
         "this page.\n",
     ]
-    if (share := others(board)) > SHARED:
-        parts.append(f"The machine was shared: other programs took {share:.0%} of the cores' time.\n")
     if board.plan.shapes == ("tiny",):
         parts.append("A smoke test on a tiny model: its figures say nothing about the machine.\n")
     parts.append(_table(["", ""], _facts(board)))
     for kind, title in TITLES.items():
-        head = [*kind.__struct_fields__[: KEYS[kind]], *COLUMNS[kind]]
+        head = [*kind.__struct_fields__[: KEY_FIELDS[kind]], *COLUMNS[kind]]
         rows = [
             [*map(str, task_of(row)[1:]), *(cell(row) for cell in COLUMNS[kind].values())]
             for row in board.rows(kind)
@@ -518,21 +489,15 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def throttling(board: Board) -> str:
-    """Name what limited the clocks at any time."""
+    """Names what limited the clocks at any time."""
     known = [row.span.throttling for row in board.measured if row.span.throttling is not None]
     if not known:
         return "not known (nothing here reports it)"
     return ", ".join(sorted({limit for limits in known for limit in limits})) or "none"
 
 
-def others(board: Board) -> float:
-    """Return the share of the cores' time that other programs took while something was measured."""
-    spans = [row.span for row in board.measured]
-    return sum(span.others * span.seconds for span in spans) / (sum(span.seconds for span in spans) or 1.0)
-
-
 def _facts(board: Board) -> list[list[str]]:
-    m, around, idle = board.machine, board.surroundings, board.idle
+    m, environment = board.machine, board.environment
     degrees = [row.span.temperature_c for row in board.measured if row.span.temperature_c is not None]
     clocks = [row.span.clock_mhz for row in board.measured if row.span.clock_mhz is not None]
     return [
@@ -540,14 +505,13 @@ def _facts(board: Board) -> list[list[str]]:
         ["memory", format_bytes(m["ram_bytes"])],
         ["system", m["os"]],
         ["versions", ", ".join(f"{name} {version}" for name, version in m["versions"].items())],
-        ["as its owner says", around.about or "nothing was said"],
-        ["cooling", "; ".join(around.cooling) or "nothing that the system names"],
-        ["clocks", "; ".join(around.clocks) or "not named by the system"],
+        ["as its owner says", environment.about or "nothing was said"],
+        ["cooling", "; ".join(environment.cooling) or "nothing that the system names"],
+        ["clocks", "; ".join(environment.clocks) or "not named by the system"],
         ["clock at the ends of measurements", f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else NA],
         ["warmest", f"{max(degrees):.1f} C" if degrees else NA],
         ["throttling", throttling(board)],
         ["threads of weight products", f"{board.plan.threads or 'chosen at load'}"],
         ["power meter", board.meter],
-        ["at rest", NA if idle is None or idle.watts is None else f"{idle.watts:.2f} W"],
-        ["other programs", f"{others(board):.0%} of the cores' time"],
+        ["at rest", NA if board.idle_w is None else f"{board.idle_w:.2f} W"],
     ]

@@ -30,7 +30,7 @@ from edgekv.kvcache.choice import PUBLISHED
 from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
-from edgekv.power.board import Bandwidth, Board, Decode, Prompt, energy_text, others, page, throttling
+from edgekv.power.board import Bandwidth, Board, Decode, Prompt, energy_text, page, throttling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA, BOARDS = ROOT / "docs" / "lab" / "data", ROOT / "docs" / "lab" / "boards"
@@ -61,7 +61,7 @@ STEP = 1024
 LARGEST = 3  # models that fit each
 BOARDS_HEAD = (
     *("machine", "cores", "memory, GB/s", "shape, int4", "`dense` at 0", "at 8,192", "`onebit` at 8,192"),
-    *("prompt of 512", "peak memory", "mJ per token", "throttling", "other programs"),
+    *("prompt of 512", "peak memory", "mJ per token", "throttling"),
 )
 
 
@@ -219,7 +219,6 @@ def board_rows(name: str, board: Board) -> list[str]:
             format_bytes(max(r.peak_memory_bytes for r in decoded.values())),
             energy_text(first.energy),
             throttling(board).partition(" (")[0],
-            f"{others(board):.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

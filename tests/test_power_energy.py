@@ -150,7 +150,7 @@ class Recorded(PowerSource):
     def about(self) -> MeterInfo:
         return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",), cpu_share=0.004)
 
-    def throttle(self) -> Throttle | None:
+    def read_throttle(self) -> Throttle | None:
         return Throttle()
 
 

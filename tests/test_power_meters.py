@@ -22,8 +22,8 @@ from edgekv.power.meters import (
     RpiPmic,
     Throttle,
     find_profile,
-    throttle,
-    throttled_between,
+    limits_between,
+    read_throttle,
 )
 
 PROFILES = pathlib.Path(__file__).resolve().parent.parent / "power" / "boards"
@@ -209,9 +209,9 @@ def test_nvml_falls_back_or_is_refused_and_reports_clock_limits() -> None:
     library.refuses, library.reasons = ("instant", "energy"), 4 + 32
     with pytest.raises(OSError, match="Not Supported"):
         meter.read()
-    assert meter.throttle().now == {"GPU power cap", "GPU temperature"}
+    assert meter.read_throttle().now == {"GPU power cap", "GPU temperature"}
     library.refuses = ("reasons",)
-    assert meter.throttle() is None
+    assert meter.read_throttle() is None
 
 
 def test_the_fake_nvml_has_the_real_one_s_names() -> None:
@@ -308,14 +308,14 @@ def test_clock_limits(
     tree: trees.Tree, expected: Throttle | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert throttle(trees.write_tree(tmp_path, tree)) == expected
+    assert read_throttle(trees.write_tree(tmp_path, tree)) == expected
 
 
 def test_what_happened_between_two_looks() -> None:
     calm = Throttle(ever={"throttled": 0, "under-voltage": 0, "processor temperature": 3})
-    assert throttled_between(None, calm) is throttled_between(calm, None) is None
-    assert throttled_between(calm, calm) == ()
+    assert limits_between(None, calm) is limits_between(calm, None) is None
+    assert limits_between(calm, calm) == ()
     hot = Throttle(frozenset({"cooling by cpu"}), {"throttled": 1, "processor temperature": 5, "under-voltage": 0})
-    assert throttled_between(calm, hot) == ("cooling by cpu", "processor temperature", "throttled")
+    assert limits_between(calm, hot) == ("cooling by cpu", "processor temperature", "throttled")
     sticky = Throttle(ever={"under-voltage": 1})
-    assert throttled_between(sticky, sticky) == ("under-voltage (before the run; whether again is not known)",)
+    assert limits_between(sticky, sticky) == ("under-voltage (before the run; whether again is not known)",)

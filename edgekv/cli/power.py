@@ -33,8 +33,8 @@ from edgekv.power.meters import (
     find_profile,
     power_file,
     profile_text,
+    read_throttle,
     require_meter_name,
-    throttle,
 )
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
@@ -254,7 +254,7 @@ def diagnosis(found: dict[str, PowerMeter | PowerError], root: Root = "/") -> li
     except KeyError:
         group = f"there is no group {GROUP} on this system"
     rows = [("board", known), *((name, _sensor_text(meter)) for name, meter in found.items())]
-    rows.append(("throttling", "is reported here" if throttle(root) else "nothing here reports it"))
+    rows.append(("throttling", "is reported here" if read_throttle(root) else "nothing here reports it"))
     rows.append(("group", group))
     if any(isinstance(meter, MeterRefused) for meter in found.values()):
         rule = power_file(RULE) or f"{RULE} (of the folder power/ of the source)"

@@ -273,14 +273,14 @@ class Board(msgspec.Struct):
 
 def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
     """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
-    limits = meters.all_limits(meters.throttle(), source.throttle())
+    limits = meters.join_limits(meters.read_throttle(), source.read_throttle())
     source.mark()
     started, begun = time.time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     source.mark()
     now = meters.Conditions.now()
-    throttling = meters.throttled_between(limits, meters.all_limits(now.throttle, source.throttle()))
+    throttling = meters.limits_between(limits, meters.join_limits(now.throttle, source.read_throttle()))
     return Span(started, seconds, now.temperature_c, now.clock_mhz, throttling)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from edgekv.errors import PowerError, short_repr
 from edgekv.files import read_regular, user_path
 from edgekv.power import meters
-from edgekv.power.meters import Clock, PowerMeter, Reading, Root, Throttle, all_limits, reason
+from edgekv.power.meters import Clock, PowerMeter, Reading, Root, Throttle, error_text, join_limits
 from edgekv.types import F64
 
 GOOD_ERROR = 0.1  # relative: up to this an energy counter is preferred to samples of power
@@ -207,7 +207,7 @@ class PowerSource:
         """Describes the meter."""
         return MeterInfo(None, self._why)
 
-    def throttle(self) -> Throttle | None:
+    def read_throttle(self) -> Throttle | None:
         """Returns the limits on the clocks that the sensor itself knows; None: it knows of none."""
         return None
 
@@ -340,7 +340,7 @@ class EnergyMeter:
 
     def __enter__(self) -> EnergyMeter:
         if self._source:
-            self._before = all_limits(meters.throttle(self._root), self._source.throttle())
+            self._before = join_limits(meters.read_throttle(self._root), self._source.read_throttle())
             self._source.start()
             if self._source.has_idle and self._idle_s:
                 begun_s = self._clock()
@@ -351,7 +351,7 @@ class EnergyMeter:
     def __exit__(self, *error: object) -> None:
         if self._source:
             self._source.stop()
-            self._after = all_limits(meters.throttle(self._root), self._source.throttle())
+            self._after = join_limits(meters.read_throttle(self._root), self._source.read_throttle())
 
     @contextlib.contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
@@ -385,7 +385,7 @@ class EnergyMeter:
                 phases[name] = PhaseEnergy.of(source.window(phase.start_s, phase.end_s), tokens, idle)
             except PowerError as error:
                 phases[name] = PhaseEnergy(tokens=tokens, seconds=seconds, reason=str(error))
-        return EnergyReport(source.about(), idle, phases, meters.throttled_between(self._before, self._after))
+        return EnergyReport(source.about(), idle, phases, meters.limits_between(self._before, self._after))
 
 
 # Sources: an estimate, a sensor, a log
@@ -467,8 +467,8 @@ class PowerSampler(PowerSource):
             notes=self.notes,
         )
 
-    def throttle(self) -> Throttle | None:
-        return self.meter.throttle()
+    def read_throttle(self) -> Throttle | None:
+        return self.meter.read_throttle()
 
     def trace(self) -> Trace:
         """Returns the samples so far."""
@@ -496,7 +496,7 @@ class PowerSampler(PowerSource):
         try:
             reading = self.meter.read_edge() if is_edge else self.meter.read()
         except Exception as error:  # whatever a driver's library raises must not end the run
-            self._losses[reason(error)] += 1
+            self._losses[error_text(error)] += 1
         else:
             self._store(reading, begun_s, time.perf_counter())
         took_s = time.perf_counter() - begun_s

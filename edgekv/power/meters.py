@@ -29,7 +29,7 @@ from edgekv.machine import format_bytes, machine_info
 
 Root = str | os.PathLike[str]
 Clock = Callable[[], float]
-Source = Callable[[], float]
+Reader = Callable[[], float]
 
 CPU_COOLING = re.compile(r"cpufreq|throttle", re.IGNORECASE)  # cooling devices that slow a processor down
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent.parent / "power"
@@ -70,25 +70,25 @@ class Throttle:
     ever: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def all_limits(*found: Throttle | None) -> Throttle | None:
-    """Joins the limits that several sources report; None where none reports anything."""
-    known = [each for each in found if each is not None]
-    ever = {name: count for each in known for name, count in each.ever.items()}
-    return Throttle(frozenset().union(*(each.now for each in known)), ever) if known else None
+def join_limits(*found: Throttle | None) -> Throttle | None:
+    """Joins the limits that several sensors report; None where none reports anything."""
+    known = [throttle for throttle in found if throttle is not None]
+    ever = {name: count for throttle in known for name, count in throttle.ever.items()}
+    return Throttle(frozenset().union(*(throttle.now for throttle in known)), ever) if known else None
 
 
 class PowerMeter(abc.ABC):
     """Base class of a kind of sensor, which `probe` finds and `read` reads.
 
     rails: all rails that it reads. total: rails whose sum is the total, none of them part of another. covers: what
-    the total includes and leaves out. sees: devices ("cpu", "gpu") whose work shows in it. max_hz: readings per
+    the total includes and leaves out. devices: those whose work shows in it ("cpu", "gpu"). max_hz: readings per
     second that make sense. tick_s: how old an energy counter's value can be. remedy: advice if it can't be read.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     covers: ClassVar[str]
-    sees: ClassVar[frozenset[str]] = frozenset({"cpu", "gpu"})
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "gpu"})
     max_hz: ClassVar[float] = 100.0
     tick_s: ClassVar[float] = 0.0
     remedy: ClassVar[str] = "look at its files in /sys as root"
@@ -109,7 +109,7 @@ class PowerMeter(abc.ABC):
         """Reads where a phase begins or ends, counters that are too expensive to be read each time included."""
         return self.read()
 
-    def throttle(self) -> Throttle | None:
+    def read_throttle(self) -> Throttle | None:
         """Returns the clock limits that this sensor itself reports; None: it reports none."""
         return None
 
@@ -125,7 +125,7 @@ class PowerMeter(abc.ABC):
                 meter.read()
                 return meter
             except (OSError, ValueError) as error:  # noqa: PERF203
-                why = reason(error)
+                why = error_text(error)
         raise MeterRefused(f"{cls.name} is here but can't be read ({why}): {cls.remedy}")
 
 
@@ -134,37 +134,37 @@ class FileMeter(PowerMeter):
 
     counts: ClassVar[bool] = False
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources, self.rails = dict(sources), tuple(sources)
-        self.total = self.add_up(self.rails)
+    def __init__(self, readers: Mapping[str, Reader]) -> None:
+        self._readers, self.rails = dict(readers), tuple(readers)
+        self.total = self.total_of(self.rails)
 
     @classmethod
     @abc.abstractmethod
-    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
+    def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
         """Returns the function that reads each rail."""
 
     @classmethod
-    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+    def total_of(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the rails whose sum is the total."""
         return rails
 
     @classmethod
     def open(cls, root: pathlib.Path) -> FileMeter:
-        sources = cls.sources(root)
-        if not sources:
+        readers = cls.readers(root)
+        if not readers:
             raise MeterAbsent(f"no {cls.summary}")
-        return cls(sources)
+        return cls(readers)
 
     def read(self) -> Reading:
         """Reads every rail. One outside `total` that fails is left out; one of `total` raises its error."""
-        values = {rail: self._sources[rail]() for rail in self.total}
-        for rail in self._sources.keys() - values.keys():
+        values = {rail: self._readers[rail]() for rail in self.total}
+        for rail in self._readers.keys() - values.keys():
             with contextlib.suppress(OSError, ValueError):
-                values[rail] = self._sources[rail]()
+                values[rail] = self._readers[rail]()
         return Reading(energy_j=values) if self.counts else Reading(power_w=values)
 
 
-def reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns an error's message in a few words, without the path that an OSError repeats."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
@@ -191,13 +191,13 @@ class NumberFile:
             os.close(self._fd)
 
 
-def scaled(factor: float, *paths: pathlib.Path) -> Source:
+def product_reader(factor: float, *paths: pathlib.Path) -> Reader:
     """Returns a function that reads the product of the files' numbers, times a factor."""
     files = [NumberFile(path) for path in paths]
     return lambda: factor * math.prod(file() for file in files)
 
 
-def read_word(path: pathlib.Path) -> str | None:
+def read_text(path: pathlib.Path) -> str | None:
     """Reads the text of a file without blanks around it; None where it can't be read."""
     try:
         return path.read_text(errors="replace").strip("\0\n ")
@@ -238,7 +238,7 @@ class EnergyCounter:
         return self._joules
 
 
-def counted(counter: EnergyCounter, raw: Source) -> Source:
+def counter_reader(counter: EnergyCounter, raw: Reader) -> Reader:
     """Returns a function that reads the joules so far of a counter; raw: reads what it shows."""
     return lambda: counter.advance(raw())
 
@@ -331,7 +331,7 @@ def vcgencmd_throttle() -> Throttle | None:
 
 # Jetson: INA3221 and INA238
 
-WHOLE_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # the module's or the board's input: everything else is inside
+INPUT_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # the module's or the board's input: everything else is inside
 FED_BY = {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}  # AGX Orin: a rail that another one feeds
 
 
@@ -355,23 +355,23 @@ class Ina3221(FileMeter):
     unlabelled: ClassVar[str] = "NC"  # as a rail that is not connected
 
     @classmethod
-    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+    def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
+        found: dict[str, Reader] = {}
         for folder in sorted(root.glob(cls.pattern)):
-            if cls.driver and read_word(folder / "name") != cls.driver:
+            if cls.driver and read_text(folder / "name") != cls.driver:
                 continue
             for channel in cls.channels:
-                named = (read_word(folder / label.format(channel)) for label in cls.labels)
+                named = (read_text(folder / label.format(channel)) for label in cls.labels)
                 rail = next(filter(None, named), cls.unlabelled)
                 paths = [folder / file.format(channel) for file in cls.files]
                 if rail != "NC" and all(path.exists() for path in paths):
-                    found[rail if rail not in found else f"{rail}@{folder}"] = scaled(cls.factor, *paths)
+                    found[rail if rail not in found else f"{rail}@{folder}"] = product_reader(cls.factor, *paths)
         return found
 
     @classmethod
-    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
-        whole = tuple(rail for rail in rails if rail.partition("@")[0] in WHOLE_RAILS)
-        return whole or tuple(rail for rail in rails if FED_BY.get(rail) not in rails)
+    def total_of(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+        inputs = tuple(rail for rail in rails if rail.partition("@")[0] in INPUT_RAILS)
+        return inputs or tuple(rail for rail in rails if FED_BY.get(rail) not in rails)
 
 
 class Ina3221Iio(Ina3221):
@@ -413,27 +413,27 @@ class Rapl(FileMeter):
     name = "rapl"
     summary = "RAPL of Intel and AMD processors"
     covers = "processor packages, and memory where it has a counter; not the board, disks, fans or a GPU"
-    sees = frozenset({"cpu"})
+    devices = frozenset({"cpu"})
     max_hz = 20.0
     tick_s = 0.001
     remedy = "energy_uj belongs to root; install the udev rule that `edgekv power doctor` names, or run as root"
     counts = True
 
     @classmethod
-    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
-        every = [z for z in sorted(root.glob("sys/class/powercap/intel-rapl:*")) if RAPL_ZONE.fullmatch(z.name)]
-        names = {zone.name: read_word(zone / "name") or zone.name for zone in every}
-        found: dict[str, Source] = {}
-        for zone in every:
-            parent, limit = names.get(zone.name.rpartition(":")[0]), read_word(zone / "max_energy_range_uj")
-            raw = scaled(1e-6, zone / "energy_uj")
+    def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
+        zones = [z for z in sorted(root.glob("sys/class/powercap/intel-rapl:*")) if RAPL_ZONE.fullmatch(z.name)]
+        names = {zone.name: read_text(zone / "name") or zone.name for zone in zones}
+        found: dict[str, Reader] = {}
+        for zone in zones:
+            parent, limit = names.get(zone.name.rpartition(":")[0]), read_text(zone / "max_energy_range_uj")
+            raw = product_reader(1e-6, zone / "energy_uj")
             counter = EnergyCounter(int(limit) * 1e-6 if limit and limit.isdigit() else math.inf)
             rail = f"{parent}/{names[zone.name]}" if parent else names[zone.name]
-            found[rail] = counted(counter, raw)
+            found[rail] = counter_reader(counter, raw)
         return found
 
     @classmethod
-    def add_up(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
+    def total_of(cls, rails: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(r for r in rails if re.fullmatch(r"package-[^/]*|([^/]*/)?dram", r)) or rails[:1]
 
 
@@ -447,7 +447,7 @@ class Nvml(PowerMeter):
     name = "nvml"
     summary = "NVIDIA GPU through NVML"
     covers = "each GPU's whole board with its memory; not the processor, its memory or the machine around it"
-    sees = frozenset({"gpu"})
+    devices = frozenset({"gpu"})
     max_hz = 20.0
     tick_s = 0.1  # measured on an H200
     remedy = "see what `nvidia-smi` says"
@@ -501,7 +501,7 @@ class Nvml(PowerMeter):
             raise OSError(f"NVML: {error}") from error
         return Reading(power, energy)
 
-    def throttle(self) -> Throttle | None:
+    def read_throttle(self) -> Throttle | None:
         library, bits = self._library, 0
         try:
             for handle in self._handles.values():
@@ -546,19 +546,19 @@ class Battery(FileMeter):
     remedy = "only a discharging battery whose driver reports power, or current and voltage, shows the machine's"
 
     @classmethod
-    def sources(cls, root: pathlib.Path) -> dict[str, Source]:
-        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_word(s / "type") == "Battery"]
+    def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
+        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_text(s / "type") == "Battery"]
         # A mouse's or a headset's battery has the scope Device.
-        found = [supply for supply in sorted(supplies) if read_word(supply / "scope") != "Device"]
+        found = [supply for supply in sorted(supplies) if read_text(supply / "scope") != "Device"]
         return {supply.name: functools.partial(_battery_watts, supply) for supply in found}
 
 
 def _battery_watts(supply: pathlib.Path) -> float:
-    if (status := read_word(supply / "status")) != "Discharging":
+    if (status := read_text(supply / "status")) != "Discharging":
         raise ValueError(f"{supply.name} is {status}")
     if (supply / "power_now").exists():
-        return abs(scaled(1e-6, supply / "power_now")())
-    return abs(scaled(1e-12, supply / "current_now", supply / "voltage_now")())
+        return abs(product_reader(1e-6, supply / "power_now")())
+    return abs(product_reader(1e-12, supply / "current_now", supply / "voltage_now")())
 
 
 METERS: dict[str, type[PowerMeter]] = {  # in order of preference: sensors that see the whole board first
@@ -595,7 +595,7 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
     notes: list[str] = []
     for kind, found in survey(root).items():
         if isinstance(found, PowerMeter):
-            if device in (None, *found.sees):
+            if device in (None, *found.devices):
                 return found, notes
             notes.append(f"{kind} is here but sees no work on the {device}")
         elif isinstance(found, MeterRefused):
@@ -606,24 +606,24 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
 # The state of a machine: limits on the clocks, temperature, cooling; and the profiles of known boards
 
 
-def _below(root: Root, pattern: str) -> list[pathlib.Path]:
+def _find(root: Root, pattern: str) -> list[pathlib.Path]:
     return sorted(pathlib.Path(root).glob(pattern))
 
 
 def _pi_voltage(root: Root) -> Throttle | None:
     """Reads the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
-    for device in _below(root, "sys/class/hwmon/hwmon*"):
-        if read_word(device / "name") == "rpi_volt":
-            return Throttle(frozenset({"under-voltage"} if read_word(device / "in0_lcrit_alarm") == "1" else ()))
+    for device in _find(root, "sys/class/hwmon/hwmon*"):
+        if read_text(device / "name") == "rpi_volt":
+            return Throttle(frozenset({"under-voltage"} if read_text(device / "in0_lcrit_alarm") == "1" else ()))
     return None
 
 
 def _cpu_cooling(root: Root) -> Throttle | None:
     """Reads the cooling devices by which the kernel slows processors down: every Jetson, many Arm boards."""
     devices = {
-        kind: read_word(device / "cur_state")
-        for device in _below(root, "sys/class/thermal/cooling_device*")
-        if (kind := read_word(device / "type")) and CPU_COOLING.search(kind)
+        kind: read_text(device / "cur_state")
+        for device in _find(root, "sys/class/thermal/cooling_device*")
+        if (kind := read_text(device / "type")) and CPU_COOLING.search(kind)
     }
     if not devices:
         return None
@@ -633,16 +633,16 @@ def _cpu_cooling(root: Root) -> Throttle | None:
 def _intel_counts(root: Root) -> Throttle | None:
     """Counts how often Intel processors were slowed down for their temperature."""
     path = "sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_count"
-    counts = [int(text) for file in _below(root, path) if (text := read_word(file)) and text.isdigit()]
+    counts = [int(text) for file in _find(root, path) if (text := read_text(file)) and text.isdigit()]
     return Throttle(ever={"processor temperature": sum(counts)}) if counts else None
 
 
-def throttle(root: Root = "/") -> Throttle | None:
+def read_throttle(root: Root = "/") -> Throttle | None:
     """Reads everything that the system reports about limited clocks; None where it reports nothing."""
-    return all_limits(vcgencmd_throttle(), _pi_voltage(root), _cpu_cooling(root), _intel_counts(root))
+    return join_limits(vcgencmd_throttle(), _pi_voltage(root), _cpu_cooling(root), _intel_counts(root))
 
 
-def throttled_between(before: Throttle | None, after: Throttle | None) -> tuple[str, ...] | None:
+def limits_between(before: Throttle | None, after: Throttle | None) -> tuple[str, ...] | None:
     """Lists what limited the clocks at either moment or between them; None: nothing here reports it.
 
     A sticky flag that was set before and is not in force can't tell whether it happened again.
@@ -687,7 +687,7 @@ class Conditions:
             clock_mhz=clock.current if clock and clock.current else None,
             load_percent=psutil.cpu_percent(),
             memory_used_bytes=int(psutil.virtual_memory().used),
-            throttle=throttle(root),
+            throttle=read_throttle(root),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -707,23 +707,23 @@ class Conditions:
 def cooling(root: Root = "/") -> list[str]:
     """Lists the fans and fan-like cooling devices that the system names."""
     found = []
-    for device in _below(root, "sys/class/hwmon/hwmon*"):
-        name = read_word(device / "name") or "fan"
-        found += [f"{name} at {read_word(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
-    for device in _below(root, "sys/class/thermal/cooling_device*"):
-        kind, most = read_word(device / "type"), read_word(device / "max_state")
+    for device in _find(root, "sys/class/hwmon/hwmon*"):
+        name = read_text(device / "name") or "fan"
+        found += [f"{name} at {read_text(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
+    for device in _find(root, "sys/class/thermal/cooling_device*"):
+        kind, most = read_text(device / "type"), read_text(device / "max_state")
         if kind and "fan" in kind.lower():
-            found.append(f"{kind} in state {read_word(device / 'cur_state')} of {most}")
+            found.append(f"{kind} in state {read_text(device / 'cur_state')} of {most}")
     return found
 
 
 def clock_ranges(root: Root = "/") -> list[str]:
     """Lists governor and clock range of each group of cores that are clocked together."""
     lines = []
-    for policy in _below(root, "sys/devices/system/cpu/cpufreq/policy*"):
-        least, most = (read_word(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
+    for policy in _find(root, "sys/devices/system/cpu/cpufreq/policy*"):
+        least, most = (read_text(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
         if least and most and least.isdigit() and most.isdigit():
-            cores, governor = read_word(policy / "affected_cpus"), read_word(policy / "scaling_governor")
+            cores, governor = read_text(policy / "affected_cpus"), read_text(policy / "scaling_governor")
             lines.append(f"cores {cores}: {governor}, {int(least) // 1000} to {int(most) // 1000} MHz")
     return lines
 

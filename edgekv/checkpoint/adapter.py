@@ -114,6 +114,8 @@ class Adapter:
         """Raises ConfigError where a weight store has other weights than these, or than the base's."""
         if identity != self.identity:
             self._require_base(identity)
+            if not self.weights:
+                return
             raise self._error(
                 f"replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give the "
                 "original checkpoint, or a store made from it with `edgekv quantize --adapter`"

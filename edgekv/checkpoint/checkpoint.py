@@ -61,7 +61,7 @@ def open_checkpoint(
     config: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """Open a Hugging Face folder (one file, or shards with an index), a bare .safetensors file, or a .gguf file.
+    """Opens a Hugging Face folder (one file, or shards with an index), a bare .safetensors file, or a .gguf file.
 
     The config is `config` where it is given, else config.json beside the weights, else the JSON text under
     "config" in a file's `__metadata__`. The tokenizer is looked for in `tokenizer` (a folder, or a tokenizer file

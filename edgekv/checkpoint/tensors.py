@@ -372,7 +372,7 @@ class TensorWriter:
         return self
 
     def write(self, name: str, array: Array) -> None:
-        """Write the next tensor: all of it, or its next rows (blocks along the first axis)."""
+        """Writes the next tensor: all of it, or its next rows (blocks along the first axis)."""
         if not self._waiting or name != self._waiting[-1]:
             due = repr(self._waiting[-1]) if self._waiting else "none"
             raise CheckpointError(f"{self.path}: tensor {name!r} was written out of order; the next one is {due}")

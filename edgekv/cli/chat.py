@@ -51,7 +51,7 @@ NO_ANSWERS = {
 
 
 def lines(*, history: bool) -> Iterator[str]:
-    """Yield messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
+    """Yields messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
 
     On a terminal prompt_toolkit edits them, where it is installed: what is pasted is one message, Alt-Enter begins
     another line. history: whether they are kept for the next time.
@@ -75,7 +75,7 @@ def lines(*, history: bool) -> Iterator[str]:
 
 
 def history_file() -> pathlib.Path | None:
-    """Return the file of typed lines, for this user's eyes alone; None where it can't be written."""
+    """Returns the file of typed lines, for this user's eyes alone; None where it can't be written."""
     state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
     path = pathlib.Path(state) / "edgekv" / "chat-history"
     try:
@@ -134,7 +134,7 @@ class Terminal:
         self._n_answers = 0
 
     def run(self, messages: Iterable[str]) -> None:
-        """Go on until the end of input or /exit. An error is said, and the conversation goes on."""
+        """Goes on until the end of input or /exit. An error is said, and the conversation goes on."""
         for message in messages:
             if message in ENDS:
                 return
@@ -279,7 +279,7 @@ COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
 
 
 def say(text: str) -> None:
-    """Print for people, not for who reads the answers."""
+    """Prints for people, not for who reads the answers."""
     print(text, file=sys.stderr, flush=True)
 
 

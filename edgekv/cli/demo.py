@@ -76,7 +76,7 @@ class Demo:
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
     def run(self, spec: CacheSpec, name: str, progress: TaskProgress) -> Trial:
-        """Read the text, ask for each fact, and go on with the prose; kernels are compiled before any clock."""
+        """Reads the text, ask for each fact, and go on with the prose; kernels are compiled before any clock."""
         reader, decoder = self.reader, self.reader.decoder
         warm_up(decoder, spec, reader.ctx, progress)
         caches = reader.open(spec)
@@ -129,7 +129,7 @@ def demo_command(arguments: argparse.Namespace) -> int:
 
 
 def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
-    """Write a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
+    """Writes a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
     largest = max(trial.cache_bytes for trial in trials)
     rows: dict[str, Callable[[Trial], Any]] = {
         "": lambda t: t.kv,

@@ -67,7 +67,7 @@ def is_named(kv: str | None) -> bool:
 
 
 def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
-    """Return the schemes that `suited` found, once each that it left out has its line on standard error."""
+    """Returns the schemes that `suited` found, once each that it left out has its line on standard error."""
     for reason in found[1]:
         say(f"left out: {reason}")
     return found[0]
@@ -79,7 +79,7 @@ def _published(name: str) -> dict[str, float | None]:
 
 
 def schemes_text() -> str:
-    """Return a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
+    """Returns a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
 
     def shown(value: Any, style: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{style}}{unit}"
@@ -157,7 +157,7 @@ def eval_command(arguments: argparse.Namespace) -> int:
 
 
 def quality_columns(ctx: int) -> dict[str, Callable[[Quality], str]]:
-    """Return the table of results at ``ctx`` tokens."""
+    """Returns the table of results at ``ctx`` tokens."""
     return {
         "kv": lambda r: CacheSpec.parse(r.kv).short,
         "KL": lambda r: f"{r.kl:.4f}",
@@ -217,7 +217,7 @@ def _gated(kv: str | None) -> list[CacheSpec]:
 
 
 def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
-    """Print the verdicts and the recommendation, remember the verdicts; 1 when no scheme passed."""
+    """Prints the verdicts and the recommendation, remember the verdicts; 1 when no scheme passed."""
     limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:

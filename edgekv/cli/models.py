@@ -50,7 +50,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
-    """Print where the model lies to standard output."""
+    """Prints where the model lies to standard output."""
     name = parse_name(arguments.model)
     if name is None:
         accepted = "org/name, org/name@revision or org/name:file.gguf"
@@ -169,7 +169,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
 
 
 def _budget_model(arguments: argparse.Namespace) -> Model:
-    """Open the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
+    """Opens the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
     from edgekv.eval.bench import unread_model
 
     if arguments.shape is not None:

@@ -29,7 +29,7 @@ from edgekv.weights.formats import WEIGHTS
 
 
 def number(what: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
-    """Return a type for argparse: a number that ``accepts`` takes. what: such numbers, in words."""
+    """Returns a type for argparse: a number that ``accepts`` takes. what: such numbers, in words."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -46,7 +46,7 @@ positive_seconds = number("a number of seconds above 0", lambda value: 0 < value
 
 
 def counts(least: int) -> Any:
-    """Return a type for argparse: numbers of tokens from ``least`` on, separated by commas."""
+    """Returns a type for argparse: numbers of tokens from ``least`` on, separated by commas."""
     what = f"a list of numbers from {least} on, separated by commas"
 
     def read(text: str) -> list[int]:
@@ -56,20 +56,20 @@ def counts(least: int) -> Any:
 
 
 def output_file(path: str) -> str:
-    """Check that a file can be written. Raises CheckpointError, before anything is done."""
+    """Checks that a file can be written. Raises CheckpointError, before anything is done."""
     require_writable(path)
     return path
 
 
 def picture_file(path: str) -> str:
-    """Check that a picture can be written. Raises ConfigError for another kind of file."""
+    """Checks that a picture can be written. Raises ConfigError for another kind of file."""
     if os.path.splitext(path)[1].lower() not in PICTURES:
         raise ConfigError(f"{path}: is no picture; accepted: names that end in {', '.join(PICTURES)}")
     return output_file(path)
 
 
 def sampling_value(name: str, text: str) -> Any:
-    """Read a setting's number; of logit_bias (token, bias). Raises ConfigError, whose field is the setting."""
+    """Reads a setting's number; of logit_bias (token, bias). Raises ConfigError, whose field is the setting."""
     token, _, bias = text.partition("=")
     try:
         if name == "logit_bias":
@@ -88,17 +88,17 @@ REPEATED = {"action": "append", "default": []}
 
 
 def option(metavar: str | None, text: str = "", **more: Any) -> dict[str, Any]:
-    """Return the arguments of argparse for an option with a value."""
+    """Returns the arguments of argparse for an option with a value."""
     return {"metavar": metavar, "help": text, **more}
 
 
 def count(text: str = "", **more: Any) -> dict[str, Any]:
-    """Return `option` of a whole number of 1 or more."""
+    """Returns `option` of a whole number of 1 or more."""
     return option("N", text, type=positive_int, **more)
 
 
 def size(field: str, text: str) -> dict[str, Any]:
-    """Return `option` of bytes, which errors call ``field``."""
+    """Returns `option` of bytes, which errors call ``field``."""
     return option("BYTES", text, type=functools.partial(parse_bytes, field=field))
 
 
@@ -182,12 +182,12 @@ SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter
 
 
 def names_of(declared: Any) -> list[str]:
-    """Return the settings of a dataclass."""
+    """Returns the settings of a dataclass."""
     return [field.name for field in dataclasses.fields(declared)]
 
 
 def add(parser: Any, names: str, **others: Any) -> None:
-    """Add options of OPTIONS, and ``others``: new ones by name, or for one of OPTIONS its help or what differs."""
+    """Adds options of OPTIONS, and ``others``: new ones by name, or for one of OPTIONS its help or what differs."""
     for name in dict.fromkeys([*names.split(), *others]):
         change = others.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
@@ -195,12 +195,12 @@ def add(parser: Any, names: str, **others: Any) -> None:
 
 
 def yes(text: str) -> dict[str, Any]:
-    """Return the arguments of argparse for an option without a value."""
+    """Returns the arguments of argparse for an option without a value."""
     return {"action": "store_true", "help": text}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
-    """Add how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
+    """Adds how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
     add(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
     how = parser.add_mutually_exclusive_group()
     add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
@@ -216,7 +216,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Read the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
+    """Reads the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names_of(SamplingParams)}
     given["logit_bias"] = dict(given["logit_bias"]) or None
     if arguments.greedy:
@@ -229,7 +229,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | No
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """Return --model, or the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
+    """Returns --model, or the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
     path = "demo" if arguments.model is None else str(arguments.model)
     name = hub_name(path)
     if name:
@@ -238,7 +238,7 @@ def model_path(arguments: argparse.Namespace) -> str:
 
 
 def load_options(arguments: argparse.Namespace) -> Options:
-    """Return the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
+    """Returns the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
     given = {name: getattr(arguments, name) for name in names_of(Options) if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
         given |= _loras(given["lora"])
@@ -261,12 +261,12 @@ def _loras(values: list[str]) -> dict[str, Any]:
 
 
 def bytes_text(n: int) -> str:
-    """Return bytes rounded for people, and exact for checking."""
+    """Returns bytes rounded for people, and exact for checking."""
     return f"{format_bytes(n)} ({n} bytes)"
 
 
 def read_text(source: str, option: str) -> str:
-    """Return the UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
+    """Returns the UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
     try:
         return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
     except UnicodeDecodeError as error:

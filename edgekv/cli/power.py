@@ -50,7 +50,7 @@ above_0 = number("more than 0", lambda value: value > 0)
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which meter measures a run's energy, if any."""
+    """Adds the options that say which meter measures a run's energy, if any."""
     group = parser.add_mutually_exclusive_group()
     power = {"nargs": "?", "const": "auto", "default": None, "help": f"report energy per token: {METER}"}
     add(group, "power power_csv power_estimate", power=power)
@@ -58,7 +58,7 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
 
 
 def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
-    """Open the source that the options ask for, None where they ask for none.
+    """Opens the source that the options ask for, None where they ask for none.
 
     Where --power finds nothing that sees the work of --device, the report will say why.
     """
@@ -100,7 +100,7 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> PowerSource:
-    """Open the meter; where there is none, and neither a meter nor a file was asked for, what says why."""
+    """Opens the meter; where there is none, and neither a meter nor a file was asked for, what says why."""
     name, plotted = getattr(arguments, "meter", "auto"), getattr(arguments, "plot", None)
     if plotted:
         require_matplotlib()
@@ -155,7 +155,7 @@ def _print_json(source: PowerSource, seconds: float) -> None:
 
 
 def _print_live(source: PowerSource, seconds: float) -> None:
-    """Print a block of lines each second, over the last one on a terminal, for so long or until Ctrl-C."""
+    """Prints a block of lines each second, over the last one on a terminal, for so long or until Ctrl-C."""
     source.start()
     begun_s = now_s = time.perf_counter()
     if not isinstance(source, PowerSampler):  # once: it will not change
@@ -172,7 +172,7 @@ def _print_live(source: PowerSource, seconds: float) -> None:
 
 
 def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]:
-    """List the meter's watts and those of its rails."""
+    """Lists the meter's watts and those of its rails."""
     about = source.about()
     try:
         window = source.window(start_s, end_s)
@@ -191,7 +191,7 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    """Meter a program and return its exit status. Ctrl-C reaches the program itself, which decides what to do."""
+    """Meters a program and return its exit status. Ctrl-C reaches the program itself, which decides what to do."""
     command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not command:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
@@ -219,7 +219,7 @@ def _record(arguments: argparse.Namespace) -> int:
 
 
 def samples_csv(trace: Trace, unix_offset_s: float) -> str:
-    """Write a line per sample; an energy counter's watts are the mean since the sample before.
+    """Writes a line per sample; an energy counter's watts are the mean since the sample before.
 
     `edgekv run --power-csv` reads the same form.
     """
@@ -238,14 +238,14 @@ def samples_csv(trace: Trace, unix_offset_s: float) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """Return 0 if something can be measured, else 1."""
+    """Returns 0 if something can be measured, else 1."""
     found = survey()
     print_rows(diagnosis(found))
     return 0 if any(isinstance(meter, PowerMeter) for meter in found.values()) else 1
 
 
 def diagnosis(found: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
-    """List (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
+    """Lists (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
     profile, board = find_profile(root), machine_info(root)["board"]
     known = f"{board}: {profile_text(profile)}" if profile else f"{board or 'not a known board'}: no profile"
     try:

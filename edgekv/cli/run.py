@@ -50,7 +50,7 @@ def is_saved(arguments: argparse.Namespace) -> bool:
 
 
 def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """Open an empty conversation as the options say."""
+    """Opens an empty conversation as the options say."""
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
     if options.kv not in (None, AUTO):
@@ -59,13 +59,13 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def warn_ungated(session: Session) -> None:
-    """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
+    """Prints one line on standard error, once, for a lossy scheme that was never gated or has failed."""
     if warning := Verdicts(session.model).warn_once(session.plan.kv):
         say(warning)
 
 
 def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """Open the conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    """Opens the conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
     names = ", ".join(options.loras)
     if len(options.loras) > 1:
         raise ConfigError(f"--lora: a conversation has one, not {names}; `edgekv serve` has several")
@@ -85,7 +85,7 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
-    """Open --chat-template, else the model's own, else the plain transcript, which is said."""
+    """Opens --chat-template, else the model's own, else the plain transcript, which is said."""
     place = session.model.tokenizer_path
     template = ChatTemplate.open(session.require_tokenizer(), place, given=arguments.chat_template)
     if template.is_plain:
@@ -107,7 +107,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
-    """Raise ContextError for a prompt that can't fit, before weights are read."""
+    """Raises ContextError for a prompt that can't fit, before weights are read."""
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
     if model.tokenizer_path is not None and len(prompt.encode(errors="replace")) + 2 > ctx:  # else it fits anyway
@@ -161,7 +161,7 @@ def _generate(
     bars: Bars,
     meter: EnergyMeter,
 ) -> int:
-    """Print the text; at_sentence: a sentence's end ends it once it is long. Returns the exit status."""
+    """Prints the text; at_sentence: a sentence's end ends it once it is long. Returns the exit status."""
     try:
         with bars:
             with meter.phase("prefill") as prefill:
@@ -195,7 +195,7 @@ def _generate(
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """Return the prompt's text from --prompt, --prompt-file or standard input."""
+    """Returns the prompt's text from --prompt, --prompt-file or standard input."""
     if arguments.prompt is not None:
         return read_text("-", "--prompt") if arguments.prompt == "-" else str(arguments.prompt)
     if arguments.prompt_file is None:

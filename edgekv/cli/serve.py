@@ -26,7 +26,7 @@ MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 
 def origin(text: str) -> str:
-    """Check scheme and host, as browsers write the header Origin."""
+    """Checks scheme and host, as browsers write the header Origin."""
     if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no origin; accepted: https://example.org, or *")
     return text.lower()
@@ -106,7 +106,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
-    """Serve; the socket is bound first, so that the address that is said is the real one."""
+    """Serves; the socket is bound first, so that the address that is said is the real one."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)

@@ -25,12 +25,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Write out control characters but newline and tab, as \\x1b: a terminal would obey them."""
+    """Writes out control characters but newline and tab, as \\x1b: a terminal would obey them."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """Make `visible`, newlines and tabs too: errors may hold any name."""
+    """Makes `visible`, newlines and tabs too: errors may hold any name."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -53,7 +53,7 @@ class _Terminal:
 
 
 def raw(stream: TextIO) -> TextIO:
-    """Return the stream behind `visible_terminals`."""
+    """Returns the stream behind `visible_terminals`."""
     return stream.raw if isinstance(stream, _Terminal) else stream
 
 
@@ -77,7 +77,7 @@ def visible_terminals() -> Iterator[None]:
 
 
 def redraw(lines: list[str], height: int) -> int:
-    """Print lines, on a terminal over the last ``height`` ones; returns how many there are now."""
+    """Prints lines, on a terminal over the last ``height`` ones; returns how many there are now."""
     if height and sys.stdout.isatty():
         raw(sys.stdout).write(f"\x1b[{height}A\x1b[J")
     print("\n".join(lines), flush=True)
@@ -85,17 +85,17 @@ def redraw(lines: list[str], height: int) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line of our own on standard error."""
+    """Prints a line of our own on standard error."""
     print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
 def print_rows(rows: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
-    """Print a line per topic."""
+    """Prints a line per topic."""
     print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=file)
 
 
 def fitted(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Align cells to lines; the last column is cut so that a line has WIDTH characters.
+    """Aligns cells to lines; the last column is cut so that a line has WIDTH characters.
 
     left: columns that begin where they do; the others end there.
     """
@@ -109,12 +109,12 @@ def fitted(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
 
 def table(columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> str:
-    """Return a line of the columns' names and one for each item."""
+    """Returns a line of the columns' names and one for each item."""
     return fitted([list(columns), *([show(item) for show in columns.values()] for item in items)])
 
 
 def write_json(path: str, facts: Any) -> None:
-    """Write JSON, dataclasses included, whole or not at all. Raises CheckpointError where it can't be written."""
+    """Writes JSON, dataclasses included, whole or not at all. Raises CheckpointError where it can't be written."""
     atomic_write(path, (json.dumps(facts, indent=1, default=dataclasses.asdict) + "\n").encode())
 
 
@@ -123,7 +123,7 @@ Line = tuple[str, Any, Any]
 
 
 def require_matplotlib() -> None:
-    """Raise EdgeKVError where it is missing: to be called before the work."""
+    """Raises EdgeKVError where it is missing: to be called before the work."""
     try:
         import matplotlib
     except ImportError:
@@ -132,7 +132,7 @@ def require_matplotlib() -> None:
 
 
 def plot(path: str, lines: Sequence[Line], **axes_settings: Any) -> None:
-    """Draw lines with a legend, in the format that the file's name ends with; axes_settings: of `Axes.set`."""
+    """Draws lines with a legend, in the format that the file's name ends with; axes_settings: of `Axes.set`."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
@@ -161,7 +161,7 @@ class Bars:
         self._close()
 
     def update(self, task: str, done: int, total: int) -> None:
-        """Show a task at ``done`` of ``total``; another task's bar is closed."""
+        """Shows a task at ``done`` of ``total``; another task's bar is closed."""
         if not sys.stderr.isatty():
             return
         if task != self._task or self._bar is None:
@@ -176,7 +176,7 @@ class Bars:
             self._close()
 
     def prefill(self, n_tokens: int, layer: int, n_layers: int) -> None:
-        """Show a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
+        """Shows a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
         self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
 
     def _close(self) -> None:
@@ -219,7 +219,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if it was requested: between the layers of a prompt."""
+        """Raises KeyboardInterrupt if it was requested: between the layers of a prompt."""
         if self.requested:
             raise KeyboardInterrupt
 

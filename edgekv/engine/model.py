@@ -94,6 +94,8 @@ class Model:
     @property
     def identity(self) -> str:
         """A hash of config and weights, by which sessions and stores know them: 16 hex digits."""
+        if self.adapter is not None:
+            return self.adapter.identity
         weights = self.weights
         return weights.source.identity if isinstance(weights, CheckpointWeights) else weights.identity
 

@@ -75,7 +75,7 @@ class AnswerParser:
         return self._read == self._reasoning
 
     def push(self, text: str, last: bool = False) -> list[Json]:
-        """Return what more is known with this text."""
+        """Returns what more is known with this text."""
         self._held += text
         while self._held and self._read(last):
             pass
@@ -85,7 +85,7 @@ class AnswerParser:
         return deltas
 
     def end(self) -> list[Json]:
-        """Return what was held back, once no more comes."""
+        """Returns what was held back, once no more comes."""
         return self.push("", last=True)
 
     # What is held is read by one of these, in turn. Each returns whether the next can go on with the rest.
@@ -114,7 +114,7 @@ class AnswerParser:
         return self._upto(self._form.begin if self._form else "", self._between, last)
 
     def _upto(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
-        """Give all before the mark; what may be its beginning is held."""
+        """Gives all before the mark; what may be its beginning is held."""
         at = self._held.find(mark) if mark else -1
         if at >= 0:
             self._give(self._held[:at])
@@ -207,7 +207,7 @@ class AnswerParser:
 
 
 def object_end(text: str) -> int:
-    """Return how many characters the object takes that the text begins with; 0: it has no end yet."""
+    """Returns how many characters the object takes that the text begins with; 0: it has no end yet."""
     depth = 0
     for found in STRUCTURE.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
@@ -217,7 +217,7 @@ def object_end(text: str) -> int:
 
 
 def possible_start(text: str, mark: str) -> int:
-    """Return the length of the longest end of the text that begins the mark."""
+    """Returns the length of the longest end of the text that begins the mark."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length
@@ -243,7 +243,7 @@ class Answer(AnswerParser):
         self.reason: str | None = None
 
     def take(self, event: Piece | AnswerEnd) -> list[Json]:
-        """Return what the next piece of text adds, or what was held back at the end."""
+        """Returns what the next piece of text adds, or what was held back at the end."""
         if isinstance(event, Piece):
             thought, deltas = self.is_thinking, self.push(event.text)
             self.n_reasoning += event.n_tokens if thought or self.is_thinking else 0
@@ -253,7 +253,7 @@ class Answer(AnswerParser):
         return deltas
 
     def new_logprobs(self) -> list[Json]:
-        """Return the log probabilities that no chunk has had."""
+        """Returns the log probabilities that no chunk has had."""
         new, self._n_sent = self.logprobs[self._n_sent :], len(self.logprobs)
         return new
 
@@ -280,7 +280,7 @@ class AnswerFormat:
         self._timings: Json = {}  # of the latest event
 
     def take(self, event: Event) -> list[Json]:
-        """Take an event; return the chunks that it makes."""
+        """Takes an event; return the chunks that it makes."""
         assert isinstance(event, (Piece, AnswerEnd))
         if isinstance(event, Piece) and event.progress:
             return [self._chunk(prompt_progress=event.progress)]
@@ -299,34 +299,34 @@ class AnswerFormat:
         return chunks
 
     def opening(self) -> list[Json]:
-        """Return the first chunks of a stream."""
+        """Returns the first chunks of a stream."""
         return []
 
     def closing(self) -> list[Json]:
-        """Return the last chunks."""
+        """Returns the last chunks."""
         options = self._request.stream_options
         return [self._chunk(usage=usage_json(self._usage))] if options and options.include_usage else []
 
     def whole(self) -> Json:
-        """Return the answers in one piece, once all events were taken."""
+        """Returns the answers in one piece, once all events were taken."""
         choices = [self._choice(i, self.text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
         rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage)}
         return {**self._base, **rest, **self._timings}
 
     def delta(self, delta: Json) -> Json:
-        """Return a delta as a choice of a chunk has it."""
+        """Returns a delta as a choice of a chunk has it."""
         return {"delta": delta}
 
     def text(self, answer: Answer) -> Json:
-        """Return the text of a whole answer as a choice has it."""
+        """Returns the text of a whole answer as a choice has it."""
         raise NotImplementedError
 
     def place(self, offset: int) -> Json:
-        """Return what a log probability has beside its token, whose first character is the offset-th."""
+        """Returns what a log probability has beside its token, whose first character is the offset-th."""
         return {}
 
     def logprobs(self, entries: Sequence[Json]) -> Json:
-        """Return the log probabilities of tokens as a choice has them."""
+        """Returns the log probabilities of tokens as a choice has them."""
         return {"content": entries, "refusal": None}
 
     def _choice(self, i: int, text: Json, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
@@ -337,7 +337,7 @@ class AnswerFormat:
         return {**self._base, "object": self.chunk_object, "choices": choices, **more}
 
     def _entries(self, piece: Piece, offset: int) -> Iterator[Json]:
-        """Yield the log probabilities of a piece's tokens. offset: of its text in the answer's."""
+        """Yields the log probabilities of a piece's tokens. offset: of its text in the answer's."""
         for found in piece.logprobs:
             entry = self._entry(found.token, found.logprob)
             yield entry | {"top_logprobs": [self._entry(*pair) for pair in found.top], **self.place(offset)}
@@ -393,7 +393,7 @@ class ChatFormat(AnswerFormat):
 
 
 def usage_json(usage: Counter[str]) -> Json:
-    """Return OpenAI's usage object."""
+    """Returns OpenAI's usage object."""
     return {
         "prompt_tokens": usage["prompt"],
         "completion_tokens": usage["completion"],
@@ -414,7 +414,7 @@ class EmbeddingFormat:
         self._data: list[Json] = []
 
     def take(self, event: Event) -> None:
-        """Take a vector, as numbers or as base64 of float32."""
+        """Takes a vector, as numbers or as base64 of float32."""
         assert isinstance(event, EmbeddingVector)
         values: Any = event.values
         if self._is_base64:
@@ -423,13 +423,13 @@ class EmbeddingFormat:
         self.n_open -= 1
 
     def whole(self) -> Json:
-        """Return all vectors."""
+        """Returns all vectors."""
         usage = {"prompt_tokens": self._n_tokens, "total_tokens": self._n_tokens}
         return {"object": "list", "data": self._data, "model": self._model, "usage": usage}
 
 
 async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat | EmbeddingFormat) -> Json | None:
-    """Return all answers in one piece; None, and the jobs ended, where the client goes before.
+    """Returns all answers in one piece; None, and the jobs ended, where the client goes before.
 
     Raises the EdgeKVError that ended a job.
     """
@@ -446,7 +446,7 @@ async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat
 
 
 async def _while_connected(receive: Receive, channel: Channel, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what ``work`` does, None where the client goes before. The jobs are ended with it."""
+    """Returns what ``work`` does, None where the client goes before. The jobs are ended with it."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -490,7 +490,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        """Yield all that is sent. What fails while it is built is logged, and ends the stream as an error."""
+        """Yields all that is sent. What fails while it is built is logged, and ends the stream as an error."""
         try:
             async for chunk in self._chunks():
                 yield as_event(chunk) if chunk else b": waiting\n\n"
@@ -501,7 +501,7 @@ class EventStream(Response):
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Json]:
-        """Yield the chunks; an empty one where none came for long. Raises the error that ended a job."""
+        """Yields the chunks; an empty one where none came for long. Raises the error that ended a job."""
         answers, sent_s = self._answers, time.monotonic()
         for chunk in answers.opening():
             yield chunk
@@ -522,5 +522,5 @@ class EventStream(Response):
 
 
 def as_event(chunk: Json) -> bytes:
-    """Return a server-sent event."""
+    """Returns a server-sent event."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

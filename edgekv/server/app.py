@@ -210,7 +210,7 @@ class _Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
     async def answer(self, kind: type[Any], form: type[Any], request: Request) -> Response:
-        """Return an answer, whole or as a stream."""
+        """Returns an answer, whole or as a stream."""
         engine = self._engine
 
         def encode(data: bytearray) -> Any:

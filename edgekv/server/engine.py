@@ -142,7 +142,7 @@ class Metrics:
         self.record(**dict.fromkeys(COUNTERS, 0.0))
 
     def record(self, estimated: bool = False, /, **values: float | None) -> None:
-        """Add to counters and set gauges, but those that were not measured. estimated: they are called so."""
+        """Adds to counters and set gauges, but those that were not measured. estimated: they are called so."""
         for name, value in values.items():
             if value is None:
                 continue
@@ -155,7 +155,7 @@ class Metrics:
             metric.inc(value) if name in COUNTERS else metric.set(value)
 
     def as_json(self) -> dict[str, Any]:
-        """Return name to value, without the request counts."""
+        """Returns name to value, without the request counts."""
         return {
             sample.name: sample.value
             for metric in self.registry.collect()
@@ -332,7 +332,7 @@ class Engine:
     def submit(
         self, channel: Channel, request: AnyRequest, prompts: Sequence[EncodedPrompt], lora: str | None = None
     ) -> None:
-        """Queue n answers to each prompt, in OpenAI's order.
+        """Queues n answers to each prompt, in OpenAI's order.
 
         Raises RequestError: 429 where the queue is full, 503 after `stop`.
         """
@@ -349,7 +349,7 @@ class Engine:
             self._count_jobs()
 
     def answer(self, job: Job) -> AnswerEnd | EmbeddingVector:
-        """Emit the text; return the end. Raises Cancelled, and an EdgeKVError where it can't be made."""
+        """Emits the text; return the end. Raises Cancelled, and an EdgeKVError where it can't be made."""
         request, ids = job.request, job.prompt.ids
         if isinstance(request, EmbeddingRequest):
             session = self.pool.borrow(job.lora)
@@ -388,7 +388,7 @@ class Engine:
                 job.channel.cancelled.set()  # the request's other answers
 
     def _next(self) -> Job | None:
-        """Wait for a job whose client is still there; None: the end. Requests take turns, answer by answer."""
+        """Waits for a job whose client is still there; None: the end. Requests take turns, answer by answer."""
         with self._changed:
             while True:
                 self._forget_gone()
@@ -473,7 +473,7 @@ class Engine:
             raise RequestError(400, str(error), param=param) from None
 
     def _remember(self, session: Session, made: Sequence[Step]) -> int:
-        """Keep the answer's own tokens; return how many belong to its text."""
+        """Keeps the answer's own tokens; return how many belong to its text."""
         text, tokens = "".join(step.text for step in made), [step.token for step in made]
         ids = answer_ids(self.prompts.tokenizer, tokens, text)
         session.rewind(len(session.tokens) - len(tokens) + len(ids))
@@ -497,7 +497,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _metered(self, session: Session) -> Iterator[None]:
-        """Measure an answer's decoding, by a source of its own: samples of a day would not stay in memory."""
+        """Measures an answer's decoding, by a source of its own: samples of a day would not stay in memory."""
         source = self._power
         if source is None:
             yield
@@ -538,7 +538,7 @@ class Timings:
         return max(0, self._n_prompt - self._session.n_read)
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
-        """Return the values after a layer of the prompt; None where they were told a moment ago."""
+        """Returns the values after a layer of the prompt; None where they were told a moment ago."""
         if not self._count_bytes(layer == n_layers):
             return None
         n_cached = self.n_cached
@@ -546,7 +546,7 @@ class Timings:
         return {"total": self._n_prompt, "cache": n_cached, "processed": done, **self._bytes}
 
     def as_json(self, count_bytes: bool) -> dict[str, Any]:
-        """Return counts, milliseconds and bytes, which are counted again at once or after INTERVAL_S."""
+        """Returns counts, milliseconds and bytes, which are counted again at once or after INTERVAL_S."""
         self._count_bytes(count_bytes)
         first_s, n_made = self.made_s[0], len(self.made_s)
         writing_s = self.made_s[-1] - first_s
@@ -561,7 +561,7 @@ class Timings:
         }
 
     def _count_bytes(self, at_once: bool) -> bool:
-        """Return whether the bytes were counted: not where that was done a moment ago."""
+        """Returns whether the bytes were counted: not where that was done a moment ago."""
         now = time.perf_counter()
         if not at_once and now - self._counted_s < INTERVAL_S:
             return False
@@ -570,7 +570,7 @@ class Timings:
 
 
 def cache_bytes(caches: Sequence[LayerState]) -> dict[str, int]:
-    """Return what the tokens in caches take, without what is set aside for more of them, and what f16 would."""
+    """Returns what the tokens in caches take, without what is set aside for more of them, and what f16 would."""
     held, plain = [cache for cache in attending(caches) if cache.n_seen], CacheSpec.parse(EXACT)
     return {
         "kv_cache_bytes": sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held),

@@ -56,7 +56,7 @@ class BodyShare:
         self._bodies, self.taken, self._parsed = bodies, 0, 0
 
     def resize(self, nbytes: int) -> None:
-        """Take so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
+        """Takes so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
         taken = max(0, nbytes - SMALL)
         if taken > self._bodies.max_bytes:
             message = f"the request and its answers take {nbytes} bytes of memory"
@@ -67,23 +67,23 @@ class BodyShare:
         self.taken = taken
 
     def parse(self, data: bytes | bytearray) -> None:
-        """Take what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
+        """Takes what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
         text = len(data) * (1 if data.isascii() and b"\\u" not in data else 4)
         weights = ((b",", 72), (b"[", 104), (b"{", 96), (b":", 160))
         self._parsed = text + sum(nbytes * data.count(mark) for mark, nbytes in weights)
         self.resize(len(data) + self._parsed)
 
     def hold(self, n_ids: int, nbytes: int) -> None:
-        """Keep what was parsed, token ids, and so many other bytes. Raises as `resize`."""
+        """Keeps what was parsed, token ids, and so many other bytes. Raises as `resize`."""
         self.resize(self._parsed + 40 * n_ids + nbytes)
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Gives all of it back."""
         self._bodies.free += self.taken
 
 
 async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:
-    """Return a request's bytes. Raises RequestError: another type, too large, or too slow."""
+    """Returns a request's bytes. Raises RequestError: another type, too large, or too slow."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         message = "send JSON with the header Content-Type: application/json"
         raise RequestError(415, message, "unsupported_media_type")
@@ -171,7 +171,7 @@ class BoundedProtocol(H11Protocol):
         self._request_due_s = time.monotonic() + self._timeout_s + GRACE_S
 
     def _update(self) -> None:
-        """Note whether a request, or the rest of one, is awaited: else it keeps its place until it is answered."""
+        """Notes whether a request, or the rest of one, is awaited: else it keeps its place until it is answered."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             self._request_due_s = math.inf
@@ -244,7 +244,7 @@ class LogLimit(logging.Filter):
         self._latest: dict[object, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is logged."""
+        """Returns whether the line is logged."""
         error, _, traceback = record.exc_info or (None, None, None)
         if error is not None and issubclass(error, asyncio.CancelledError):
             return False

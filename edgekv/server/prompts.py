@@ -57,7 +57,7 @@ class RequestEncoder:
         self._lock = threading.Lock()
 
     def encode(self, request: AnyRequest) -> list[EncodedPrompt]:
-        """Return the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
+        """Returns the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
         field = request.names.get("prompt", "prompt")
@@ -65,13 +65,13 @@ class RequestEncoder:
         return [EncodedPrompt(self.ids(prompt, field)) for prompt in prompts]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
-        """Return a text's ids, or ids as they are. Raises RequestError, which blames the field."""
+        """Returns a text's ids, or ids as they are. Raises RequestError, which blames the field."""
         if isinstance(text, str):
             return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
         return self._checked(list(text), field)
 
     def remember(self, text: str, ids: list[int]) -> None:
-        """Keep an answer's own tokens: the next request brings back its text alone."""
+        """Keeps an answer's own tokens: the next request brings back its text alone."""
         with self._lock:
             self._answers[text] = array("i", ids)
             self._answers.move_to_end(text)
@@ -110,14 +110,14 @@ class RequestEncoder:
         return ids
 
     def _special(self, mark: str) -> tuple[int, str] | None:
-        """Return the id of a mark that is a special token."""
+        """Returns the id of a mark that is a special token."""
         ids = self.tokenizer.encode(mark, bos=False)
         special = [i for i in ids if not self.tokenizer.token_bytes(i)]
         return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
 
 
 def decoded(url: str, name: str) -> bytes:
-    """Return the bytes of a data URL. Raises RequestError: anything else is not fetched."""
+    """Returns the bytes of a data URL. Raises RequestError: anything else is not fetched."""
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
@@ -136,7 +136,7 @@ class Images:
         self._embedded = functools.lru_cache(KEPT_IMAGES)(self._embed)
 
     def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
-        """Return the prompt with images at its image tokens. ImageError: no image, or a model that sees none."""
+        """Returns the prompt with images at its image tokens. ImageError: no image, or a model that sees none."""
         token = self._session.model.image_token
         if not files:
             if token is not None:
@@ -184,7 +184,7 @@ To call a function answer with its name and its arguments as JSON, and nothing a
 
 
 def find_format(template: str) -> ToolFormat:
-    """Return the format of the model whose chat template's source is given."""
+    """Returns the format of the model whose chat template's source is given."""
     if "[TOOL_CALLS]" in template:
         return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
     if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
@@ -193,7 +193,7 @@ def find_format(template: str) -> ToolFormat:
 
 
 def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
-    """Return the tools as templates take them."""
+    """Returns the tools as templates take them."""
     return [
         {
             "type": "function",
@@ -208,7 +208,7 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
-    """Return the messages with tools, calls and results in words, for a template that knows none of these.
+    """Returns the messages with tools, calls and results in words, for a template that knows none of these.
 
     The tools stand in the first question: some templates take no system message.
     """
@@ -242,7 +242,7 @@ def _written(name: str, arguments: Any, form: ToolFormat) -> str:
 def tools_grammar(
     tools: Tools, form: ToolFormat, marks: Mapping[int, str], schema: Mapping[str, Any] | None = None
 ) -> str:
-    """Return Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
+    """Returns Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
 
     marks: of special tokens, by id. schema: of the text where there is no call.
     """

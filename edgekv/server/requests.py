@@ -57,18 +57,18 @@ class RequestError(EdgeKVError):
         self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
 
     def as_json(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Returns OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_field(name: str, value: Any, accepted: str) -> RequestError:
-    """Return the error that names a field, its value and what is accepted."""
+    """Returns the error that names a field, its value and what is accepted."""
     return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
 
 
 def request_error(error: BaseException, names: Mapping[str, str] | None = None) -> RequestError:
-    """Return an error as an answer: 503 where memory is short or a pass was interrupted, 500 for our own fault.
+    """Returns an error as an answer: 503 where memory is short or a pass was interrupted, 500 for our own fault.
 
     names: the endpoint's fields by the library's parameters.
     """
@@ -111,7 +111,7 @@ class CalledFunction(StrictStruct):
     arguments: str = "{}"  # JSON, as the model wrote it
 
     def as_turn(self) -> dict[str, Any]:
-        """Return what templates take: the object that the JSON holds; a text without one stays as it is."""
+        """Returns what templates take: the object that the JSON holds; a text without one stays as it is."""
         value = json_value(self.arguments)
         return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
 
@@ -146,7 +146,7 @@ class Message(StrictStruct):
         return [part.image_url.url for part in parts if part.image_url]
 
     def as_turn(self, place: str) -> dict[str, Any]:
-        """Return what chat templates take: one text, with a mark for each image, and arguments as objects.
+        """Returns what chat templates take: one text, with a mark for each image, and arguments as objects.
 
         place: the message's name in errors. Raises RequestError.
         """
@@ -264,7 +264,7 @@ class Request(StrictStruct, kw_only=True):
             raise RequestError(400, f"{name!r} is missing", param=name)
 
     def sampling(self, defaults: SamplingParams, choice: int = 0) -> SamplingParams:
-        """Return the settings of the n-th answer: a seed counts up. defaults: where the request says nothing."""
+        """Returns the settings of the n-th answer: a seed counts up. defaults: where the request says nothing."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed % (1 << 64) + choice
         try:
@@ -330,7 +330,7 @@ class ChatRequest(Request, kw_only=True):
             raise RequestError(400, "'tool_choice' asks for a tool that 'tools' has not", param="tool_choice")
 
     def turns(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates take them. Raises RequestError."""
+        """Returns the messages as chat templates take them. Raises RequestError."""
         return [message.as_turn(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     @property
@@ -395,7 +395,7 @@ AnyRequest = Request | EmbeddingRequest
 
 
 def logprob_bytes(request: AnyRequest, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
-    """Return the most that log probabilities take in memory, beside prompts of these lengths."""
+    """Returns the most that log probabilities take in memory, beside prompts of these lengths."""
     if isinstance(request, EmbeddingRequest) or request.n_logprobs is None:
         return 0
     n_tokens = sum(min(request.max_tokens or max_new_tokens, ctx - length + 1) for length in lengths)
@@ -403,7 +403,7 @@ def logprob_bytes(request: AnyRequest, lengths: Iterable[int], ctx: int, max_new
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """Return a body's value; of a key that an object has twice the last one.
+    """Returns a body's value; of a key that an object has twice the last one.
 
     Raises RequestError (400) for what is no JSON (NaN and Infinity are none), holds half of a surrogate pair, or
     is deeper than LEVELS: whatever writes or walks it later can do so by recursion.
@@ -422,7 +422,7 @@ def parse_json(data: bytes | bytearray) -> Any:
 
 
 def json_value(text: str) -> Any:
-    """Return what a text holds; None where it is no JSON."""
+    """Returns what a text holds; None where it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -430,7 +430,7 @@ def json_value(text: str) -> Any:
 
 
 def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
-    """Return one prompt or several. Raises RequestError where texts and ids are mixed, or one is empty."""
+    """Returns one prompt or several. Raises RequestError where texts and ids are mixed, or one is empty."""
     if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
         return [prompt]
     if len(prompt) > MAX_CHOICES or not all(item != [] and type(item) is type(prompt[0]) for item in prompt):
@@ -439,7 +439,7 @@ def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
 
 
 def read(body: Any, kind: type[T]) -> T:
-    """Return the body as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
+    """Returns the body as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
     given = {name: value for name, value in body.items() if value is not None}

@@ -1,9 +1,9 @@
-"""An adapter: what training for one KV scheme changes in one checkpoint, in a small .safetensors file.
+"""Adapters: small .safetensors files with what was trained for one KV scheme and one checkpoint.
 
-tau, or key_scale        F32 (), (n_layers,) or (n_layers, heads): what the scheme learns, as in SETTINGS
-projection, centre       F32 (n_layers, ...): what else h1b may learn, as in LEARNED
-any checkpoint tensor    under its own name: its replacement (V_proj; the whole c_attn of a GPT-2)
-`__metadata__`           format, version, base (the checkpoint's identity), scheme; the rest is provenance
+tau, or key_scale        F32 (), (n_layers,) or (n_layers, heads): a parameter of the scheme, see SETTINGS
+projection, centre       F32 (n_layers, ...): further parameters of h1b, see LEARNED
+a checkpoint's tensor    its replacement, under the same name (V_proj; the whole c_attn of a GPT-2)
+`__metadata__`           format, version, base (the checkpoint's identity), scheme; and provenance
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from edgekv.types import F32
 
 FORMAT, VERSION = "edgekv-adapter", "1"
 SETTINGS = {"tau": "n_heads", "key_scale": "n_kv_heads"}
-"""What a scheme learns, and the config's field that counts its heads. h1b: the softmax temperature of query heads;
-onebit: the scale of the scores that it estimates, of KV heads."""
+"""The parameter that a scheme learns, and the config's field with its number of heads. tau: the softmax
+temperature of h1b's query heads; key_scale: the scale of onebit's estimated scores per KV head."""
 LEARNED = ("projection", "centre")
-"""Of h1b: R (n_layers, sketch_bits, head_dim), and what keys lose before it (n_layers, n_kv_heads, head_dim)."""
+"""h1b's projection R (n_layers, sketch_bits, head_dim), and mean keys (n_layers, n_kv_heads, head_dim)."""
 FORMER_NAMES = {"lam": "key_scale"}
-"""What adapters of before call a setting."""
+"""The names of settings in older adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """An opened adapter; its weights are mapped and not read.
 
-    base: identity of the checkpoint that it belongs to; scheme: name of the KV scheme that it was trained for;
-    parameters: what the scheme learns: one of SETTINGS, as stored, and those of LEARNED that it has; weights:
-    names of the checkpoint's tensors that it replaces.
+    base: the identity of its checkpoint. scheme: the name of its KV scheme. parameters: one of SETTINGS, and those
+    of LEARNED that it has, as stored. weights: the names of the checkpoint's tensors that it replaces.
     """
 
     tensors: Tensors
@@ -51,7 +50,7 @@ class Adapter:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Adapter:
-        """Raises CheckpointError for what is no safetensors file, ConfigError for what is no adapter."""
+        """Opens a file. Raises CheckpointError if it is no safetensors file, ConfigError if it is no adapter."""
         tensors = Tensors.open(user_path(path))
         metadata = tensors.files[0].metadata
         found = metadata.get("format"), metadata.get("version")
@@ -83,23 +82,23 @@ class Adapter:
 
     @property
     def path(self) -> Path:
-        """The file that it was read from."""
+        """The path of the file."""
         return self.tensors.path
 
     @property
     def content_hash(self) -> str:
-        """Of the file."""
+        """The hash of the file."""
         return self.tensors.files[0].content_hash()
 
     @property
     def identity(self) -> str:
-        """The base's identity with these weights in place: the base's own where a setting is all that there is."""
+        """The identity of the adapted checkpoint: the base's own if the adapter has one of SETTINGS only."""
         if not self.weights and len(self.parameters) == 1:
             return self.base
         return hashlib.sha256((self.base + self.content_hash).encode()).hexdigest()[:16]
 
     def apply(self, source: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint with these weights. Raises ConfigError when it is another checkpoint."""
+        """Returns the checkpoint with the adapter's weights. Raises ConfigError for another checkpoint."""
         self._require_base(source.identity)
         for name in self.weights:
             if name not in source.tensors:
@@ -111,7 +110,7 @@ class Adapter:
         return dataclasses.replace(source, tensors=tensors, identify=lambda progress: self.identity)
 
     def require_store(self, identity: str, folder: Path) -> None:
-        """Raises ConfigError where a weight store has other weights than these, or than the base's."""
+        """Raises ConfigError if a weight store does not hold the adapted weights."""
         if identity != self.identity:
             self._require_base(identity)
             if not self.weights:
@@ -122,7 +121,7 @@ class Adapter:
             )
 
     def require_scheme(self, scheme: str) -> None:
-        """Raises ConfigError when the adapter was trained for another scheme."""
+        """Raises ConfigError if the adapter was trained for another scheme."""
         if self.scheme != scheme:
             raise ConfigError(
                 f"{self.path} was trained for another scheme",
@@ -133,7 +132,7 @@ class Adapter:
             )
 
     def require_shape(self, config: ModelConfig) -> None:
-        """Raises ConfigError when what the scheme learned belongs to a model of another shape."""
+        """Raises ConfigError if the parameters don't fit the model's shape."""
         if config.recurrences:
             raise self._error(f"an adapter is for models whose layers all attend; {config.model_type} has others")
         n_layers = config.n_layers
@@ -146,7 +145,7 @@ class Adapter:
                 raise self._error(f"{name} is of {len(array)} layers; accepted: {n_layers}")
 
     def adapt(self, caches: Sequence[Any]) -> None:
-        """Gives each layer's cache its own parameters: settings () or (1,) or (heads,), arrays."""
+        """Sets the parameters of each layer's cache."""
         for layer, cache in enumerate(caches):
             own = {name: np.atleast_1d(a[layer]) if a.ndim else a for name, a in self.parameters.items()}
             cache.load_adapter(own, f"adapter {self.path.name}")

@@ -1,4 +1,4 @@
-"""From the path that a user gives to the tensors, the config and the tokenizer folder of one checkpoint."""
+"""Checkpoints: the tensors, the config and the tokenizer folder behind the path that a user gives."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ TEXT_FILES = (
     *(*TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""What a model's text needs beside its config and weights."""
+"""The files of a model's tokenizer and chat template."""
 FOREIGN_SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
 
 GGUF = ".gguf"
@@ -30,12 +30,11 @@ GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint on disk, opened but not read.
+    """A checkpoint on disk, whose weights are mapped and not read.
 
-    path: as the user gave it; folder: the folder it is, None for a bare file; tensors: its weights, mapped;
-    config: the content of config.json; config_path: where that was read, None for a file's `__metadata__`;
-    tokenizer_folder: where tokenizer files lie, None when there are none; identify: gives the `identity`, and
-    tells its argument how far the hashing is, where that is to be done.
+    path: the user's path. folder: its folder, None for a bare file. tensors: its weights. config: the content of
+    config.json. config_path: the config's file, None if it was in a file's `__metadata__`. tokenizer_folder: the
+    folder of the tokenizer, None without one. identify: computes the `identity`, with a callback for progress.
     """
 
     path: Path
@@ -48,9 +47,9 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """16 hex digits that change with the config or any byte of the weights' files.
+        """A hash of the config and the weights' files, 16 hex digits.
 
-        All of these are read at the first time; then it is remembered that these files have these hashes.
+        The first time, the files are read whole; their hashes are remembered.
         """
         return self.identify(None)
 
@@ -93,7 +92,7 @@ def open_checkpoint(
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object in a config.json. Raises ConfigError when it is missing, too big, damaged or not an object."""
+    """Returns the object in a config.json. Raises ConfigError if it is missing, too big, damaged or no object."""
     return _read_object(user_path(path), ConfigError)
 
 
@@ -122,7 +121,7 @@ def _open_folder(folder: Path) -> Tensors:
 
 
 def _open_shards(folder: Path) -> Tensors:
-    """The shards that the index names, after checking that each holds what the index promises."""
+    """Opens the shards of an index, and checks that each holds the tensors that the index lists."""
     index = folder / INDEX
     homes = _read_object(index, CheckpointError).get("weight_map")
     if not isinstance(homes, dict) or not homes or not all(isinstance(shard, str) for shard in homes.values()):
@@ -152,7 +151,7 @@ def _foreign(path: Path, names: Sequence[str]) -> CheckpointError:
 def _find_config(
     place: Path, beside: Path, tensors: Tensors, given: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], Path | None]:
-    """The config and the path it was read from, if it has one."""
+    """Returns the config and the path of its file, if it is in one."""
     path = user_path(given) if given is not None else beside / "config.json"
     if given is not None or os.path.exists(path):
         return read_config(path), path
@@ -180,7 +179,7 @@ def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path 
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer lies in the folder."""
+    """Returns whether the folder has a tokenizer."""
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
 
 
@@ -192,6 +191,6 @@ def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Returns the first names for a message, and how many more there are."""
+    """Returns the first ``limit`` names, and how many more there are, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

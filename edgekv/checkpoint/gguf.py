@@ -1,8 +1,8 @@
-"""GGUF files, seen as the Hugging Face checkpoints that they were made from.
+"""GGUF files, read as the Hugging Face checkpoints that they were made from.
 
-The header is read once: the index of the tensors and the tokenizer's files are kept in the cache folder. Blocks
-that a weight format holds too are taken over as they are. Sources: llama.cpp's ggml/src/ggml-common.h (blocks),
-gguf-py and conversion/ (names and keys, which are in each family's file).
+The header is read once; the index of the tensors and the tokenizer's files are kept in the cache folder. Blocks
+that a weight format can hold are used without loss. Sources: llama.cpp's ggml/src/ggml-common.h (blocks), gguf-py
+and conversion/ (names and keys, which are in each family's file).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from edgekv.types import F32, I8, I64, U8, Array
 INDEX, VERSION = "gguf.json", 3
 HEAD_BYTES = 1 << 20
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-MAX_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary with scores, types and merges has 1.3 million
+MAX_ELEMENTS = 1 << 23  # of all arrays together; a vocabulary with scores, types and merges has 1.3 million
 MAX_DEPTH, MAX_DIMENSIONS = 4, 4
 ALIGNMENT = "general.alignment"
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
 SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-FLOATS = ("F32", "F16", "BF16", "F64")  # types by the names that safetensors has, too
-TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
+FLOATS = ("F32", "F16", "BF16", "F64")  # types that have the same names in safetensors
+TABLE_TYPE = "F16"  # of unpacked embedding tables
 
 
 def open_gguf(path: pathlib.Path, index: dict[str, Any]) -> Tensors:
-    """Opens the tensors of a file under the checkpoint's names, in its row order and orientation.
+    """Opens the tensors of a file, with the checkpoint's names, order of rows and orientation.
 
-    index: what `imported` found. Raises CheckpointError where the file is shorter.
+    index: the index of `imported`. Raises CheckpointError if the file is cut off.
     """
     file = MappedFile(path)
     file.metadata = {"config": json.dumps(index["config"])}
@@ -51,10 +51,9 @@ def open_gguf(path: pathlib.Path, index: dict[str, Any]) -> Tensors:
 
 
 class GgufTensor(MappedTensor):
-    """A tensor of a GGUF file; a quantized one appears as float32, a table as float16."""
+    """A tensor of a GGUF file; quantized ones are read as float32, embedding tables as float16."""
 
     def __init__(self, file: MappedFile, name: str, entry: dict[str, Any]) -> None:
-        """entry: the tensor's in the index."""
         self._entry, self._type = entry, str(entry["kind"])
         is_float = self._type in FLOATS
         dtype = self._type if is_float else TABLE_TYPE if entry["table"] else "F32"
@@ -67,7 +66,7 @@ class GgufTensor(MappedTensor):
             self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
 
     def read(self) -> Array:
-        """Returns all values, (rows, columns), unpacked if they are packed."""
+        """Returns all values (rows, columns), dequantized."""
         values = self.rows(0, self._entry["rows"]).astype(DTYPES[self.dtype], copy=False)
         return (values.T if self._entry["transposed"] else values).reshape(self.shape)
 
@@ -90,9 +89,9 @@ class GgufTensor(MappedTensor):
         return blocks_of(self._raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
 
     def _raw_rows(self, lo: int, hi: int) -> U8:
-        """Bytes (hi - lo, bytes of a row), in the checkpoint's order.
+        """Returns bytes (hi - lo, bytes of a row), in the checkpoint's order of rows.
 
-        GGUF puts channel i of a rotated projection next to channel i + head_dim / 2.
+        GGUF stores channel i of a rotated projection next to channel i + head_dim / 2.
         """
         n_rows, heads = self._entry["rows"], self._entry["interleaved_heads"]
         shape = n_rows, self.nbytes // n_rows
@@ -107,28 +106,28 @@ class GgufTensor(MappedTensor):
 
 
 Blocks = tuple[I8, F32, F32 | None]
-"""Whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks), None where all are 0."""
+"""Codes (r, blocks, 32), their scales (r, blocks), and offsets (r, blocks) to add; None: all 0."""
 
 
 def _half(blocks: U8, at: int) -> F32:
-    """The half float at a byte of each block."""
+    """Returns the half floats at byte ``at`` of each block, as float32."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
 
 
 def _nibbles(packed: U8) -> I8:
-    """The low halves of all bytes, then the high ones, less 8."""
+    """Returns the low nibbles of all bytes, then the high ones, minus 8."""
     codes: I8 = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8)
     codes -= np.int8(8)
     return codes
 
 
 def _q4_0(blocks: U8) -> Blocks:
-    """A half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, less 8."""
+    """Unpacks a half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, plus 8."""
     return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
 
 
 def _q4_1(blocks: U8) -> Blocks:
-    """Scale and least number, then nibbles as in Q4_0."""
+    """Unpacks a scale and a minimum, then nibbles as in Q4_0."""
     scales = _half(blocks, 0)
     return _nibbles(blocks[..., 4:]), scales, _half(blocks, 2) + 8 * scales
 
@@ -138,9 +137,9 @@ def _q8_0(blocks: U8) -> Blocks:
 
 
 def _q4_k(blocks: U8) -> Blocks:
-    """256 numbers: two half floats, 8 scales and 8 least numbers of 6 bits in 12 bytes, then 4 times 64 nibbles.
+    """Unpacks 256 numbers: two half floats, 8 scales and 8 minima of 6 bits in 12 bytes, then 4 times 64 nibbles.
 
-    A number is (first half float) * scale * nibble - (second) * least.
+    A number is (first half float) * scale * nibble - (second half float) * minimum.
     """
     packed = blocks[..., 4:16]
     first, second, rest = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
@@ -159,10 +158,10 @@ LAYOUTS: dict[str, tuple[int, Callable[[U8], Blocks], str]] = {
     "Q4_1": (20, _q4_1, "int4-32-offsets"),
     "Q4_K": (144, _q4_k, "int4-32-offsets"),
 }
-"""Types that a weight format holds without loss: bytes of a block, what it is made of, and that format."""
+"""Types that a weight format holds without loss: bytes of a block, function that unpacks, and the format."""
 
 NEAREST = dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8-32")
-"""Types of more than 4 bits are quantized again to 8 bits; all others to 4."""
+"""Types with more than 4 bits are quantized again to 8 bits; all others to 4."""
 
 
 def blocks_of(raw: U8, kind: str) -> Blocks:
@@ -173,7 +172,7 @@ def blocks_of(raw: U8, kind: str) -> Blocks:
 
 
 def dequantize(raw: U8, kind: str) -> F32:
-    """Unpacks rows (r, bytes) of any quantized type to (r, columns) float32, by the gguf library."""
+    """Unpacks rows (r, bytes) of any quantized type to (r, columns) float32, with the gguf library."""
     gguf = library("this file's weights")
     try:
         values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
@@ -184,7 +183,7 @@ def dequantize(raw: U8, kind: str) -> F32:
 
 
 class HeaderTensor(NamedTuple):
-    """Rows first; ``start`` is its place in the file. ``kind`` is GGML's number of its type."""
+    """A tensor in a header. shape: rows first. kind: GGML's number of its type. start: its position."""
 
     name: str
     shape: tuple[int, ...]
@@ -193,10 +192,10 @@ class HeaderTensor(NamedTuple):
 
 
 class Header:
-    """Metadata, and where the tensors lie. Counts are checked against the bytes that are there.
+    """The header of a GGUF file: metadata and the positions of tensors. Raises ValueError for a damaged file.
 
-    Source of the layout: ggml's docs/gguf.md. The gguf library reads it too, but makes an array of every token and
-    believes the counts: 6 GiB from a file of 218 kB. Raises ValueError where the file is cut off or lies.
+    Source of the layout: ggml's docs/gguf.md. The gguf library can read it, but makes an array of every token and
+    trusts the counts: 6 GiB for a file of 218 kB.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -226,7 +225,7 @@ class Header:
             raise ValueError("two tensors have one name")
 
     def floats(self, tensor: HeaderTensor) -> list[float]:
-        """Values of a small float32 tensor."""
+        """Returns the values of a small float32 tensor."""
         self._position = tensor.start
         return self._numbers("<f4", math.prod(tensor.shape))
 
@@ -281,7 +280,7 @@ class Header:
 
 
 def library(what: str) -> Any:
-    """The gguf package. Raises EdgeKVError where it is not installed."""
+    """Imports the gguf package. Raises EdgeKVError if it is missing. what: what needs it, for the message."""
     try:
         import gguf
     except ImportError:
@@ -290,7 +289,7 @@ def library(what: str) -> Any:
 
 
 def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
-    """The folder with a GGUF file's tokenizer, and its index; made at the first call for this file.
+    """Returns the folder with a GGUF file's tokenizer, and its index, which are made at the first call.
 
     Raises CheckpointError for a damaged file, ConfigError for an unsupported one.
     """
@@ -308,7 +307,7 @@ def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 
 
 def _key(path: pathlib.Path) -> str:
-    """Changes whenever the file does, without reading all of it."""
+    """Returns a key that changes with the file, without reading all of it."""
     try:
         with open_regular(path) as file:
             head, status = file.read(HEAD_BYTES), os.fstat(file.fileno())
@@ -339,8 +338,10 @@ def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _index(header: Header, gguf: Any) -> dict[str, Any]:
-    """Of each tensor, under the checkpoint's name: type, shape, where it is, how its rows are ordered, and what
-    was added to it. Raises ConfigError for an architecture that is not supported."""
+    """Returns the index: the config, and of each tensor its type, shape, position, order of rows and offset.
+
+    Raises ConfigError for an unsupported architecture.
+    """
     metadata, known = header.metadata, gguf_families()
     architecture = metadata.get("general.architecture")
     if architecture not in known:

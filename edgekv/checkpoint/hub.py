@@ -1,8 +1,7 @@
-"""Where a model lies: at a path, among those that ship with edgekv (`models/`), or in the Hub's usual cache.
+"""Finds models: at a path, among those that ship with edgekv (`models/`), or on the Hugging Face Hub.
 
-Names on the Hugging Face Hub are org/name, org/name@revision and org/name:file.gguf. Nothing is contacted while a
-whole copy is there. `huggingface_hub`, which does the transfer, is imported when the first such name is met, its
-telemetry off.
+Names on the Hub are org/name, org/name@revision and org/name:file.gguf. No connection is made if the Hub's cache
+has a whole copy. `huggingface_hub` is imported for the first such name, without its telemetry.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf))?", re.ASCII)
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
 WANTED = (CONFIG, *TEXT_FILES, "preprocessor_config.json", "processor_config.json", "vision.onnx")
-"""What is used of a repository beside its weights."""
+"""The files of a repository that are used beside its weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HubName:
-    """A model of the Hub: its repository, a branch, tag or commit (None: main), and which GGUF file of it."""
+    """A model of the Hub: its repository, a branch, tag or commit (None: main), and perhaps a GGUF file of it."""
 
     repository: str
     revision: str | None = None
@@ -57,20 +56,20 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """The model that ``org/name[@revision][:file.gguf]`` means; None for what is not of this form."""
+    """Parses ``org/name[@revision][:file.gguf]``; returns None for a text of another form."""
     found = _NAME.fullmatch(text)
     return HubName(*found.groups()) if found and ".." not in text and len(found[1]) <= 96 else None
 
 
 def hub_name(path: str | os.PathLike[str]) -> HubName | None:
-    """What a user may type for ``path``; None where it is a path: something is there, or its folder is."""
+    """Parses a name that is no path; returns None if the path, or its folder, exists."""
     place = user_path(path)
     is_path = os.path.exists(place) or os.path.exists(place.parent)
     return None if is_path else parse_name(os.fspath(path))
 
 
 def name_of(place: pathlib.Path) -> str | None:
-    """The name of what lies in the Hub's cache; None for any other path."""
+    """Returns the name of a model at a path in the Hub's cache; None for any other path."""
     folder, file = (place.parent, place.name) if place.suffix == GGUF else (place, None)
     found = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
     if found is None:
@@ -83,7 +82,7 @@ def name_of(place: pathlib.Path) -> str | None:
 
 
 def cached(name: HubName) -> pathlib.Path | None:
-    """The model's folder or file in the cache, if it is whole; no connection is made."""
+    """Returns the folder or file of a model that is whole in the cache, else None; makes no connection."""
     found = _in_cache(name, name.file or CONFIG, name.revision)
     if found is None or name.file:
         return found
@@ -91,11 +90,11 @@ def cached(name: HubName) -> pathlib.Path | None:
 
 
 def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
-    """Downloads what is missing of a model, as it is on the Hub now; returns its folder or file.
+    """Downloads the missing files of a model's current version; returns its folder or file.
 
-    What was interrupted goes on where it stopped. ``say`` is told what is downloaded, before it is. Raises
-    CheckpointError (field model) where the Hub can't be reached or has no such model, and before the weights are
-    downloaded whatever opening the model would raise for its config.
+    An interrupted download is resumed. say: called with a message before the download. Raises CheckpointError
+    (field model) if the Hub can't be reached or has no such model; an unsupported config raises as opening the
+    model does, before the weights are downloaded.
     """
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
@@ -135,7 +134,7 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
 
 
 def config(name: HubName) -> dict[str, Any]:
-    """The model's config.json, and nothing else, from the cache or the Hub. Raises CheckpointError as `pull`."""
+    """Returns a model's config.json, from the cache or the Hub. Raises CheckpointError as `pull`."""
     with _transfer(name) as hub:
         found = _in_cache(name, CONFIG, name.revision)
         if found is None:
@@ -145,12 +144,12 @@ def config(name: HubName) -> dict[str, Any]:
 
 
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
-    """The model's copy in the cache; where there is none, or half of one, it is downloaded."""
+    """Returns the folder or file of a model in the cache, after downloading what is missing."""
     return cached(name) or pull(name, say)
 
 
 def _hub() -> Any:
-    """`huggingface_hub`; what it reads of the environment, it reads when it is imported."""
+    """Imports `huggingface_hub`, which reads its environment variables then."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # only plain HTTP goes on where it was interrupted
     import huggingface_hub
@@ -168,15 +167,15 @@ def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | 
 
 
 def _folder(hub: Any, name: HubName) -> pathlib.Path:
-    """Where the cache has the repository."""
+    """Returns the repository's folder in the cache."""
     folder: str = hub.file_download.repo_folder_name(repo_id=name.repository, repo_type="model")
     return pathlib.Path(hub.constants.HF_HUB_CACHE) / folder
 
 
 def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = False) -> pathlib.Path:
-    """A file in the cache, through a partial one beside where that will have it: another try goes on with it.
+    """Returns a file in the cache, after downloading it; a partial file beside it allows to resume.
 
-    `hf_hub_download` forgets what it had when it is interrupted, and makes any ETag a path.
+    `hf_hub_download` restarts interrupted downloads, and accepts any ETag as a path.
     """
     if (found := _in_cache(name, file, revision)) is not None:
         return found
@@ -210,7 +209,7 @@ def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = 
 
 
 def _name_revision(hub: Any, name: HubName, commit: str) -> None:
-    """Lets the revision's name point to the commit, as the Hub's cache has it."""
+    """Makes the revision's name point to the commit, in the layout of the Hub's cache."""
     if name.revision != commit:
         reference = _folder(hub, name) / "refs" / (name.revision or "main")
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -218,20 +217,20 @@ def _name_revision(hub: Any, name: HubName, commit: str) -> None:
 
 
 def _is_below(file: str) -> bool:
-    """Whether a repository's file lies in its folder."""
+    """Returns whether a file's path stays within its repository."""
     path = pathlib.PurePosixPath(file)
     return not path.is_absolute() and ".." not in path.parts
 
 
 def _checked(name: str | None) -> str:
-    """An ETag or a commit that the network gave, before it is part of a path. Raises ValueError."""
+    """Returns an ETag or commit of the network that is safe in a path. Raises ValueError for another."""
     if not re.fullmatch(r"(?!\.+$)[\w.:+=-]{1,200}", name or "", re.ASCII):
         raise ValueError(f"its answer has {name!r:.100} for an ETag or a commit")
     return str(name)
 
 
 def _require_content(partial: pathlib.Path, etag: str) -> None:
-    """For files in large storage the etag is their SHA-256: what differs is removed, and OSError raised."""
+    """Removes a file and raises OSError, if its ETag is the SHA-256 of another content."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return
     digest = hashlib.sha256()
@@ -244,7 +243,7 @@ def _require_content(partial: pathlib.Path, etag: str) -> None:
 
 
 def _shards(index: str | pathlib.Path) -> set[str]:
-    """The files that an index names; what else is wrong with it, opening the model says."""
+    """Returns the files that an index lists."""
     homes = read_config(index).get("weight_map")
     return {str(shard) for shard in homes.values()} if isinstance(homes, dict) else set()
 
@@ -259,7 +258,7 @@ def _has_weights(folder: pathlib.Path) -> bool:
 
 
 def _require(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) -> None:
-    """Raises CheckpointError, which names the GGUF files among ``sizes``, where the repository lacks something."""
+    """Raises CheckpointError, which lists the GGUF files among ``sizes``, unless ``is_there``."""
     if is_there:
         return
     files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
@@ -273,7 +272,7 @@ def _error(name: HubName, what: str, accepted: Sequence[str] = ()) -> Checkpoint
 
 @contextlib.contextmanager
 def _transfer(name: HubName) -> Iterator[Any]:
-    """Gives `huggingface_hub`; a failure of the transfer becomes one line, with what to do."""
+    """Provides `huggingface_hub`, and turns failures of the transfer into CheckpointError with advice."""
     hub = _hub()
     errors, endpoint, cache = hub.errors, hub.constants.ENDPOINT, hub.constants.HF_HUB_CACHE
     known = {
@@ -298,21 +297,21 @@ def _transfer(name: HubName) -> Iterator[Any]:
 
 
 def shipped(name: str) -> pathlib.Path | None:
-    """A file of `models/` by its name there: in the checkout, else where the wheel put it."""
+    """Returns the path of a file of `models/`, in the checkout or the installation; None if it is missing."""
     return next((folder / name for folder in (CHECKOUT, INSTALLED) if os.path.isfile(folder / name)), None)
 
 
 def shipped_model(name: str) -> pathlib.Path | None:
-    """The folder of a model that ships with edgekv: demo, scenes."""
+    """Returns the folder of a model that ships with edgekv (demo, scenes); None for another name."""
     found = shipped(f"{name}/config.json")
     return found and found.parent
 
 
 def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where a model lies: ``path``, or, where nothing is there, the shipped model or the Hub's of that name.
+    """Returns the path of a model: ``path`` if it exists, else the shipped model or the Hub's of that name.
 
-    A model of the Hub that is not whole in its cache is downloaded. Raises CheckpointError (field model) for what
-    is no path, where there is nothing, and where a download fails.
+    A model of the Hub that is not in the cache is downloaded. Raises CheckpointError (field model) if there is no
+    such model, or the download fails.
     """
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
         place, name = user_path(path), hub_name(path)
@@ -334,9 +333,9 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None = None) -> dict[str, Any]:
-    """The config of a named shape, or of a JSON file, with what was asked changed.
+    """Returns the config of a named shape or a JSON file, with other numbers of layers and positions if given.
 
-    Random weights have no trained length, so plain rotary positions are raised to MIN_ROTARY_POSITIONS. Raises
+    As random weights have no trained length, plain rotary embeddings get at least MIN_ROTARY_POSITIONS. Raises
     ConfigError for an unknown shape.
     """
     config = read_shape(shape)
@@ -350,7 +349,7 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
 
 
 def read_shape(shape: str) -> dict[str, Any]:
-    """The config of a named shape, or of a JSON file, as it is. Raises ConfigError for an unknown shape."""
+    """Returns the config of a named shape or a JSON file. Raises ConfigError for an unknown shape."""
     path = user_path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
     if path is None or not os.path.isfile(path):
         accepted = [*shape_names(), "a path that ends in .json"]
@@ -359,5 +358,5 @@ def read_shape(shape: str) -> dict[str, Any]:
 
 
 def shape_names() -> list[str]:
-    """What `load_shape` knows."""
+    """Returns the names of the shapes that ship with edgekv."""
     return sorted({file.stem for folder in (CHECKOUT, INSTALLED) for file in folder.glob("*.json")})

@@ -1,8 +1,8 @@
 """A LoRA as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
 
-A layer's weight W becomes W + scale * alpha / r * B A (with use_rslora: alpha / sqrt(r)): merged, when it is read,
-or beside it, at run time (`edgekv.weights.ops`). The config's fan_in_fan_out is not needed: the model family
-knows which weights are stored transposed, as PEFT does.
+A layer's weight W becomes W + scale * alpha / r * B A (with use_rslora: alpha / sqrt(r)): merged when it is read,
+or applied at run time (`edgekv.weights.ops`). The config's fan_in_fan_out is ignored, as the model family knows
+which weights are stored transposed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ HINT = "give a folder that PEFT's save_pretrained wrote"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 MODULE_NAME = re.compile(r"\^?[\w.]{1,300}")
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Of training, in init_lora_weights; the others change the base model's weights too."""
+"""Values of init_lora_weights that leave the base model's weights as they are."""
 REFUSED = re.compile(
     "use_(do|qalo|bdlo)ra|lora_bias|modules_to_save|trainable_token_indices|target_parameters|layer_replication|"
     "alora_invocation_tokens|(arrow|kasa|monteclora|velora)_config"
 )
-"""Fields of adapter_config.json that must be false, null or empty: what they ask for can't be merged."""
+"""Fields of adapter_config.json that must be false, null or empty, as they can't be merged."""
 
 T = TypeVar("T")
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -60,9 +60,9 @@ class LoraFile(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """factor * B A: what is added to a projection.
+    """The change factor * B A of a projection.
 
-    a: A (rank, inputs). b: B (outputs, rank). transposed: the checkpoint stores it as (inputs, outputs).
+    a: A (rank, inputs). b: B (outputs, rank). transposed: whether the checkpoint stores (inputs, outputs).
     """
 
     a: Tensor
@@ -71,14 +71,14 @@ class Delta:
     transposed: bool
 
     def matrices(self) -> tuple[F32, F32]:
-        """Returns A (rank, inputs), and factor * B (outputs, rank), float32; of a huge factor not finite."""
+        """Returns A (rank, inputs) and factor * B (outputs, rank), float32, which overflows for a huge factor."""
         with np.errstate(over="ignore"):
             b: F32 = to_float32(self.b.read()) * np.float32(self.factor)
         return to_float32(self.a.read()), b
 
 
 class LoraTensor(Tensor):
-    """A tensor with a `Delta` added in float32 when it is read; a quantized one is unpacked for it."""
+    """A tensor to which a `Delta` is added, in float32, when it is read."""
 
     exact_format = "f32"
 
@@ -88,14 +88,14 @@ class LoraTensor(Tensor):
         self.nearest_format = "f32" if inner.kind is None else "int8-32"
 
     def read(self) -> Array:
-        """Returns all values with the change in them, (rows, columns)."""
+        """Returns all changed values (rows, columns)."""
         whole = self.rows(0, self._delta.b.shape[0], self._delta.transposed)
         return whole.T if self._delta.transposed else whole
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
         rows = self._inner.rows(lo, hi, transposed)
         a, b = (to_float32(matrix) for matrix in (self._delta.a.read(), self._delta.b.read()[lo:hi]))
-        with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+        with np.errstate(over="ignore", invalid="ignore"):  # is checked below
             merged: F32 = (b @ a) * np.float32(self._delta.factor)
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
@@ -109,10 +109,10 @@ class LoraTensor(Tensor):
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """An opened LoRA: whole, finite, of one rank per layer; whether it fits a model is for `apply` to say.
+    """An opened LoRA, complete and finite; `apply` checks that it fits a model.
 
-    folder: where it lies. scale: the user's factor. factors: scale * alpha / r of each module that it changes, by
-    the module's name in the model that it was trained on. pairs: the tensors A and B of each.
+    folder: its folder. scale: the user's factor. factors: scale * alpha / r of each module, by the module's name
+    in the model it was trained on. pairs: the tensors A and B of each module.
     """
 
     folder: Path
@@ -123,7 +123,7 @@ class Lora:
 
     @classmethod
     def open(cls, given: str | os.PathLike[str]) -> Lora:
-        """given: FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
+        """Opens FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
         folder, scale = _split(os.fspath(given))
         if not os.path.isfile(folder / CONFIG):
             raise _refused(f"{folder}: holds no {CONFIG}; {HINT}")
@@ -140,18 +140,18 @@ class Lora:
 
     @property
     def identity(self) -> str:
-        """16 hex digits of its weights and factors."""
+        """A hash of its weights and factors, 16 hex digits."""
         factors = json.dumps(self.factors, sort_keys=True).encode()
         return hashlib.sha256(self.tensors.files[0].content_hash().encode() + factors).hexdigest()[:16]
 
     def __str__(self) -> str:
-        """For reports and saved sessions."""
+        """Returns folder, scale and identity, for reports and saved sessions."""
         return f"{self.folder.resolve().name}:{self.scale:g} ({self.identity})"
 
     def apply(self, source: Checkpoint, arch: Architecture) -> Checkpoint:
-        """Returns the checkpoint with the changes in its weights, and an identity of its own.
+        """Returns the checkpoint with changed weights and another identity.
 
-        Raises ConfigError or CheckpointError where it was trained on another model.
+        Raises ConfigError or CheckpointError if the LoRA was trained on another model.
         """
 
         def identify(progress: TaskProgress | None) -> str:
@@ -163,9 +163,9 @@ class Lora:
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
     def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
-        """What is added to the checkpoint's tensors, by their names. place: of the model, for errors.
+        """Returns the changes of a checkpoint's tensors, by their names. place: the model's path, for errors.
 
-        Raises ConfigError where it was trained on another model.
+        Raises ConfigError if the LoRA was trained on another model.
         """
         known, deltas = _modules(arch), dict[str, Delta]()
         for module, (a, b) in self.pairs.items():
@@ -188,7 +188,7 @@ class Lora:
         return deltas
 
     def refuse_store(self, store: Path) -> ConfigError:
-        """The error for a weight store, which holds its weights rounded."""
+        """Returns the error for a weight store, whose weights are rounded already."""
         return _refused(
             f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and {store} "
             "is a store",
@@ -202,7 +202,7 @@ def _refused(problem: str, advice: str = "") -> ConfigError:
 
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
-    """The linear layers by each name that a module may have: with a prefix of the family, or as a text model."""
+    """Returns the linear layers by each name that PEFT may give a module."""
     found: dict[str, WeightPart] = {}
     tied = {tensor for tensor, _ in arch.tables().values()}
     for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor not in tied):
@@ -216,7 +216,7 @@ def _modules(arch: Architecture) -> dict[str, WeightPart]:
 
 
 def _split(given: str) -> tuple[Path, float]:
-    """The folder, and the scale behind the last colon, 1 without one."""
+    """Returns the folder, and the scale after the last colon, 1 without one."""
     whole = user_path(given)
     folder, colon, text = given.rpartition(":")
     if not colon or os.path.isdir(whole):
@@ -232,7 +232,7 @@ def _split(given: str) -> tuple[Path, float]:
 
 
 def _read(path: Path) -> LoraFile:
-    """adapter_config.json. Raises ConfigError for fields that ask for what can't be merged."""
+    """Reads adapter_config.json. Raises ConfigError for fields that can't be merged."""
     raw = read_config(path)
     config = read_fields(raw, LoraFile, str(path), HINT)
     wrong = {name: "none: this can't be merged here" for name in raw if REFUSED.fullmatch(name) and raw[name]}
@@ -254,7 +254,7 @@ def _read(path: Path) -> LoraFile:
 
 
 def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of each module, all of them finite matrices."""
+    """Returns the finite matrices A and B of each module."""
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         found = TENSOR.fullmatch(name)
@@ -278,7 +278,7 @@ def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
-    """alpha / r of a module, whose tensors have that rank."""
+    """Returns alpha / r of a module. Raises CheckpointError if its tensors have another rank."""
     rank = _own(config.rank_pattern, module, config.r)
     alpha = _own(config.alpha_pattern, module, config.lora_alpha)
     found = a.shape[0], b.shape[1]
@@ -289,7 +289,7 @@ def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
 
 
 def _own(pattern: Mapping[str, T], module: str, default: T) -> T:
-    """The first value whose key is the module's name or its end, as PEFT chooses; with ^ it is the whole name."""
+    """Returns the first value whose key is the module's name or its end, as PEFT does; with ^, the whole name."""
     values = (v for key, v in pattern.items() if module == key.removeprefix("^") or module.endswith(f".{key}"))
     return next(values, default)
 

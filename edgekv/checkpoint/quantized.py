@@ -1,6 +1,6 @@
-"""Weights of published quantized checkpoints as the plain matrices that they stand for, unpacked when read.
+"""Readers of published quantized checkpoints, which unpack weight matrices when they are read.
 
-Each method that config.json may name is a function of METHODS. Sources of the layouts: AutoGPTQ, GPTQModel,
+METHODS has a function for each quantization method in config.json. Sources of the layouts: AutoGPTQ, GPTQModel,
 AutoAWQ, compressed-tensors, transformers.
 """
 
@@ -22,21 +22,21 @@ from edgekv.types import F32, I8, I64, U8, Array
 
 Words = npt.NDArray[np.uint32]
 Codes = npt.NDArray[np.int16]
-Rows = Callable[[int, int], Any]  # the rows lo..hi of something, computed when they are asked for
-BLOCKS = (128, 32)  # columns under one scale in the weight formats, the larger first
+Rows = Callable[[int, int], Any]  # a function of lo and hi that computes rows lo..hi
+BLOCKS = (128, 32)  # columns per scale in the weight formats, the larger first
 PIECE = 1 << 22  # elements unpacked at a time
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word, from the low bits on
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word, from the low bits
 MX_BLOCK = 32
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the numbers that the 16 e2m1 codes stand for, which are then whole."""
-MX_BIAS, MX_MOST = 128, 254  # of the exponents, for twice the numbers; and the largest that is a number
-PLAIN = "int8-32"  # format of what a packed checkpoint leaves unpacked, mostly the language-model head
+"""Twice the values of the 16 e2m1 codes, as integers."""
+MX_BIAS, MX_MOST = 128, 254  # the bias of exponents of half scales, and the largest valid exponent
+PLAIN = "int8-32"  # format of the matrices that are not packed, mostly the language-model head
 IGNORED = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
 Side = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class Quantization(Struct):
-    """quantization_config: what the tensors' shapes do not say."""
+    """The fields of quantization_config that are read."""
 
     bits: Annotated[int, Meta(ge=2, le=8)] | None = None
     checkpoint_format: str | None = None
@@ -44,7 +44,7 @@ class Quantization(Struct):
     weight_block_size: Annotated[list[Side], Meta(min_length=2, max_length=2)] | None = None
 
     def width(self, method: str, *accepted: int) -> int:
-        """Returns the bits of a weight. Raises ConfigError for other than ``accepted``."""
+        """Returns the bits of a weight. Raises ConfigError for bits that are not ``accepted``."""
         bits = self.bits or 4
         if bits not in accepted:
             raise _unsupported("bits", bits, f"accepted for {method}: {', '.join(map(str, accepted))}")
@@ -52,10 +52,9 @@ class Quantization(Struct):
 
 
 class Module:
-    """The checkpoint's tensors of one linear layer, by the ends of their names.
+    """The tensors of one linear layer, by the suffixes of their names.
 
-    parts: those that hold the packed matrix. What has another shape or type than a layout needs raises
-    CheckpointError.
+    parts: the tensors of the packed matrix. Methods raise CheckpointError for tensors of another shape or type.
     """
 
     ENDS = (
@@ -71,28 +70,28 @@ class Module:
         return self.name + end in self.tensors
 
     def words(self, end: str) -> Words:
-        """Returns 32-bit words (r, n)."""
+        """Returns a matrix of 32-bit words (r, n)."""
         array = self.matrix(end)
         if array.dtype.itemsize != 4 or array.dtype.kind not in "iu":
             raise self.wrong(end, "a matrix of 32-bit words")
         return array.view(np.uint32)
 
     def matrix(self, end: str) -> Array:
-        """Returns an array (r, n) that is not empty."""
+        """Returns a matrix (r, n) that is not empty."""
         array = self.tensors[self.name + end].read()
         if array.ndim != 2 or not array.size:
             raise self.wrong(end, "a matrix")
         return array
 
     def shaped(self, end: str, *shapes: tuple[int, ...]) -> Array:
-        """Returns an array of one of the shapes, such as (rows, 1) or (rows,)."""
+        """Returns an array of one of the given shapes, such as (rows, 1) or (rows,)."""
         array = self.tensors[self.name + end].read()
         if array.shape not in shapes:
             raise self.wrong(end, " or ".join(map(str, shapes)))
         return array
 
     def group_of(self, columns: int, groups: int) -> I64 | None:
-        """Returns each column's group (columns,); None where the groups are neighbours of one size."""
+        """Returns each column's group (columns,); None if groups are consecutive columns of equal number."""
         end = next((end for end in (".g_idx", ".weight_g_idx") if end in self), None)
         if end is None:
             return None
@@ -102,7 +101,7 @@ class Module:
         return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
 
     def wrong(self, end: str, accepted: str) -> CheckpointError:
-        """Makes the error for a tensor of another type or shape than ``accepted`` says."""
+        """Returns the error for a tensor of a wrong type or shape. accepted: a description of the right one."""
         tensor = self.tensors[self.name + end]
         return tensor.error(
             f"is {tensor.dtype} {tensor.shape}, expected {accepted}: download the checkpoint again"
@@ -110,15 +109,15 @@ class Module:
 
 
 def modules(tensors: Tensors, end: str) -> Iterator[Module]:
-    """Yields the modules that have a tensor of this end."""
+    """Yields the modules that have a tensor with this suffix."""
     return (Module(tensors, name.removesuffix(end)) for name in tensors if name.endswith(end))
 
 
 class QuantizedTensor(Tensor):
-    """One matrix, seen as float16.
+    """A quantized matrix, which reads as float16.
 
-    kind: what a user calls its format. parts: the checkpoint's tensors that hold it, and ``shared`` - 1 others.
-    values: rows lo..hi, (hi - lo, columns) float32.
+    kind: the name of its format, for users. parts: the checkpoint's tensors that hold ``shared`` such matrices.
+    values: computes rows lo..hi, (hi - lo, columns) float32.
     """
 
     nearest_format = "int8-32"  # loses little
@@ -148,10 +147,10 @@ class QuantizedTensor(Tensor):
 
 
 class GroupedTensor(QuantizedTensor):
-    """Whole numbers times the scale of their group of columns.
+    """A matrix of integers times the scale of their group of columns.
 
-    bits: of a number as it is stored. numbers: rows lo..hi, (hi - lo, columns), less half the range. scales (rows,
-    groups). zeros: zero points (rows, groups), less half the range; None: all are 0.
+    bits: the bits of an integer. numbers: computes rows lo..hi, (hi - lo, columns), minus half the range.
+    scales: (rows, groups). zeros: zero points (rows, groups), minus half the range; None: all are 0.
     """
 
     def __init__(
@@ -176,12 +175,12 @@ class GroupedTensor(QuantizedTensor):
         return self._codes(lo, hi) * self._scaled(lo, hi)
 
     def _codes(self, lo: int, hi: int) -> Codes:
-        """(hi - lo, columns), zero points taken off."""
+        """Returns integers (hi - lo, columns) minus their zero points."""
         codes: Codes = self._numbers(lo, hi)
         return codes if self._zeros is None else codes - self._zeros[lo:hi][:, self._columns]
 
     def _scaled(self, lo: int, hi: int, step: int = 1) -> F32:
-        """The scale of every ``step``-th column, (hi - lo, columns / step)."""
+        """Returns the scales of every ``step``-th column, (hi - lo, columns / step)."""
         scales: F32 = to_float32(np.ascontiguousarray(self._scales[lo:hi]))[:, self._columns[::step]]
         return scales
 
@@ -205,9 +204,9 @@ class GroupedTensor(QuantizedTensor):
 
 
 def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
-    """Unpacks words (r, n) to (r, n * 32 // bits) numbers, the low bits first, and takes half the range off.
+    """Unpacks words (r, n) to integers (r, n * 32 // bits), the low bits first, minus half the range.
 
-    order: the numbers of a word are its order[0]th, order[1]th, ...
+    order: the column of each integer within its word; None: in order.
     """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if order is not None:
@@ -219,7 +218,7 @@ def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Code
 
 
 def gptq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """qweight (columns packed, rows); zero points are stored less 1, but for checkpoint_format gptq_v2."""
+    """Reads GPTQ: qweight (packed columns, rows); stored zero points are 1 lower, except in gptq_v2."""
     bits, add = settings.width("gptq", 4, 8), 0 if settings.checkpoint_format == "gptq_v2" else 1
     for module in modules(tensors, ".qweight"):
         words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), bits) + np.int16(add)
@@ -231,7 +230,7 @@ def gptq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
 
 
 def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """qweight (columns, rows packed in AWQ_ORDER), as version gemm has it."""
+    """Reads AWQ's version gemm: qweight (columns, rows packed in AWQ_ORDER)."""
     if (settings.version or "gemm").lower() != "gemm":
         raise _unsupported("version", settings.version, "accepted for awq: gemm")
     settings.width("awq", 4)
@@ -249,7 +248,7 @@ def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
 def _transposed(
     module: Module, kind: str, bits: int, shape: tuple[int, int], numbers: Rows, zeros: Codes
 ) -> GroupedTensor:
-    """GPTQ's and AWQ's: zeros (groups, rows) less half the range, and scales (groups, rows)."""
+    """Returns a matrix of GPTQ or AWQ. zeros: (groups, rows), minus half the range; scales are (groups, rows)."""
     (rows, columns), groups = shape, len(zeros)
     module.shaped(".qzeros", (groups, rows * bits // 32))
     scales = module.shaped(".scales", (groups, rows))
@@ -257,7 +256,7 @@ def _transposed(
 
 
 def compressed(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """All that compressed-tensors writes of weights alone (w4a16, w8a16); told apart by the tensors."""
+    """Reads the weight-only formats of compressed-tensors (w4a16, w8a16, float8), which the tensors tell apart."""
     yield from float8(tensors, settings)
     yield from (_packed_rows(module) for module in modules(tensors, ".weight_packed"))
     for module in modules(tensors, ".weight_scale"):
@@ -267,7 +266,7 @@ def compressed(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTe
 
 
 def _packed_rows(module: Module) -> GroupedTensor:
-    """pack-quantized: (rows, columns packed) less half the range, scales (rows, groups)."""
+    """Reads pack-quantized: words (rows, packed columns), scales (rows, groups)."""
     words, scales = module.words(".weight_packed"), module.matrix(".weight_scale")
     rows, columns = (int(n) for n in module.shaped(".weight_shape", (2,)).astype(np.int64))
     bits = next((b for b in (4, 8) if -(-columns * b // 32) == words.shape[1]), 0)
@@ -285,7 +284,7 @@ def _packed_rows(module: Module) -> GroupedTensor:
 
 
 def _plain_int8(module: Module) -> GroupedTensor:
-    """int-quantized: int8 weights, one scale per row."""
+    """Reads int-quantized: int8 weights with one scale per row."""
     if ".weight_zero_point" in module:
         raise module.wrong(".weight_zero_point", "none: symmetric weights")
     weight = module.matrix(".weight")
@@ -299,10 +298,10 @@ def _plain_int8(module: Module) -> GroupedTensor:
 
 
 def float8(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """weight in e4m3 and weight_scale_inv (a factor in spite of its name), or weight_scale.
+    """Reads weights in e4m3 with weight_scale_inv (a factor in spite of its name), or weight_scale.
 
-    One scale for all, one per row, or one per block of rows and columns, as transformers' fine-grained FP8, fbgemm
-    and compressed-tensors write them.
+    There is one scale for all, one per row, or one per block of rows and columns: transformers' fine-grained FP8,
+    fbgemm and compressed-tensors.
     """
     for end in (".weight_scale_inv", ".weight_scale"):
         for module in modules(tensors, end):
@@ -332,7 +331,7 @@ def _float8(module: Module, weight: U8, end: str, sides: list[int]) -> Quantized
 
 
 class MxFp4Tensor(QuantizedTensor):
-    """One projection of one expert: codes (rows, blocks, 16) of two e2m1 numbers, exponents (rows, blocks)."""
+    """A projection of an expert: codes (rows, blocks, 16) of two e2m1 values each, exponents (rows, blocks)."""
 
     exact_format = nearest_format = "fp4-32"
 
@@ -347,7 +346,7 @@ class MxFp4Tensor(QuantizedTensor):
         return values
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
-        """Twice the numbers (hi - lo, blocks, 32), half their scales (hi - lo, blocks)."""
+        """Returns twice the values (hi - lo, blocks, 32), and half their scales (hi - lo, blocks)."""
         packed = self._codes[lo:hi]
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], MX_BLOCK)
         exponents = np.minimum(self._exponents[lo:hi], MX_MOST).astype(np.int32) - MX_BIAS
@@ -356,9 +355,9 @@ class MxFp4Tensor(QuantizedTensor):
 
 
 def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
-    """GPT-OSS's ``experts.gate_up_proj_blocks`` (experts, rows, blocks, 16), and ``_scales``; so down's.
+    """Reads GPT-OSS: ``experts.gate_up_proj_blocks`` (experts, rows, blocks, 16) and ``_scales``; and down_proj's.
 
-    4-bit e2m1 numbers, a power of two for every 32; a projection has the rows first, first + step, ... of a part.
+    32 values of 4-bit e2m1 share a power of two; a projection has rows first, first + step, ... of its tensor.
     """
     for projection, pieces in EXPERT_PARTS.items():
         for module in modules(tensors, f".{projection}_blocks"):
@@ -386,9 +385,9 @@ METHODS: dict[str, Callable[[Tensors, Quantization], Iterator[QuantizedTensor]]]
 
 
 def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Returns a checkpoint's tensors as the plain ones that they stand for, packed as its config says.
+    """Returns a checkpoint's tensors, with matrices in place of the packed tensors that its config declares.
 
-    Raises ConfigError for a method that can't be read, CheckpointError for tensors that do not fit it.
+    Raises ConfigError for an unsupported method, CheckpointError for tensors that do not fit it.
     """
     method = quantization_method(config)
     if method is None:
@@ -409,7 +408,7 @@ def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Returns a name of METHODS; None: plain weights. Raises ConfigError for a method that can't be read."""
+    """Returns a name of METHODS; None: not quantized. Raises ConfigError for an unsupported method."""
     raw = config.get("quantization_config")
     if raw is None and config.get("quantization") is None:
         return None

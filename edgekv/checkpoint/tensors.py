@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: mapped files that are checked when opened, and read only where a tensor is touched.
+"""The tensors of a checkpoint, in memory-mapped files that are checked when opened and read on access.
 
 Format: https://huggingface.co/docs/safetensors (a length, a JSON header, then the tensors without gaps).
 """
@@ -37,11 +37,11 @@ DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
 }
 """NumPy's type for each safetensors type that can be read."""
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
-ALIGNMENT = 64  # bytes at whose multiple a written file's data begins: a cache line, and every vector register
-HASHING = "hashing"  # what progress is told
-SPAN_BYTES, READ_BYTES = 8 << 20, 1 << 20  # that a thread hashes at a time, and reads
-MOST_HASHES = 256  # remembered
-SETTLED_NS = 2_000_000_000  # a file changed later than so long before may change again without showing it
+ALIGNMENT = 64  # bytes, of the data in a written file: a cache line
+HASHING = "hashing"  # the task's name in progress
+SPAN_BYTES, READ_BYTES = 8 << 20, 1 << 20  # that a thread hashes as one span, and reads at a time
+MOST_HASHES = 256  # that are remembered
+SETTLED_NS = 2_000_000_000  # a file that changed within may change again with the same time stamp
 STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
 MOST_EXPERTS = 1 << 14
 EXPERT_PARTS = {"gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down_proj": (("down_proj", 0, 1),)}
@@ -49,11 +49,11 @@ EXPERT_PARTS = {"gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down_
 
 
 class Tensor(abc.ABC):
-    """One tensor of a checkpoint, whatever it is stored as.
+    """A tensor of a checkpoint in any storage.
 
-    path: the file, for errors. dtype: safetensors' name of the type that `read` returns. nbytes: in the file.
-    kind: the type of its quantized blocks ("Q4_K"), None: plain numbers. exact_format: the weight format with
-    the same values, None: there is none. nearest_format: the one to take by itself.
+    path: the file, for errors. dtype: safetensors' name of the type that `read` returns. nbytes: its bytes in the
+    file. kind: the type of its quantized blocks ("Q4_K"), None: not quantized. exact_format: the weight format
+    with the same values, None: there is none. nearest_format: the default weight format.
     """
 
     kind: str | None = None
@@ -81,22 +81,19 @@ class Tensor(abc.ABC):
         raise self.error("has no blocks of a weight format")
 
     def zero_points(self, lo: int, hi: int) -> I8 | None:
-        """Returns what had been taken off the 4-bit codes of `blocks`: (rows, blocks) in -8..7; None: 0."""
+        """Returns zero points that `blocks` subtracted from 4-bit codes: (rows, blocks) in -8..7; None: 0."""
         return None
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
-        """Returns what is added to the products of `blocks`: (rows, blocks); None: 0."""
+        """Returns offsets (rows, blocks) to add to codes times scales; None: 0."""
         return None
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Gives its mapped pages back, so that streaming a big file keeps the resident memory small.
-
-        Arrays stay valid: touching them again reads from the page cache or the disk.
-        """
+        """Releases its mapped pages, to keep the resident memory small; arrays stay valid and are read again."""
 
     def advise(self, advice: int, first: int = 0, n: int | None = None) -> None:  # noqa: B027 - only a hint
-        """Says how entries first..first + n of the first axis (None: all) will be read: a MADV_... of `mmap`."""
+        """Advises how entries first..first + n of the first axis (None: all) will be read (`mmap.MADV_...`)."""
 
     def require_readable(self) -> None:
         """Raises CheckpointError for a type that `read` can't return."""
@@ -104,15 +101,15 @@ class Tensor(abc.ABC):
             raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
 
     def error(self, what: str) -> CheckpointError:
-        """Makes the error that says what is wrong with this tensor."""
+        """Returns an error about this tensor. what: what is wrong."""
         return CheckpointError(f"{self.path}: tensor {self.name!r} {what}")
 
 
 class MappedFile:
-    """A file mapped to memory. nbytes: its size; metadata: what a safetensors header says beside tensors."""
+    """A memory-mapped file. nbytes: its size. metadata: the `__metadata__` of a safetensors header."""
 
     def __init__(self, path: Path, *, is_safetensors: bool = False) -> None:
-        """Raises CheckpointError where it can't be read, or the safetensors library refuses its header."""
+        """Maps a file. Raises CheckpointError if it can't be read, or its safetensors header is invalid."""
         self.path, self.metadata = path, dict[str, str]()
         try:
             with (
@@ -133,9 +130,9 @@ class MappedFile:
         self._hash: str | None = None
 
     def content_hash(self, progress: TaskProgress | None = None) -> str:
-        """Returns a SHA-256 over the hashes of all spans of the file, in hex; it is remembered.
+        """Returns the SHA-256 of the hashes of all spans of the file, in hex; it is remembered.
 
-        Raises CheckpointError where the file has changed since it was opened, or can't be read.
+        Raises CheckpointError if the file has changed since it was opened, or can't be read.
         """
         if self._hash is None:
             known, place, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _facts(self.status)
@@ -160,7 +157,7 @@ class MappedFile:
 
 
 class MappedTensor(Tensor):
-    """A tensor at ``start`` bytes of a mapped file. `read` returns a read-only view; nothing is copied."""
+    """A tensor at byte ``start`` of a mapped file; `read` returns a read-only view of the file."""
 
     def __init__(self, file: MappedFile, name: str, dtype: str, shape: Shape, start: int, nbytes: int) -> None:
         super().__init__(file.path, name, dtype, shape, nbytes)
@@ -192,7 +189,7 @@ class MappedTensor(Tensor):
 
 
 class StackedTensor(Tensor):
-    """A projection or bias of one expert, (outputs, inputs), in a tensor that holds those of all."""
+    """A projection or bias of one expert, (outputs, inputs), within a tensor of all experts."""
 
     def __init__(self, stacked: Tensor, name: str, expert: int, first: int, step: int) -> None:
         shape = tuple(reversed((*stacked.shape[1:-1], len(range(first, stacked.shape[-1], step)))))
@@ -201,7 +198,7 @@ class StackedTensor(Tensor):
         self._stacked, self._place = stacked, (expert, ..., slice(first, None, step))
 
     def read(self) -> Array:
-        """Returns the expert's own, (outputs, inputs) or (outputs,)."""
+        """Returns the expert's values, (outputs, inputs) or (outputs,)."""
         single: Array = self._stacked.read()[self._place].T
         return single
 
@@ -212,8 +209,8 @@ class StackedTensor(Tensor):
 class Tensors(dict[str, Tensor]):
     """The tensors of a checkpoint by name, file by file in the order of their data.
 
-    files: the mapped files behind them. method: by which the weights are quantized ("gptq"), "" where they are
-    not. A name that is absent raises CheckpointError with the closest ones.
+    files: their mapped files. method: the quantization method of the weights ("gptq"), "" for none. A missing name
+    raises CheckpointError with the closest names.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], files: Sequence[MappedFile], method: str = "") -> None:
@@ -249,15 +246,15 @@ class Tensors(dict[str, Tensor]):
 
     @property
     def path(self) -> Path:
-        """The first file."""
+        """The path of the first file."""
         return self.files[0].path
 
     def with_tensors(self, changed: Mapping[str, Tensor]) -> Tensors:
-        """Returns the same checkpoint with these tensors in place of, or beside, its own."""
+        """Returns these tensors, with others added or replaced."""
         return Tensors({**self, **changed}, self.files, self.method)
 
     def require(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Returns a tensor of this shape. Raises CheckpointError for another shape, and for unreadable types."""
+        """Returns a tensor of the given shape. Raises CheckpointError for another shape or an unreadable type."""
         tensor = self[name]
         if tensor.shape != tuple(shape):
             raise tensor.error(
@@ -268,9 +265,9 @@ class Tensors(dict[str, Tensor]):
         return tensor
 
     def unstacked(self) -> Tensors:
-        """Returns them with the tensors of all experts of a layer (GPT-OSS) as one for each, under ``experts.E.``.
+        """Returns the tensors with one per expert, ``experts.E....``, in place of those of all experts (GPT-OSS).
 
-        ``experts.gate_up_proj`` (experts, inputs, 2 * outputs) has gate and up by turns, ``experts.down_proj`` is
+        ``experts.gate_up_proj`` (experts, inputs, 2 * outputs) alternates gate and up, ``experts.down_proj`` is
         (experts, inputs, outputs), and each has a bias (experts, outputs).
         """
         single: dict[str, Tensor] = {}
@@ -312,7 +309,7 @@ def to_float32(array: Array, out: F32 | None = None) -> F32:
 
 
 def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = None) -> str:
-    """Hashes an open file as `content_hash` does, by all cores together. Raises OSError."""
+    """Hashes an open file as `content_hash` does, on all cores. Raises OSError."""
 
     def span(start: int) -> bytes:
         digest = hashlib.sha256()
@@ -334,12 +331,12 @@ def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = Non
 
 
 def _facts(status: os.stat_result) -> list[int]:
-    """What changes with a file's content: no program can set the last of them."""
+    """Returns file properties that change with its content; no program can set the last one."""
     return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 class TensorWriter:
-    """Writes a .safetensors file tensor by tensor, so that its size is not bound by memory.
+    """A writer of a .safetensors file, tensor by tensor, so that memory does not limit its size.
 
     `specs` gives every tensor's safetensors type and shape in the order of the file; `metadata` becomes
     `__metadata__`; private: as of `PartialFile`. Use it in a `with` block and `write` each tensor in that order.
@@ -399,7 +396,7 @@ class TensorWriter:
 
 
 def _header(path: Path, specs: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """The file's first bytes, padded with spaces to the alignment, and the bytes of data that follow."""
+    """Returns the file's header, padded with spaces to the alignment, and the number of bytes of data."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in specs.items():

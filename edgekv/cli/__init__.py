@@ -1,4 +1,4 @@
-"""The command line: parses, runs one command, turns errors into one line and an exit status."""
+"""The command line: parses the arguments, runs one command, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ COMMANDS = {
 }
 """A command's module, with its functions NAME_arguments and NAME_command, and its help."""
 ALIASES = {"caches": "schemes"}
-"""Commands by what they were called before."""
+"""Commands by their former names."""
 
 RETIRED = {"--verbose": "--json FILE has every measurement and setting"}
-"""Options that are gone, and what to use."""
+"""Removed options, and what to use instead."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 HINT = 'to use it at once: eval "$(edgekv completion bash)"; or write it where your shell looks for them'
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises an EdgeKVError for what it can't parse, which is then told as any other."""
+    """A parser that raises an EdgeKVError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
         hints = [hint for option, hint in RETIRED.items() if option in message]
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line: a subcommand for each of COMMANDS, or for ``only`` one of them."""
+    """Builds the parser with a subcommand for each of COMMANDS, or for ``only`` one of them."""
     about = "Run Llama- and GPT-2-style models with long contexts on small machines."
     main_parser = Parser(prog="edgekv", description=about)
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
@@ -83,9 +83,9 @@ def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lambda: None) -> int:
-    """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C.
+    """Runs a command and returns its exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C.
 
-    ``imported`` is called when what the command needs is there.
+    imported: called once the modules that the command needs are loaded.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     given[:1] = [ALIASES.get(name, name) for name in given[:1]]

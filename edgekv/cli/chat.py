@@ -1,4 +1,4 @@
-"""`edgekv chat`: turns with a model on the terminal, answers streamed to stdout, everything else to stderr."""
+"""`edgekv chat`: a conversation on the terminal, with answers on standard output, all else on standard error."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ NO_ANSWERS = {
 }
 
 
-# What is typed: a line, or what stands between two lines of triple quotes
+# Input: a message is a line, or the lines between triple quotes
 
 
 def lines(*, history: bool) -> Iterator[str]:
-    """Yields messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
+    """Yields the messages that the user types, but empty ones; Ctrl-C discards a message, Ctrl-D ends.
 
-    On a terminal prompt_toolkit edits them, where it is installed: what is pasted is one message, Alt-Enter begins
-    another line. history: whether they are kept for the next time.
+    On a terminal prompt_toolkit edits them, if it is installed: a pasted text is one message, and Alt-Enter begins
+    another line. history: whether typed messages are kept in a file for the next chat.
     """
     read = _editor(history) if sys.stdin.isatty() else lambda prompt: input()
     while True:
@@ -75,7 +75,7 @@ def lines(*, history: bool) -> Iterator[str]:
 
 
 def history_file() -> pathlib.Path | None:
-    """Returns the file of typed lines, for this user's eyes alone; None where it can't be written."""
+    """Returns the file of typed messages, which only this user can read; None if it can't be written."""
     state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
     path = pathlib.Path(state) / "edgekv" / "chat-history"
     try:
@@ -87,12 +87,12 @@ def history_file() -> pathlib.Path | None:
 
 
 def is_open(text: str) -> bool:
-    """Whether a message that begins with quotes is still to be closed."""
+    """Returns whether a message begins with triple quotes that are not closed yet."""
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
 def _editor(history: bool) -> Callable[[str], str]:
-    """Enter ends a message unless it is quoted and open; Alt-Enter begins another line."""
+    """Returns a function that reads a message; Enter ends it, unless its quotes are open."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -125,7 +125,7 @@ def _editor(history: bool) -> Callable[[str], str]:
 
 
 class Terminal:
-    """Takes messages, runs commands, streams answers."""
+    """A conversation on the terminal: it runs commands, and streams answers."""
 
     def __init__(self, chat: Chat, arguments: argparse.Namespace, sampling: SamplingParams) -> None:
         self.chat, self.arguments, self.sampling = chat, arguments, sampling
@@ -134,7 +134,7 @@ class Terminal:
         self._n_answers = 0
 
     def run(self, messages: Iterable[str]) -> None:
-        """Goes on until the end of input or /exit. An error is said, and the conversation goes on."""
+        """Answers each message until the input ends or /exit comes. An error is printed, and the chat goes on."""
         for message in messages:
             if message in ENDS:
                 return
@@ -192,7 +192,7 @@ class Terminal:
             say(f"(stopped: {cut_off})")
 
     def _n_left_out(self) -> tuple[int, int]:
-        """Messages and tokens that no longer fit."""
+        """Returns the numbers of messages and of tokens that were dropped from the context."""
         return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
 
     def save(self, rest: str) -> None:
@@ -265,7 +265,7 @@ class Terminal:
 
 
 def _read(name: str, text: str, before: Any) -> Any:
-    """The value that /set is given; of logit_bias those before with one more, or none."""
+    """Returns the value of a /set command; for logit_bias, ``before`` with another token, or None."""
     if name != "logit_bias":
         return sampling_value(name, text)
     return None if text == "none" else {**(before or {}), **dict([sampling_value(name, text)])}
@@ -275,11 +275,11 @@ COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
     name: getattr(Terminal, name)
     for name in ("save", "load", "system", "set", "image", "stats", "retry", "history", "clear", "help")
 }
-"""What a slash begins; a command's help is its docstring."""
+"""The commands that begin with a slash; the help of a command is its docstring."""
 
 
 def say(text: str) -> None:
-    """Prints for people, not for who reads the answers."""
+    """Prints on standard error, apart from the answers."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`edgekv demo`: facts hidden in a long text, which scheme after scheme reads, is asked for and goes on with."""
+"""`edgekv demo`: KV schemes read a long text, answer questions about facts hidden in it, and continue it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.checkpoint.hub import shipped
 from edgekv.checks import refused
 from edgekv.cli.options import add, option
-from edgekv.cli.terminal import Bars, fitted
+from edgekv.cli.terminal import Bars, align_columns
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.errors import EdgeKVError
@@ -44,11 +44,11 @@ next
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one scheme did with a text.
+    """The results of one scheme.
 
-    first_token_s: the time of reading it. tokens_per_s: of the WRITTEN tokens. agreement: the share of them for
-    which its likeliest token is that of the first scheme. answers: what it said to each question, and whether that
-    is right.
+    first_token_s: the time it took to read the text. tokens_per_s: the decoding speed over WRITTEN tokens.
+    agreement: the share of them at which the likeliest token is that of the first scheme. answers: the text of
+    each answer, and whether it is right.
     """
 
     kv: str
@@ -60,9 +60,9 @@ class Trial:
 
 
 class Demo:
-    """A text of ``ctx`` tokens with room for the questions, and what follows it.
+    """A text of ``ctx`` tokens with hidden facts, and the WRITTEN tokens of prose that follow it.
 
-    Raises ContextError where the prose is too short for it.
+    Raises ContextError if the prose is too short.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, text: str, ctx: int, seed: int) -> None:
@@ -76,7 +76,7 @@ class Demo:
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
     def run(self, spec: CacheSpec, name: str, progress: TaskProgress) -> Trial:
-        """Reads the text, ask for each fact, and go on with the prose; kernels are compiled before any clock."""
+        """Reads the text, asks for each fact, and continues the prose, after kernels are compiled."""
         reader, decoder = self.reader, self.reader.decoder
         warm_up(decoder, spec, reader.ctx, progress)
         caches = reader.open(spec)
@@ -129,7 +129,7 @@ def demo_command(arguments: argparse.Namespace) -> int:
 
 
 def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
-    """Writes a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
+    """Returns the table with a row per figure and a column per scheme. values: the hidden digits by fact."""
     largest = max(trial.cache_bytes for trial in trials)
     rows: dict[str, Callable[[Trial], Any]] = {
         "": lambda t: t.kv,
@@ -144,4 +144,4 @@ def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
     for i, (name, value) in enumerate(values.items()):
         said = [trial.answers[i] for trial in trials]
         cells.append([name, *(f"{value} found" if ok else f"{s[:5].strip()}, not {value}" for s, ok in said)])
-    return fitted(cells, left=range(1 + len(trials)))
+    return align_columns(cells, left=range(1 + len(trials)))

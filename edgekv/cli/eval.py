@@ -1,4 +1,4 @@
-"""What KV schemes lose and take: `edgekv schemes`, `eval` on your own text, with the gate, and `bench`."""
+"""The quality and speed of KV schemes: `edgekv schemes`, `edgekv eval` with the gate, and `edgekv bench`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgekv.cli.options import (
     read_text,
     yes,
 )
-from edgekv.cli.terminal import Bars, fitted, plot, require_matplotlib, say, table, write_json
+from edgekv.cli.terminal import Bars, align_columns, plot, require_matplotlib, say, table, write_json
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model, Verdicts, needs_gate
 from edgekv.errors import ConfigError
@@ -43,7 +43,7 @@ from edgekv.kvcache.choice import EXACT, published_results
 from edgekv.kvcache.registry import PRESETS, broken_schemes, suited
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
-LEAST_KL = 1e-7  # what is less, or nothing, is drawn there: the axis is logarithmic
+LEAST_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
 
 # edgekv schemes
 
@@ -62,12 +62,12 @@ def schemes_command(arguments: argparse.Namespace) -> int:
 
 
 def is_named(kv: str | None) -> bool:
-    """Whether somebody chose the schemes of --kv one by one."""
+    """Returns whether --kv lists schemes by name."""
     return kv not in (None, "all")
 
 
 def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
-    """Returns the schemes that `suited` found, once each that it left out has its line on standard error."""
+    """Returns the schemes that `suited` found, and prints why others were left out."""
     for reason in found[1]:
         say(f"left out: {reason}")
     return found[0]
@@ -103,7 +103,7 @@ def schemes_text() -> str:
         "recommended: to name none: --kv auto takes q4 for long contexts, and the smallest that passed the",
         "gate on your model once you ran it: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
-    return "\n".join([fitted(rows, left=(0, 4)), "", *notes])
+    return "\n".join([align_columns(rows, left=(0, 4)), "", *notes])
 
 
 # edgekv eval
@@ -157,7 +157,7 @@ def eval_command(arguments: argparse.Namespace) -> int:
 
 
 def quality_columns(ctx: int) -> dict[str, Callable[[Quality], str]]:
-    """Returns the table of results at ``ctx`` tokens."""
+    """Returns the columns of the table of results at ``ctx`` tokens."""
     return {
         "kv": lambda r: CacheSpec.parse(r.kv).short,
         "KL": lambda r: f"{r.kl:.4f}",
@@ -217,7 +217,7 @@ def _gated(kv: str | None) -> list[CacheSpec]:
 
 
 def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
-    """Prints the verdicts and the recommendation, remember the verdicts; 1 when no scheme passed."""
+    """Prints and remembers the verdicts; returns 1 if no scheme passed."""
     limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
@@ -279,7 +279,7 @@ TIMES: dict[str, Callable[[Timing], str]] = {
     "GB/s": lambda t: f"{t.gb_per_s:.1f}",
     "cache": lambda t: format_bytes(t.cache_bytes),
 }
-"""A line per scheme and depth: time per token, a layer's attention and how fast it reads."""
+"""The columns of the table of times, which has a line per scheme and depth."""
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:

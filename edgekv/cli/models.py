@@ -185,7 +185,7 @@ def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> Session
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
-    """The scheme that is asked for, or of auto the most exact preset, where it fits; None where none does."""
+    """Returns the requested scheme, or for auto the most exact preset, that fits the memory; None if none does."""
     for kv in PRESETS if options.kv in (None, AUTO) and options.kv_budget is None else (options.kv,):
         plan = _plan(model, options, kv)
         if sum(plan.parts().values()) <= available:

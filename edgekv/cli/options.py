@@ -1,4 +1,4 @@
-"""Every option of the command line, by the parameter of the library that it gives: `kv_budget` is --kv-budget."""
+"""The options of the command line, named after the parameters of the library: `kv_budget` is --kv-budget."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
 from edgekv.weights.formats import WEIGHTS
 
-# What argparse makes of a text
+# Types for argparse
 
 
 def number(what: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
-    """Returns a type for argparse: a number that ``accepts`` takes. what: such numbers, in words."""
+    """Returns a type for argparse: a number for which ``accepts`` is true. what: a description of such numbers."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -56,20 +56,20 @@ def counts(least: int) -> Any:
 
 
 def output_file(path: str) -> str:
-    """Checks that a file can be written. Raises CheckpointError, before anything is done."""
+    """Returns the path of a file that can be written, else raises CheckpointError before any work is done."""
     require_writable(path)
     return path
 
 
 def picture_file(path: str) -> str:
-    """Checks that a picture can be written. Raises ConfigError for another kind of file."""
+    """Returns the path of a picture that can be written. Raises ConfigError for another kind of file."""
     if os.path.splitext(path)[1].lower() not in PICTURES:
         raise ConfigError(f"{path}: is no picture; accepted: names that end in {', '.join(PICTURES)}")
     return output_file(path)
 
 
 def sampling_value(name: str, text: str) -> Any:
-    """Reads a setting's number; of logit_bias (token, bias). Raises ConfigError, whose field is the setting."""
+    """Returns the number in a text; for logit_bias a pair (token, bias). Raises ConfigError (field ``name``)."""
     token, _, bias = text.partition("=")
     try:
         if name == "logit_bias":
@@ -88,17 +88,17 @@ REPEATED = {"action": "append", "default": []}
 
 
 def option(metavar: str | None, text: str = "", **more: Any) -> dict[str, Any]:
-    """Returns the arguments of argparse for an option with a value."""
+    """Returns the arguments of `add_argument` for an option with a value."""
     return {"metavar": metavar, "help": text, **more}
 
 
 def count(text: str = "", **more: Any) -> dict[str, Any]:
-    """Returns `option` of a whole number of 1 or more."""
+    """Returns the arguments of `add_argument` for a whole number of 1 or more."""
     return option("N", text, type=positive_int, **more)
 
 
 def size(field: str, text: str) -> dict[str, Any]:
-    """Returns `option` of bytes, which errors call ``field``."""
+    """Returns the arguments of `add_argument` for a number of bytes, which errors call ``field``."""
     return option("BYTES", text, type=functools.partial(parse_bytes, field=field))
 
 
@@ -173,21 +173,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "json": option("FILE", "write the results, with every setting, as JSON", type=output_file),
     "plot": option("FILE", type=picture_file),
 }
-"""The arguments of argparse for an option, by the parameter that it gives."""
+"""The arguments of `add_argument` for each option, by parameter."""
 FLAGS = {"images": "--image", "loras": "--lora"}
 """The option of a parameter that has another name."""
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
-"""Which model; and everything that loads a session."""
+"""The options that name a model, and all that load a session."""
 
 
 def names_of(declared: Any) -> list[str]:
-    """Returns the settings of a dataclass."""
+    """Returns the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(declared)]
 
 
 def add(parser: Any, names: str, **others: Any) -> None:
-    """Adds options of OPTIONS, and ``others``: new ones by name, or for one of OPTIONS its help or what differs."""
+    """Adds the named OPTIONS, and ``others``: new options, or other arguments or help for one of OPTIONS."""
     for name in dict.fromkeys([*names.split(), *others]):
         change = others.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
@@ -195,12 +195,12 @@ def add(parser: Any, names: str, **others: Any) -> None:
 
 
 def yes(text: str) -> dict[str, Any]:
-    """Returns the arguments of argparse for an option without a value."""
+    """Returns the arguments of `add_argument` for an option without a value."""
     return {"action": "store_true", "help": text}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
-    """Adds how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
+    """Adds the options of sampling and of the text's end. max_new_tokens: the default, for the help."""
     add(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
     how = parser.add_mutually_exclusive_group()
     add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
@@ -216,7 +216,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Reads the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
+    """Returns the sampling options, else ``defaults``. Raises ConfigError for values out of range."""
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names_of(SamplingParams)}
     given["logit_bias"] = dict(given["logit_bias"]) or None
     if arguments.greedy:
@@ -225,11 +225,11 @@ def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | No
     return dataclasses.replace(defaults or SamplingParams(), **known)
 
 
-# What the options give
+# Values of options
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """Returns --model, or the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
+    """Returns --model, by default the demo model; downloads a model of the Hub that is not in the cache."""
     path = "demo" if arguments.model is None else str(arguments.model)
     name = hub_name(path)
     if name:
@@ -246,7 +246,7 @@ def load_options(arguments: argparse.Namespace) -> Options:
 
 
 def _loras(values: list[str]) -> dict[str, Any]:
-    """`lora` and `loras` of what was given. Raises ConfigError for two that would be merged, or of one name."""
+    """Splits --lora into the merged and the named ones. Raises ConfigError for two merged ones, or equal names."""
     merged, named = list[str](), list[tuple[str, str]]()
     for value in values:
         name, equals, folder = value.partition("=")
@@ -261,12 +261,12 @@ def _loras(values: list[str]) -> dict[str, Any]:
 
 
 def bytes_text(n: int) -> str:
-    """Returns bytes rounded for people, and exact for checking."""
+    """Returns a number of bytes as text, rounded and exact."""
     return f"{format_bytes(n)} ({n} bytes)"
 
 
 def read_text(source: str, option: str) -> str:
-    """Returns the UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
+    """Returns the UTF-8 text of a file, or of standard input for ``-``. Raises EdgeKVError."""
     try:
         return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
     except UnicodeDecodeError as error:
@@ -285,9 +285,9 @@ def flag(name: str) -> str:
 
 
 def error_text(error: EdgeKVError, options: Container[str] | None = None) -> str:
-    """Returns an error in one line, with options in place of the parameters that the library names.
+    """Returns the text of an error, with options in place of the library's parameters.
 
-    options: those of the command; a parameter without one is named as in the library. None: not known yet.
+    options: the options of the command, or None for all; other parameters keep their names.
     """
 
     def spell(name: str, value: object) -> str:

@@ -1,4 +1,4 @@
-"""`edgekv power`: what the machine draws, live or as JSON; meters any command; says what can be measured."""
+"""`edgekv power`: shows the machine's power, meters any command, and finds the sensors of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from edgekv.power.meters import (
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 JSON_SECONDS = 10.0
 REFRESH_S = 1.0
-SHOWN_S = 3.0  # the live watts are the mean of so long: enough for a sensor that is read once a second
+SHOWN_S = 3.0  # over which live watts are averaged: long enough for a sensor with one reading a second
 PHASE = "command"
 RULE, GROUP = "99-edgekv-power.rules", "video"
 
@@ -50,7 +50,7 @@ above_0 = number("more than 0", lambda value: value > 0)
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which meter measures a run's energy, if any."""
+    """Adds the options that choose the meter of a run's energy."""
     group = parser.add_mutually_exclusive_group()
     power = {"nargs": "?", "const": "auto", "default": None, "help": f"report energy per token: {METER}"}
     add(group, "power power_csv power_estimate", power=power)
@@ -58,9 +58,9 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
 
 
 def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
-    """Opens the source that the options ask for, None where they ask for none.
+    """Opens the source of power readings that the options name; None: they name none.
 
-    Where --power finds nothing that sees the work of --device, the report will say why.
+    If --power finds no meter for --device, the source measures nothing and its reason appears in the report.
     """
     if arguments.power_csv is not None:
         return CsvLog(arguments.power_csv)
@@ -100,7 +100,7 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> PowerSource:
-    """Opens the meter; where there is none, and neither a meter nor a file was asked for, what says why."""
+    """Opens the meter. Without any, raises PowerError if an option needs one, else returns an empty source."""
     name, plotted = getattr(arguments, "meter", "auto"), getattr(arguments, "plot", None)
     if plotted:
         require_matplotlib()
@@ -155,7 +155,7 @@ def _print_json(source: PowerSource, seconds: float) -> None:
 
 
 def _print_live(source: PowerSource, seconds: float) -> None:
-    """Prints a block of lines each second, over the last one on a terminal, for so long or until Ctrl-C."""
+    """Prints the power each second, on a terminal over the last one, for ``seconds`` or until Ctrl-C."""
     source.start()
     begun_s = now_s = time.perf_counter()
     if not isinstance(source, PowerSampler):  # once: it will not change
@@ -172,7 +172,7 @@ def _print_live(source: PowerSource, seconds: float) -> None:
 
 
 def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]:
-    """Lists the meter's watts and those of its rails."""
+    """Returns a line with the meter's watts, and one for each of its rails."""
     about = source.about()
     try:
         window = source.window(start_s, end_s)
@@ -191,7 +191,7 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    """Meters a program and return its exit status. Ctrl-C reaches the program itself, which decides what to do."""
+    """Meters a program and returns its exit status. Ctrl-C reaches the program alone."""
     command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not command:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
@@ -219,7 +219,7 @@ def _record(arguments: argparse.Namespace) -> int:
 
 
 def samples_csv(trace: Trace, unix_offset_s: float) -> str:
-    """Writes a line per sample; an energy counter's watts are the mean since the sample before.
+    """Returns the samples as CSV; for an energy counter, watts are the mean since the last sample.
 
     `edgekv run --power-csv` reads the same form.
     """
@@ -238,14 +238,14 @@ def samples_csv(trace: Trace, unix_offset_s: float) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """Returns 0 if something can be measured, else 1."""
+    """Prints what can be measured here; returns 0 if anything can, else 1."""
     found = survey()
     print_rows(diagnosis(found))
     return 0 if any(isinstance(meter, PowerMeter) for meter in found.values()) else 1
 
 
 def diagnosis(found: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
-    """Lists (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
+    """Returns (topic, text) of the board, each kind of sensor, permissions, and the one that --power uses."""
     profile, board = find_profile(root), machine_info(root)["board"]
     known = f"{board}: {profile_text(profile)}" if profile else f"{board or 'not a known board'}: no profile"
     try:

@@ -1,4 +1,4 @@
-"""`edgekv run`: stream a continuation to stdout, a report to stderr; sessions as `chat` and `serve` open them."""
+"""`edgekv run`: a continuation on standard output, its report on standard error; and opening of sessions."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision.images import picture
 from edgekv.vision.model import require_vision
 
-LENGTH = 128  # tokens, where no number is asked for
-SPARE = 128  # that the end of a sentence may take beyond them
+LENGTH = 128  # tokens by default
+SPARE = 128  # further tokens, within which the sentence may end
 SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
 
 # Sessions
 
 
 def is_saved(arguments: argparse.Namespace) -> bool:
-    """Whether --session names a conversation to take up."""
+    """Returns whether the file of --session exists."""
     return arguments.session is not None and os.path.exists(user_path(arguments.session))
 
 
 def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """Opens an empty conversation as the options say."""
+    """Loads a session with an empty conversation."""
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
     if options.kv not in (None, AUTO):
@@ -59,13 +59,13 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def warn_ungated(session: Session) -> None:
-    """Prints one line on standard error, once, for a lossy scheme that was never gated or has failed."""
+    """Prints a warning, once per model, about a lossy scheme that was not gated or failed its gate."""
     if warning := Verdicts(session.model).warn_once(session.plan.kv):
         say(warning)
 
 
 def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """Opens the conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    """Opens the conversation of --session, or an empty one, with the named LoRA if one is given."""
     names = ", ".join(options.loras)
     if len(options.loras) > 1:
         raise ConfigError(f"--lora: a conversation has one, not {names}; `edgekv serve` has several")
@@ -85,7 +85,7 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
-    """Opens --chat-template, else the model's own, else the plain transcript, which is said."""
+    """Opens --chat-template, else the model's own template, else a plain transcript with a printed note."""
     place = session.model.tokenizer_path
     template = ChatTemplate.open(session.require_tokenizer(), place, given=arguments.chat_template)
     if template.is_plain:
@@ -107,7 +107,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
-    """Raises ContextError for a prompt that can't fit, before weights are read."""
+    """Raises ContextError for a prompt that does not fit the context, before weights are read."""
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
     if model.tokenizer_path is not None and len(prompt.encode(errors="replace")) + 2 > ctx:  # else it fits anyway
@@ -161,7 +161,7 @@ def _generate(
     bars: Bars,
     meter: EnergyMeter,
 ) -> int:
-    """Prints the text; at_sentence: a sentence's end ends it once it is long. Returns the exit status."""
+    """Prints the text and returns the exit status. at_sentence: stop at a sentence's end after LENGTH tokens."""
     try:
         with bars:
             with meter.phase("prefill") as prefill:

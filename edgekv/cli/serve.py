@@ -26,7 +26,7 @@ MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 
 def origin(text: str) -> str:
-    """Checks scheme and host, as browsers write the header Origin."""
+    """Returns an origin, scheme and host as in the header Origin of browsers, else raises ArgumentTypeError."""
     if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no origin; accepted: https://example.org, or *")
     return text.lower()
@@ -66,7 +66,7 @@ OPTIONS = {
         "open at once; beyond them the one that has been silent longest goes (default %(default)s)", default=512
     ),
 }
-"""What only a server is told."""
+"""The options of this command alone."""
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
-    """Serves; the socket is bound first, so that the address that is said is the real one."""
+    """Binds the socket, prints the address, and serves until the process ends."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
@@ -125,7 +125,7 @@ def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
 
 
 def _access(arguments: argparse.Namespace) -> tuple[str | None, list[str] | None]:
-    """The key, and the names by which the server may be called: on loopback without a key only loopback's."""
+    """Returns the API key and the accepted host names (None: any). Raises ConfigError if a key is missing."""
     api_key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
     if api_key is not None:
         return api_key, None

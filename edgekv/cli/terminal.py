@@ -1,4 +1,4 @@
-"""What goes out: text of which no character commands a terminal, tables, progress, files; and Ctrl-C."""
+"""Output of the commands: escaped text, tables, plots, progress bars and files; and the handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Writes out control characters but newline and tab, as \\x1b: a terminal would obey them."""
+    """Returns the text with control characters escaped (\\x1b), but newline and tab."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """Makes `visible`, newlines and tabs too: errors may hold any name."""
+    """Returns the text with all control characters escaped, newlines and tabs too: errors may hold any name."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class _Terminal:
-    """A terminal's stream that is written `visible` text; ``raw`` is the stream itself, for what moves the cursor.
+    """A terminal's stream that escapes what is written to it (`visible`).
 
-    returns: the carriage return that a write begins with is kept: progress bars are drawn with it.
+    raw: the stream itself, to move the cursor. returns: whether a carriage return at the beginning stays, with
+    which progress bars are drawn.
     """
 
     def __init__(self, raw: TextIO, returns: bool) -> None:
@@ -59,9 +60,9 @@ def raw(stream: TextIO) -> TextIO:
 
 @contextlib.contextmanager
 def visible_terminals() -> Iterator[None]:
-    """Inside the block standard output and error, where they are terminals, are written `visible` text.
+    """Escapes text for terminals (`visible`) on standard output and error, inside the block.
 
-    To a file or a pipe text goes as it is; what its encoding lacks is written out.
+    Files and pipes get the text as it is, with escapes for characters that their encoding lacks.
     """
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
@@ -77,7 +78,7 @@ def visible_terminals() -> Iterator[None]:
 
 
 def redraw(lines: list[str], height: int) -> int:
-    """Prints lines, on a terminal over the last ``height`` ones; returns how many there are now."""
+    """Prints lines, on a terminal over the last ``height`` lines; returns their number."""
     if height and sys.stdout.isatty():
         raw(sys.stdout).write(f"\x1b[{height}A\x1b[J")
     print("\n".join(lines), flush=True)
@@ -85,7 +86,7 @@ def redraw(lines: list[str], height: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints a line of our own on standard error."""
+    """Prints a line on standard error."""
     print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
@@ -94,10 +95,10 @@ def print_rows(rows: Sequence[tuple[str, str]], file: TextIO | None = None) -> N
     print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=file)
 
 
-def fitted(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Aligns cells to lines; the last column is cut so that a line has WIDTH characters.
+def align_columns(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Returns rows of cells as aligned lines, cut to WIDTH characters.
 
-    left: columns that begin where they do; the others end there.
+    left: the columns that are aligned on the left; others are aligned on the right.
     """
     rows, lines = list(rows), []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -109,8 +110,8 @@ def fitted(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
 
 def table(columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> str:
-    """Returns a line of the columns' names and one for each item."""
-    return fitted([list(columns), *([show(item) for show in columns.values()] for item in items)])
+    """Returns a table with a heading and a line per item. columns: a function from item to text, by heading."""
+    return align_columns([list(columns), *([show(item) for show in columns.values()] for item in items)])
 
 
 def write_json(path: str, facts: Any) -> None:
@@ -119,11 +120,11 @@ def write_json(path: str, facts: Any) -> None:
 
 
 Line = tuple[str, Any, Any]
-"""A label, and its points' places along x and y: (n,) each."""
+"""A label, and coordinates x and y (n,)."""
 
 
 def require_matplotlib() -> None:
-    """Raises EdgeKVError where it is missing: to be called before the work."""
+    """Raises EdgeKVError if matplotlib is missing; call it before long work."""
     try:
         import matplotlib
     except ImportError:
@@ -132,7 +133,7 @@ def require_matplotlib() -> None:
 
 
 def plot(path: str, lines: Sequence[Line], **axes_settings: Any) -> None:
-    """Draws lines with a legend, in the format that the file's name ends with; axes_settings: of `Axes.set`."""
+    """Draws lines with a legend to a file, in the format of its suffix. axes_settings: arguments of `Axes.set`."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
@@ -150,7 +151,7 @@ def plot(path: str, lines: Sequence[Line], **axes_settings: Any) -> None:
 
 
 class Bars:
-    """Progress on standard error, one task at a time; nothing where it is piped."""
+    """A progress bar on standard error, for one task at a time; nothing is shown if that is no terminal."""
 
     _task, _bar = "", None
 
@@ -161,7 +162,7 @@ class Bars:
         self._close()
 
     def update(self, task: str, done: int, total: int) -> None:
-        """Shows a task at ``done`` of ``total``; another task's bar is closed."""
+        """Shows that ``done`` of ``total`` steps of a task are done, and closes the bar of another task."""
         if not sys.stderr.isatty():
             return
         if task != self._task or self._bar is None:
@@ -176,7 +177,7 @@ class Bars:
             self._close()
 
     def prefill(self, n_tokens: int, layer: int, n_layers: int) -> None:
-        """Shows a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
+        """Shows the progress of a prompt of ``n_tokens`` that has passed ``layer`` of ``n_layers`` layers."""
         self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
 
     def _close(self) -> None:
@@ -186,12 +187,12 @@ class Bars:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it is to end a command as Ctrl-C does."""
+    """Raised by SIGTERM inside `terminable`, to end a command as Ctrl-C does."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Inside the block SIGTERM raises Terminated."""
+    """Makes SIGTERM raise Terminated, inside the block."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -204,9 +205,9 @@ def terminable() -> Iterator[None]:
 
 
 class Interrupt:
-    """Inside the block the first Ctrl-C sets `requested`; a second one raises KeyboardInterrupt as usual.
+    """A context in which the first Ctrl-C sets `requested`, and the second raises KeyboardInterrupt.
 
-    A step that is torn in two leaves some layers a token ahead, which costs some schemes their whole cache.
+    An interrupt within a step would leave some layers a token ahead, and some schemes then lose their cache.
     """
 
     requested = False
@@ -219,7 +220,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if it was requested: between the layers of a prompt."""
+        """Raises KeyboardInterrupt if it was requested; called between the layers of a prompt."""
         if self.requested:
             raise KeyboardInterrupt
 

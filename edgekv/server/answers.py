@@ -1,4 +1,4 @@
-"""An answer's text taken apart (reasoning, content, tool calls), and as OpenAI's API has it, whole or streamed.
+"""Answers in the formats of OpenAI's API, whole or streamed: reasoning, content and tool calls, parsed from text.
 
 Source: https://platform.openai.com/docs/api-reference.
 """
@@ -29,25 +29,25 @@ from edgekv.server.prompts import END_THINK, THINK, EncodedPrompt, RequestEncode
 from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, json_value, request_error
 
 LOG = logging.getLogger("edgekv.server")
-HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
-LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
+HEARTBEAT_S = 10.0  # between comments in an idle stream, which keep proxies and clients waiting
+LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps not all of it yet
-STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # texts, and what opens and closes
+NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps only its beginning
+STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # strings and brackets
 ID_LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # Mistral's templates take no other
+ID_LENGTH = 9  # the only length that Mistral's templates accept
 Json = dict[str, Any]
 T = TypeVar("T")
 
 
 class AnswerParser:
-    """Takes text in pieces of any length; gives OpenAI's deltas of what is certain, and calls once they are whole.
+    """An incremental parser of answers: it takes text in pieces of any length, and returns OpenAI's deltas.
 
-    Arguments are JSON, or as far as it came where the answer was cut off.
+    A tool call is returned once it is complete; if the answer was cut off, its arguments are incomplete JSON.
 
-    thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
-    can be called. forced: the text is calls and nothing else. plain: all of it is content.
+    thinks: whether the text begins within reasoning. form: the format of tool calls; None: no tools. names: the
+    names of the tools. forced: whether the text consists of calls only. plain: whether all of it is content.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class AnswerParser:
         plain: bool = False,
     ) -> None:
         self._form, self._names, self._forced = form, names, forced
-        self.is_cut = False  # once it has ended: within a call
+        self.is_cut = False  # whether the answer ended within a call
         self.content = self.reasoning = ""
         self.calls: list[Json] = []
         self._held, self._out = "", list[Json]()
-        self._name: str | None = None  # of a call whose arguments stand alone
-        self._is_first = True  # nothing was given yet
+        self._name: str | None = None  # of a call whose arguments follow apart from it
+        self._is_first = True  # nothing was returned yet
         opening = self._reasoning if thinks else self._opening
         self._read: Callable[[bool], bool] = self._content if plain else opening
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text is within reasoning."""
+        """Whether the text so far ends within reasoning."""
         return self._read == self._reasoning
 
     def push(self, text: str, last: bool = False) -> list[Json]:
-        """Returns what more is known with this text."""
+        """Takes more text; returns the deltas that are certain now. last: no more text follows."""
         self._held += text
         while self._held and self._read(last):
             pass
@@ -85,13 +85,13 @@ class AnswerParser:
         return deltas
 
     def end(self) -> list[Json]:
-        """Returns what was held back, once no more comes."""
+        """Returns the last deltas, at the end of the text."""
         return self.push("", last=True)
 
-    # What is held is read by one of these, in turn. Each returns whether the next can go on with the rest.
+    # The states of the parser: each reads from the buffer, and returns whether the next state can go on with it.
 
     def _opening(self, last: bool) -> bool:
-        """At the beginning, and behind the reasoning."""
+        """Reads the beginning of the text, or of the content after the reasoning."""
         text = self._held.lstrip()
         if not self._is_first:
             self._held = text
@@ -114,7 +114,7 @@ class AnswerParser:
         return self._upto(self._form.begin if self._form else "", self._between, last)
 
     def _upto(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
-        """Gives all before the mark; what may be its beginning is held."""
+        """Emits the text before ``mark``, but an end of it that may be the beginning of the mark."""
         at = self._held.find(mark) if mark else -1
         if at >= 0:
             self._give(self._held[:at])
@@ -126,7 +126,7 @@ class AnswerParser:
         return False
 
     def _between(self, last: bool) -> bool:
-        """Behind the mark of a call, or between calls: the next brace begins one."""
+        """Reads from the mark of a call, or the end of another call, to the brace that begins a call."""
         assert self._form is not None
         if self._form.args:
             return self._named(self._form, last)
@@ -144,7 +144,7 @@ class AnswerParser:
         return bool(text)
 
     def _named(self, form: ToolFormat, last: bool) -> bool:
-        """A bare name, and a mark behind which its arguments stand."""
+        """Reads a name, and the mark before its arguments."""
         head, found, after = self._held.partition(form.args)
         name, has_id, _ = head.partition("[CALL_ID]")
         if after := after.lstrip():
@@ -154,7 +154,7 @@ class AnswerParser:
         return bool(after)
 
     def _calling(self, last: bool) -> bool:
-        """An object: a name with its arguments, or these alone."""
+        """Reads a JSON object: a name with its arguments, or arguments alone."""
         end = object_end(self._held)
         if not end and not last:
             return False
@@ -176,7 +176,7 @@ class AnswerParser:
         return True
 
     def _any_order(self, text: str) -> None:
-        """A call in another order of its fields; what is no call is content."""
+        """Adds a call whose fields have another order; an object that is no call is content."""
         value = json_value(text)
         given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(given, dict) and isinstance(value.get("name"), str):
@@ -185,7 +185,7 @@ class AnswerParser:
             self._give(text)
 
     def _cut(self, name: str, whole: bool) -> None:
-        """A call that was cut off before its arguments: given where only one has this name, or begins with it."""
+        """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
         self.is_cut, self._held = True, ""
         fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
         if len(fitting) == 1:
@@ -207,7 +207,7 @@ class AnswerParser:
 
 
 def object_end(text: str) -> int:
-    """Returns how many characters the object takes that the text begins with; 0: it has no end yet."""
+    """Returns the length of the JSON object at the beginning of a text; 0: it is incomplete."""
     depth = 0
     for found in STRUCTURE.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
@@ -217,7 +217,7 @@ def object_end(text: str) -> int:
 
 
 def possible_start(text: str, mark: str) -> int:
-    """Returns the length of the longest end of the text that begins the mark."""
+    """Returns the length of the longest end of the text with which the mark begins."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length
@@ -225,7 +225,7 @@ def possible_start(text: str, mark: str) -> int:
 
 
 class Answer(AnswerParser):
-    """One answer as it grows, with its log probabilities, and why it ended."""
+    """One growing answer: its parsed text, log probabilities and finish reason."""
 
     def __init__(self, request: Request, prompt: EncodedPrompt, encoder: RequestEncoder) -> None:
         tools = request.tools_allowed
@@ -237,13 +237,13 @@ class Answer(AnswerParser):
             names=names,
             forced=bool(tools and tools.forced),
         )
-        self.n_reasoning = 0  # tokens, with those of the marks around it
+        self.n_reasoning = 0  # tokens of reasoning, with its marks
         self.logprobs: list[Json] = []
-        self._n_sent = 0  # of them
+        self._n_sent = 0  # log probabilities that are in a chunk
         self.reason: str | None = None
 
     def take(self, event: Piece | AnswerEnd) -> list[Json]:
-        """Returns what the next piece of text adds, or what was held back at the end."""
+        """Returns the deltas that an event adds."""
         if isinstance(event, Piece):
             thought, deltas = self.is_thinking, self.push(event.text)
             self.n_reasoning += event.n_tokens if thought or self.is_thinking else 0
@@ -253,16 +253,17 @@ class Answer(AnswerParser):
         return deltas
 
     def new_logprobs(self) -> list[Json]:
-        """Returns the log probabilities that no chunk has had."""
+        """Returns the log probabilities that no chunk has yet."""
         new, self._n_sent = self.logprobs[self._n_sent :], len(self.logprobs)
         return new
 
 
 class AnswerFormat:
-    """One request's answers, of which n_open have not ended.
+    """The answers to one request in an endpoint's format; ``n_open`` of them have not ended.
 
-    In a stream: `opening`, `take` for every event, `closing`; else `take` and `whole`. A format has its names, the
-    text of a choice in a chunk (`delta`) and in a whole answer (`text`), and how log probabilities stand there.
+    A stream consists of `opening`, the chunks of `take` for each event, and `closing`; an answer in one piece is
+    `whole` after the last event. Subclasses define the names of objects, the text of a choice in a chunk (`delta`)
+    and in a whole answer (`text`), and the layout of log probabilities.
     """
 
     prefix: ClassVar[str]
@@ -280,7 +281,7 @@ class AnswerFormat:
         self._timings: Json = {}  # of the latest event
 
     def take(self, event: Event) -> list[Json]:
-        """Takes an event; return the chunks that it makes."""
+        """Takes an event; returns the chunks for it."""
         assert isinstance(event, (Piece, AnswerEnd))
         if isinstance(event, Piece) and event.progress:
             return [self._chunk(prompt_progress=event.progress)]
@@ -292,7 +293,7 @@ class AnswerFormat:
         chunks = [self._chunk(self._choice(i, d, answer.new_logprobs()), **self._timings) for d in deltas]
         if isinstance(event, AnswerEnd):
             self.n_open -= 1
-            again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted with the first answer
+            again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted once per prompt
             self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
             last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
             chunks.append(self._chunk(last, **self._timings))
@@ -308,25 +309,25 @@ class AnswerFormat:
         return [self._chunk(usage=usage_json(self._usage))] if options and options.include_usage else []
 
     def whole(self) -> Json:
-        """Returns the answers in one piece, once all events were taken."""
+        """Returns all answers in one piece, after the last event."""
         choices = [self._choice(i, self.text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
         rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage)}
         return {**self._base, **rest, **self._timings}
 
     def delta(self, delta: Json) -> Json:
-        """Returns a delta as a choice of a chunk has it."""
+        """Returns a delta as part of a choice in a chunk."""
         return {"delta": delta}
 
     def text(self, answer: Answer) -> Json:
-        """Returns the text of a whole answer as a choice has it."""
+        """Returns the text of an answer as part of a choice."""
         raise NotImplementedError
 
     def place(self, offset: int) -> Json:
-        """Returns what a log probability has beside its token, whose first character is the offset-th."""
+        """Returns the position of a token in its answer, for its log probability."""
         return {}
 
     def logprobs(self, entries: Sequence[Json]) -> Json:
-        """Returns the log probabilities of tokens as a choice has them."""
+        """Returns the log probabilities of tokens as part of a choice."""
         return {"content": entries, "refusal": None}
 
     def _choice(self, i: int, text: Json, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
@@ -337,7 +338,7 @@ class AnswerFormat:
         return {**self._base, "object": self.chunk_object, "choices": choices, **more}
 
     def _entries(self, piece: Piece, offset: int) -> Iterator[Json]:
-        """Yields the log probabilities of a piece's tokens. offset: of its text in the answer's."""
+        """Yields the log probabilities of a piece's tokens. offset: the position of its text in the answer."""
         for found in piece.logprobs:
             entry = self._entry(found.token, found.logprob)
             yield entry | {"top_logprobs": [self._entry(*pair) for pair in found.top], **self.place(offset)}
@@ -352,7 +353,7 @@ class AnswerFormat:
 
 
 class CompletionFormat(AnswerFormat):
-    """POST /v1/completions."""
+    """The format of POST /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
     no_text: ClassVar[Json] = {"text": ""}
@@ -376,7 +377,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """POST /v1/chat/completions."""
+    """The format of POST /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     no_text: ClassVar[Json] = {"delta": {}}
@@ -404,7 +405,7 @@ def usage_json(usage: Counter[str]) -> Json:
 
 
 class EmbeddingFormat:
-    """POST /v1/embeddings: a vector of each prompt."""
+    """The format of POST /v1/embeddings: a vector for each prompt."""
 
     def __init__(
         self, model: str, request: EmbeddingRequest, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
@@ -414,7 +415,7 @@ class EmbeddingFormat:
         self._data: list[Json] = []
 
     def take(self, event: Event) -> None:
-        """Takes a vector, as numbers or as base64 of float32."""
+        """Takes a vector, which becomes numbers or the base64 text of float32."""
         assert isinstance(event, EmbeddingVector)
         values: Any = event.values
         if self._is_base64:
@@ -429,7 +430,7 @@ class EmbeddingFormat:
 
 
 async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat | EmbeddingFormat) -> Json | None:
-    """Returns all answers in one piece; None, and the jobs ended, where the client goes before.
+    """Returns all answers in one piece; None if the client disconnects before, which cancels the jobs.
 
     Raises the EdgeKVError that ended a job.
     """
@@ -446,7 +447,7 @@ async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat
 
 
 async def _while_connected(receive: Receive, channel: Channel, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns what ``work`` does, None where the client goes before. The jobs are ended with it."""
+    """Returns the result of ``work``, None if the client disconnects before; then the jobs are cancelled."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -464,9 +465,9 @@ async def _while_connected(receive: Receive, channel: Channel, work: Coroutine[A
 
 
 class EventStream(Response):
-    """Server-sent events of a request's answers, which end when the client is gone.
+    """The answers to a request as server-sent events, until they end or the client disconnects.
 
-    on_end: called once nothing more is sent.
+    on_end: called at the end.
     """
 
     def __init__(
@@ -478,7 +479,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(OSError):  # the client is gone
+            with contextlib.suppress(OSError):  # the client disconnected
                 await _while_connected(receive, self._channel, self._send(send))
         finally:
             self._on_end()
@@ -490,7 +491,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        """Yields all that is sent. What fails while it is built is logged, and ends the stream as an error."""
+        """Yields the lines of the stream. An exception is logged, and ends the stream with an error event."""
         try:
             async for chunk in self._chunks():
                 yield as_event(chunk) if chunk else b": waiting\n\n"
@@ -501,7 +502,7 @@ class EventStream(Response):
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Json]:
-        """Yields the chunks; an empty one where none came for long. Raises the error that ended a job."""
+        """Yields the chunks, and an empty one each HEARTBEAT_S without any. Raises the error that ended a job."""
         answers, sent_s = self._answers, time.monotonic()
         for chunk in answers.opening():
             yield chunk
@@ -512,7 +513,7 @@ class EventStream(Response):
                 if isinstance(event, EdgeKVError):
                     raise event
                 chunks = answers.take(event)
-            if not chunks and time.monotonic() - sent_s >= HEARTBEAT_S:  # perhaps a tool call, which comes whole
+            if not chunks and time.monotonic() - sent_s >= HEARTBEAT_S:  # such as during a tool call
                 chunks = [{}]
             for chunk in chunks:
                 sent_s = time.monotonic()
@@ -522,5 +523,5 @@ class EventStream(Response):
 
 
 def as_event(chunk: Json) -> bytes:
-    """Returns a server-sent event."""
+    """Returns a chunk as a server-sent event."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

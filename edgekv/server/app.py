@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, the endpoints, and the page."""
+"""The HTTP application: access control, the endpoints, and the chat page."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from edgekv.server.requests import (
     request_error,
 )
 
-ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
-STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the process
+ENCODING = 2  # prompts tokenized at a time: a long one takes a second of a core
+STOPPING_S = 0.3  # for the threads to end; then they end with the process
 PAGE = pathlib.Path(__file__).with_name("page")
 PAGE_PATHS = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "data.js", "view.js", "main.js")}}
 OPEN_PATHS = {"/health", *PAGE_PATHS}  # need no key
-PAGE_HEADERS = {  # its own scripts and style run, and nothing else does
+PAGE_HEADERS = {  # only its own scripts and style run
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -64,9 +64,10 @@ def build_app(
     limits: ServerLimits,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """name: the model's, in answers. hosts: names by which the server may be called (None: any).
+    """Builds the application of an engine.
 
-    origins: of pages elsewhere that may call it from a browser.
+    name: the model's name in answers. hosts: the accepted host names (None: any), so that no web page reaches the
+    server under a name of its own. origins: the web pages elsewhere that may call it.
     """
 
     @contextlib.asynccontextmanager
@@ -108,10 +109,9 @@ def build_app(
 
 
 class Guard:
-    """In front of all endpoints: by which name the server may be called, its key, and the count of answers.
+    """The access control in front of all endpoints: host names and the API key; it also counts the answers.
 
-    hosts: names by which the server may be called; None: any. requests: counts by endpoint (one of ``paths``) and
-    status.
+    hosts: the accepted host names; None: any. requests: the counter, by endpoint (one of ``paths``) and status.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Guard:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2].lower()
         name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts is not None and name not in self._hosts:  # a page elsewhere whose name was pointed here
+        if self._hosts is not None and name not in self._hosts:  # a web page whose name resolves to this machine
             return RequestError(403, f"this server is not called {name[:60]!r}", "forbidden_host")
         if self._key is None or scope["path"] in OPEN_PATHS:
             return None
@@ -176,7 +176,7 @@ class _Server:
         return JSONResponse({**facts, "ctx": self._plan.ctx, **self._engine.metrics.as_json()})
 
     async def props(self, request: Request) -> Response:
-        """What clients of llama.cpp's server ask for, and what this one has beside."""
+        """Returns the properties that clients of llama.cpp's server read, and those of this server."""
         session, sampling, prompts = self._engine.session, self._engine.sampling, self._engine.prompts
         most = self._engine.max_new_tokens
         settings = {"max_tokens": most, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -210,7 +210,7 @@ class _Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
     async def answer(self, kind: type[Any], form: type[Any], request: Request) -> Response:
-        """Returns an answer, whole or as a stream."""
+        """Answers a POST request, in one piece or as a stream."""
         engine = self._engine
 
         def encode(data: bytearray) -> Any:
@@ -222,10 +222,10 @@ class _Server:
         with contextlib.ExitStack() as held:
             body = held.enter_context(contextlib.closing(BodyShare(self._bodies)))
             data = await read_body(request, self._limits, body)
-            async with self._encoders:  # of bodies in threads, where they are more than their bytes
+            async with self._encoders:  # parsed bodies take more memory than their bytes
                 body.parse(data)
                 given, prompts = await run_in_threadpool(encode, data)
-            lora = given.model if given.model in self._loras else None  # any other name is this model's
+            lora = given.model if given.model in self._loras else None  # any other name means the model itself
             lengths = [len(each.ids) for each in prompts]
             nbytes = logprob_bytes(given, lengths, self._plan.ctx, engine.max_new_tokens)
             body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
@@ -238,12 +238,12 @@ class _Server:
 
 
 async def page(file: str, request: Request) -> Response:
-    """A file of the page to chat on, which loads nothing from elsewhere."""
+    """Returns a file of the chat page, which loads nothing from elsewhere."""
     return FileResponse(PAGE / file, headers=PAGE_HEADERS)
 
 
 async def _as_json(request: Request, error: Exception) -> Response:
-    """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
+    """Returns OpenAI's error object. Starlette also logs exceptions that are no EdgeKVError: faults of edgekv."""
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path[:60]}: {error.detail}; POST to {', '.join(ENDPOINTS)}"
         error = RequestError(error.status_code, message, "not_found")

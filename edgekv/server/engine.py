@@ -1,4 +1,4 @@
-"""The threads that answer requests, one for each slot, the queue before them, and the events that they send."""
+"""The engine of the server: a queue of requests, a thread per slot that answers them, and the events it sends."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from edgekv.text.template import ChatTemplate
 from edgekv.vision.model import Prompt
 
 LOG = logging.getLogger("edgekv.server")
-WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
-INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
+WORTH_COPYING = 32  # shared tokens from which on the cache of another conversation is copied
+INTERVAL_S = 0.25  # between two measurements of cache bytes, and two events of progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """More of the answer ``index``: text that can be shown, made of ``n_tokens``, or how far its prompt is read.
+    """A part of the answer ``index``: its next text, of ``n_tokens`` tokens, or the progress of its prompt.
 
-    logprobs: of its tokens, if asked for.
+    logprobs: the log probabilities of the tokens, if requested.
     """
 
     index: int
@@ -53,9 +53,9 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerEnd:
-    """The end of the answer ``index``: OpenAI's finish reason.
+    """The end of the answer ``index``. reason: OpenAI's finish reason.
 
-    usage: tokens, ``prompt`` and ``completion``, and ``cached`` of the prompt's that were not computed.
+    usage: numbers of tokens: ``prompt``, ``completion``, and ``cached`` ones of the prompt.
     """
 
     index: int
@@ -66,7 +66,7 @@ class AnswerEnd:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingVector:
-    """The text ``index`` as a vector."""
+    """The embedding of the text ``index``."""
 
     index: int
     values: Sequence[float]
@@ -76,11 +76,11 @@ Event = Piece | AnswerEnd | EmbeddingVector | EdgeKVError
 
 
 class Cancelled(Exception):
-    """The client is gone."""
+    """Raised when the client of a job has disconnected."""
 
 
 class Channel:
-    """The way back to the client of one request: its events arrive in the event loop that made it."""
+    """A queue of events from the engine's threads to the event loop that serves one request."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
@@ -88,21 +88,21 @@ class Channel:
         self._loop = asyncio.get_running_loop()
 
     def emit(self, event: Event) -> None:
-        """Hands an event to the event loop; from any thread. An exception is the last one."""
+        """Puts an event into the queue, from any thread. An exception is the last event."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def check(self) -> None:
-        """Raises Cancelled where the client is gone."""
+        """Raises Cancelled if the client has disconnected."""
         if self.cancelled.is_set():
             raise Cancelled
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One answer, or one text's vector: the ``choice``-th to its prompt, the ``index``-th of its request.
+    """One answer or embedding to compute: the ``choice``-th for its prompt, the ``index``-th of its request.
 
-    lora: the name of the one beside the weights; None: without.
+    lora: the name of the LoRA to apply; None: none.
     """
 
     channel: Channel
@@ -132,7 +132,7 @@ GAUGES = {
 
 
 class Metrics:
-    """What the server counts, for Prometheus. Names end in their unit; what was never measured is absent."""
+    """The metrics of the server, for Prometheus. Names end in their unit; a metric without a value is absent."""
 
     def __init__(self) -> None:
         self.registry, self._lock = CollectorRegistry(), threading.Lock()
@@ -142,7 +142,7 @@ class Metrics:
         self.record(**dict.fromkeys(COUNTERS, 0.0))
 
     def record(self, estimated: bool = False, /, **values: float | None) -> None:
-        """Adds to counters and set gauges, but those that were not measured. estimated: they are called so."""
+        """Adds to counters and sets gauges, but for None. estimated: whether "estimated" goes into their names."""
         for name, value in values.items():
             if value is None:
                 continue
@@ -155,7 +155,7 @@ class Metrics:
             metric.inc(value) if name in COUNTERS else metric.set(value)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns name to value, without the request counts."""
+        """Returns the values by name, without the counts of requests."""
         return {
             sample.name: sample.value
             for metric in self.registry.collect()
@@ -165,10 +165,10 @@ class Metrics:
 
 
 class SessionPool:
-    """At most ``budget_bytes`` of caches, least recently used first to go; for any thread.
+    """Sessions with at most ``budget_bytes`` of caches, of which the least recently used is reused; thread-safe.
 
-    base: a loaded session, the first of the pool; the others share its weights. slots: how many may be acquired at
-    once: there are always so many. Raises MemoryBudgetError where their caches don't fit.
+    base: a loaded session, the first of the pool, whose weights the others share. slots: the number of sessions
+    that can be acquired at once. Raises MemoryBudgetError if the caches of these don't fit the memory.
     """
 
     def __init__(self, base: Session, budget_bytes: int, slots: int = 1) -> None:
@@ -176,7 +176,7 @@ class SessionPool:
         self.capacity = max(slots, budget_bytes // max(1, base.nbytes))
         self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
         self._idle = list(self._all)  # least recently used first
-        self._sources: list[Session] = []  # idle, and being copied: not to be taken meanwhile
+        self._sources: list[Session] = []  # idle sessions that are being copied, which can't be acquired meanwhile
         self._changed = threading.Condition()
 
     @property
@@ -186,15 +186,15 @@ class SessionPool:
 
     @property
     def n_sessions(self) -> int:
-        """Conversations that are kept."""
+        """The number of conversations in the pool."""
         return len(self._all)
 
     def acquire(self, prompt: Prompt, lora: str | None = None) -> tuple[Session, Prompt]:
-        """A session rewound to the longest beginning of a prompt that is cached, and what it still has to read.
+        """Returns a session that has cached the longest prefix of a prompt, and the rest of the prompt.
 
-        Of those with this LoRA alone: what another has read are other keys and values. One whose conversation goes
-        on is taken itself. One that only begins alike is copied, so that it can go on too; who needs that one, or
-        finds no other, waits for the end of the copy. Give the session back with `release`.
+        Only sessions with the same LoRA count, as another LoRA makes other keys and values. A session whose whole
+        conversation is a prefix is returned itself. One that shares only its beginning is copied, so that its own
+        conversation can go on; a caller that needs a session being copied waits. `release` gives it back.
         """
         with self._changed:
             while (choice := self._choose(prompt, lora)) is None:
@@ -205,7 +205,7 @@ class SessionPool:
                 self._sources.append(source)
         try:
             if source:
-                with contextlib.suppress(MemoryBudgetError):  # it is read again instead
+                with contextlib.suppress(MemoryBudgetError):  # the prompt is read again instead
                     session.copy_from(source)
             return session, session.align(prompt)
         except BaseException:
@@ -218,7 +218,7 @@ class SessionPool:
                     self._changed.notify_all()
 
     def borrow(self, lora: str | None) -> Session:
-        """A session with this LoRA for work apart from its conversation, which stays; to `release`."""
+        """Returns a session with this LoRA for work that keeps its conversation; `release` gives it back."""
         with self._changed:
             while (session := self._latest(lora) or self._spare()) is None:
                 self._changed.wait()
@@ -226,18 +226,18 @@ class SessionPool:
             return session
 
     def release(self, session: Session) -> None:
-        """Gives a session of `acquire` back; it is then the most recently used one."""
+        """Takes a session of `acquire` or `borrow` back, as the most recently used one."""
         with self._changed:
             self._idle.append(session)
             self._changed.notify_all()
 
     def _choose(self, prompt: Prompt, lora: str | None) -> tuple[Session, Session | None] | None:
-        """The session to take, and the one to copy into it; None: what it needs is being copied for another one.
+        """Returns the session to acquire, and one to copy into it or None; None where it is better to wait.
 
-        Reading again what a copy holds would take longer than waiting for it.
+        Waiting for a session that is being copied takes less time than reading its prefix again.
         """
         alike = [session for session in reversed(self._idle) if session.lora == lora]
-        alike.sort(key=lambda session: session in self._sources)  # of equal ones one that can be taken now
+        alike.sort(key=lambda session: session in self._sources)  # of equal ones, first those that can be acquired
         closest = max(alike, key=lambda session: session.shared_prefix(prompt), default=None)
         shared = closest.shared_prefix(prompt) if closest else 0
         goes_on = closest is not None and shared == len(closest.tokens)
@@ -253,15 +253,15 @@ class SessionPool:
     def _take(self, session: Session, lora: str | None) -> None:
         if session.lora != lora:
             session.use_lora(lora)
-        self._idle.remove(session)  # last: what fails before leaves it in the pool
+        self._idle.remove(session)  # last: an error before leaves it in the pool
 
     def _latest(self, lora: str | None) -> Session | None:
-        """The most recently used session with this LoRA that can be taken now."""
+        """Returns the most recently used session with this LoRA that can be acquired now."""
         free = (session for session in reversed(self._idle) if session not in self._sources)
         return next((session for session in free if session.lora == lora), None)
 
     def _spare(self) -> Session | None:
-        """A session to overwrite: a new one while there is room, else the least recently used; None: none now."""
+        """Returns a new session if there is room, else the least recently used one; None if none is idle."""
         if len(self._all) < self.capacity:
             try:
                 session = self.base.fork()
@@ -275,11 +275,12 @@ class SessionPool:
 
 
 class Engine:
-    """Owns the model. Everything that computes runs in its threads; `submit` may be called from any other.
+    """The owner of the model, whose threads do all computing; `submit` can be called from any other thread.
 
-    slots: answers that are made at once, of a session that was loaded for so many. queue_limit: requests that may
-    wait. pool_bytes: of all conversations' caches. max_new_tokens: of an answer whose request sets no limit.
-    power: meters each answer's decoding. Raises ConfigError where the model's own settings can't be read.
+    slots: the number of answers computed at once, which the session was loaded for. queue_limit: the number of
+    requests that may wait. pool_bytes: the bytes of all conversations' caches. max_new_tokens: the limit of
+    answers whose request sets none. power: the meter of decoding. Raises ConfigError if the model's sampling
+    defaults can't be read.
     """
 
     def __init__(
@@ -315,7 +316,7 @@ class Engine:
             thread.start()
 
     def stop(self) -> None:
-        """Ends all answers with an error; the threads stop at their next token or layer: see `join`."""
+        """Ends all answers with an error; the threads stop at their next token or layer."""
         with self._changed:
             self._stopping = True
             for job in (*self._active, *(job for jobs in self._queue for job in jobs)):
@@ -324,7 +325,7 @@ class Engine:
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Waits for the threads of an engine that was stopped, but no longer than that."""
+        """Waits for the threads of a stopped engine, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -332,7 +333,7 @@ class Engine:
     def submit(
         self, channel: Channel, request: AnyRequest, prompts: Sequence[EncodedPrompt], lora: str | None = None
     ) -> None:
-        """Queues n answers to each prompt, in OpenAI's order.
+        """Queues the answers to each prompt, in OpenAI's order.
 
         Raises RequestError: 429 where the queue is full, 503 after `stop`.
         """
@@ -349,7 +350,7 @@ class Engine:
             self._count_jobs()
 
     def answer(self, job: Job) -> AnswerEnd | EmbeddingVector:
-        """Emits the text; return the end. Raises Cancelled, and an EdgeKVError where it can't be made."""
+        """Computes an answer, emits its text, and returns its end. Raises Cancelled or an EdgeKVError."""
         request, ids = job.request, job.prompt.ids
         if isinstance(request, EmbeddingRequest):
             session = self.pool.borrow(job.lora)
@@ -388,7 +389,7 @@ class Engine:
                 job.channel.cancelled.set()  # the request's other answers
 
     def _next(self) -> Job | None:
-        """Waits for a job whose client is still there; None: the end. Requests take turns, answer by answer."""
+        """Waits for the next job, and returns it; None once stopped. Requests take turns, answer by answer."""
         with self._changed:
             while True:
                 self._forget_gone()
@@ -405,7 +406,6 @@ class Engine:
             return self._active[-1]
 
     def _forget_gone(self) -> None:
-        """Drop the requests whose clients are gone."""
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())
         self._count_jobs()
 
@@ -414,7 +414,7 @@ class Engine:
         self.metrics.record(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
     def _generate(self, job: Job, request: Request, session: Session, new: Prompt) -> AnswerEnd:
-        prompts, made, n_sent = self.prompts, list[Step](), 0  # of these
+        prompts, made, n_sent = self.prompts, list[Step](), 0  # n_sent: steps that were emitted
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
         params = request.sampling(self.sampling, job.choice)
         sampler = Sampler(params, session.config.vocab_size, request.n_logprobs)
@@ -456,7 +456,7 @@ class Engine:
                     job.channel.check()
         finally:
             n_kept, usage = self._remember(session, made), self._count(session, n_prompt, timings.n_cached)
-        if sampler.logprobs and n_kept > n_sent:  # of tokens that belong to the text, without what ended it
+        if sampler.logprobs and n_kept > n_sent:  # log probabilities of tokens without text
             emit("", n_kept)
         return AnswerEnd(job.index, made[-1].finish_reason or "length", usage, current(True))
 
@@ -473,7 +473,7 @@ class Engine:
             raise RequestError(400, str(error), param=param) from None
 
     def _remember(self, session: Session, made: Sequence[Step]) -> int:
-        """Keeps the answer's own tokens; return how many belong to its text."""
+        """Remembers the answer's tokens, for when the client sends its text back; returns the number of them."""
         text, tokens = "".join(step.text for step in made), [step.token for step in made]
         ids = answer_ids(self.prompts.tokenizer, tokens, text)
         session.rewind(len(session.tokens) - len(tokens) + len(ids))
@@ -497,7 +497,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _metered(self, session: Session) -> Iterator[None]:
-        """Measures an answer's decoding, by a source of its own: samples of a day would not stay in memory."""
+        """Measures the energy of an answer's decoding, with a source of its own, as a day's samples are many."""
         source = self._power
         if source is None:
             yield
@@ -524,21 +524,21 @@ def _stopped() -> RequestError:
 
 
 class Timings:
-    """Where an answer is, by the names of llama.cpp's server. n_prompt: tokens of the whole prompt."""
+    """The timings of an answer, with the names of llama.cpp's server. n_prompt: the tokens of the whole prompt."""
 
     def __init__(self, session: Session, n_prompt: int) -> None:
         self._session, self._n_prompt = session, n_prompt
         self._begun_s = self._counted_s = time.perf_counter()
-        self.made_s: list[float] = []  # when each token was made
+        self.made_s: list[float] = []  # the time of each token
         self._bytes: dict[str, int] = {}
 
     @property
     def n_cached(self) -> int:
-        """Tokens of the prompt that need not be computed, once it is being read."""
+        """The number of the prompt's tokens that were cached, once it is being read."""
         return max(0, self._n_prompt - self._session.n_read)
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
-        """Returns the values after a layer of the prompt; None where they were told a moment ago."""
+        """Returns the progress after a layer of the prompt; None within INTERVAL_S of the last."""
         if not self._count_bytes(layer == n_layers):
             return None
         n_cached = self.n_cached
@@ -546,7 +546,7 @@ class Timings:
         return {"total": self._n_prompt, "cache": n_cached, "processed": done, **self._bytes}
 
     def as_json(self, count_bytes: bool) -> dict[str, Any]:
-        """Returns counts, milliseconds and bytes, which are counted again at once or after INTERVAL_S."""
+        """Returns counts, milliseconds and bytes. count_bytes: measure bytes again even within INTERVAL_S."""
         self._count_bytes(count_bytes)
         first_s, n_made = self.made_s[0], len(self.made_s)
         writing_s = self.made_s[-1] - first_s
@@ -561,7 +561,7 @@ class Timings:
         }
 
     def _count_bytes(self, at_once: bool) -> bool:
-        """Returns whether the bytes were counted: not where that was done a moment ago."""
+        """Measures the bytes and returns True, or False within INTERVAL_S of the last time, unless ``at_once``."""
         now = time.perf_counter()
         if not at_once and now - self._counted_s < INTERVAL_S:
             return False
@@ -570,7 +570,7 @@ class Timings:
 
 
 def cache_bytes(caches: Sequence[LayerState]) -> dict[str, int]:
-    """Returns what the tokens in caches take, without what is set aside for more of them, and what f16 would."""
+    """Returns the bytes of the tokens in caches, without spare capacity, and the bytes in f16."""
     held, plain = [cache for cache in attending(caches) if cache.n_seen], CacheSpec.parse(EXACT)
     return {
         "kv_cache_bytes": sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held),

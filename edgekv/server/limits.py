@@ -1,4 +1,4 @@
-"""What all clients together may cost: connections, the time for a request, memory for bodies, lines in the log."""
+"""Limits on what clients can cost: connections, time per request, memory for bodies, lines in the log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from edgekv.server.requests import RequestError
 
 LOG = logging.getLogger("edgekv.server")
-SMALL = 64 << 10  # bytes of a body
+SMALL = 64 << 10  # bytes of a body that are not counted
 LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
-DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
+DRAINED = 8  # times the limit that are read and discarded: a client that is still sending reads no answer
 LOG_INTERVAL_S = 60.0  # between two lines of the same kind
 ENDING_S = 0.3  # for the last events of answers when the server ends
 GRACE_S = 2.0  # for the answer that says a request came too slowly
@@ -31,9 +31,9 @@ GRACE_S = 2.0  # for the answer that says a request came too slowly
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """A request's bytes, the seconds that its sending may take in all, open connections.
+    """The limits of a request's bytes, of the seconds to send it, and of open connections.
 
-    max_bodies: bytes of all requests that are read, wait or are answered, parsed and as tokens.
+    max_bodies: bytes in memory of all requests that are being read, waiting or answered.
     """
 
     max_request: int = 1 << 20
@@ -43,20 +43,20 @@ class ServerLimits:
 
 
 class BodyMemory:
-    """Bytes of requests in memory. The first SMALL of each are free, so that large ones shut no small one out."""
+    """The memory for bodies of requests. The first SMALL bytes of each are free, so that small ones always fit."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free = self.max_bytes = max_bytes
 
 
 class BodyShare:
-    """What one request has taken, until it is closed."""
+    """The share of one request in `BodyMemory`, until it is closed."""
 
     def __init__(self, bodies: BodyMemory) -> None:
         self._bodies, self.taken, self._parsed = bodies, 0, 0
 
     def resize(self, nbytes: int) -> None:
-        """Takes so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
+        """Changes the share to ``nbytes``. Raises RequestError: 503 if that is too much now, 413 if always."""
         taken = max(0, nbytes - SMALL)
         if taken > self._bodies.max_bytes:
             message = f"the request and its answers take {nbytes} bytes of memory"
@@ -67,23 +67,23 @@ class BodyShare:
         self.taken = taken
 
     def parse(self, data: bytes | bytearray) -> None:
-        """Takes what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
+        """Adds an upper bound of the body's parsed JSON to its bytes. Raises as `resize`."""
         text = len(data) * (1 if data.isascii() and b"\\u" not in data else 4)
         weights = ((b",", 72), (b"[", 104), (b"{", 96), (b":", 160))
         self._parsed = text + sum(nbytes * data.count(mark) for mark, nbytes in weights)
         self.resize(len(data) + self._parsed)
 
     def hold(self, n_ids: int, nbytes: int) -> None:
-        """Keeps what was parsed, token ids, and so many other bytes. Raises as `resize`."""
+        """Changes the share to the parsed JSON, token ids, and ``nbytes`` of other data. Raises as `resize`."""
         self.resize(self._parsed + 40 * n_ids + nbytes)
 
     def close(self) -> None:
-        """Gives all of it back."""
+        """Gives the share back."""
         self._bodies.free += self.taken
 
 
 async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:
-    """Returns a request's bytes. Raises RequestError: another type, too large, or too slow."""
+    """Returns a request's body. Raises RequestError if it is no JSON, too large or too slow."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         message = "send JSON with the header Content-Type: application/json"
         raise RequestError(415, message, "unsupported_media_type")
@@ -111,9 +111,9 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection whose requests must be whole in time, and whose reader reads.
+    """A connection with a timeout for each request to arrive, and for the client to read its answer.
 
-    awaited: all whose next request has not come whole, the oldest first.
+    awaited: the connections whose next request is incomplete, the oldest first.
     """
 
     def __init__(self, timeout_s: float, max_open: int, awaited: dict[BoundedProtocol, None], **more: Any) -> None:
@@ -123,11 +123,11 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a request is not whole, or what was sent not read, in time."""
+        """Whether a timeout has passed."""
         return time.monotonic() > min(self._request_due_s, self._reading_due_s)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio: where too many are open, that one goes whose request is awaited the longest."""
+        """Called by asyncio: closes the connection that has been silent the longest, if too many are open."""
         super().connection_made(transport)
         self._await_request()
         if len(self.connections) > self._max_open:
@@ -139,39 +139,39 @@ class BoundedProtocol(H11Protocol):
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: forget it."""
+        """Called by asyncio: forgets the connection."""
         self._awaited.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: a request's time begins with its first bytes and ends with its last."""
+        """Called by asyncio: starts the timeout at a request's first bytes, and ends it at the last."""
         super().data_received(data)
         self._update()
         if self in self._awaited and self._request_due_s == math.inf:
             self._await_request()
 
     def on_response_complete(self) -> None:
-        """uvicorn: the next request is awaited."""
+        """Called by uvicorn: awaits the next request."""
         super().on_response_complete()
         self._update()
 
     def pause_writing(self) -> None:
-        """asyncio: the client reads too slowly; it has the timeout to go on."""
+        """Called by asyncio when the client reads too slowly: starts the timeout to go on."""
         super().pause_writing()
         self._reading_due_s = min(self._reading_due_s, time.monotonic() + self._timeout_s)
 
     def resume_writing(self) -> None:
-        """asyncio: the client has read."""
+        """Called by asyncio when the client has read: ends the timeout."""
         super().resume_writing()
         self._reading_due_s = math.inf
 
     def _await_request(self) -> None:
         self._awaited.setdefault(self)
-        # The endpoints answer 408 after the timeout; what they don't wait for ends here.
+        # The endpoints answer 408 after the timeout; this one ends requests that reach no endpoint.
         self._request_due_s = time.monotonic() + self._timeout_s + GRACE_S
 
     def _update(self) -> None:
-        """Notes whether a request, or the rest of one, is awaited: else it keeps its place until it is answered."""
+        """Notes whether a request, or the rest of one, is awaited."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             self._request_due_s = math.inf
@@ -181,7 +181,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn within `ServerLimits`, whose answers and clients have a short end. stop: ends all answers."""
+    """A uvicorn server with `ServerLimits` that shuts down quickly. stop: the function that ends all answers."""
 
     def __init__(self, app: Any, limits: ServerLimits, stop: Callable[[], object] = lambda: None) -> None:
         self._stop = stop
@@ -196,7 +196,7 @@ class BoundedServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 use_colors=False,
-                # So many are accepted before one is looked at: more could find no file descriptor.
+                # All of the backlog are accepted before one is checked: more could exhaust the file descriptors.
                 backlog=min(256, descriptors // 4),
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=5,
@@ -207,20 +207,20 @@ class BoundedServer(uvicorn.Server):
             logging.getLogger(name).addFilter(LogLimit())
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn: on listening sockets, which it takes over and closes."""
+        """Serves on listening sockets, which it takes over and closes."""
         # With this protocol asyncio sets TCP_NODELAY: else an answer's end waits 40 ms for an acknowledgement.
         tcp = socket.IPPROTO_TCP
         super().run([socket.socket(s.family, s.type, tcp, fileno=s.detach()) for s in sockets or ()])
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn, ten times a second: cut off who is too slow."""
+        """Called by uvicorn ten times a second: closes connections whose timeout has passed."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, BoundedProtocol) and connection.is_overdue:
                 connection.transport.abort()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn: accepts no more; clients have ENDING_S to read how their answers end."""
+        """Called by uvicorn: ends all answers, and gives clients ENDING_S to read their end."""
         self._stop()
         asyncio.get_running_loop().call_later(ENDING_S, self._abort)
         await super().shutdown(sockets)
@@ -233,10 +233,10 @@ class BoundedServer(uvicorn.Server):
 
 
 class LogLimit(logging.Filter):
-    """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log.
+    """A filter that lets a line of each kind pass once in LOG_INTERVAL_S, so that no client can fill the disk.
 
-    A kind: the place that logs, with the type of the exception and the place that raised it, where there is one.
-    What is cancelled at the server's end is no failure.
+    The kind of a line is its place in the code, with the type and place of its exception. Cancelled tasks are not
+    logged.
     """
 
     def __init__(self) -> None:

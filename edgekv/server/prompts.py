@@ -1,4 +1,4 @@
-"""From a request to token ids: the chat template with its tools and images, and the grammar of tool calls."""
+"""The prompts of requests: chat templates with tools and images, as token ids; and the grammar of tool calls."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from edgekv.vision.images import picture_of
 from edgekv.vision.model import Embeddings, Prompt, check_places, place_images, require_places
 
 REMEMBERED_ANSWERS = 512
-KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each
-LOOKED_BACK = 8  # tokens of a prompt's end, among which the beginning of the reasoning is looked for
+KNOWN = 64  # latest answers of a conversation whose own tokens are used; the template is rendered once for each
+LOOKED_BACK = 8  # last tokens of a prompt, in which the mark of reasoning is searched
 KEPT_IMAGES = 16  # files and their embeddings, some MB each
 THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's token ids. thinks: the answer begins within the model's reasoning.
+    """A prompt's token ids. thinks: whether the answer begins within the model's reasoning.
 
-    images: the bytes of files, in the order of their places among the ids.
+    images: the content of the image files, in the order of their tokens.
     """
 
     ids: list[int]
@@ -41,10 +41,9 @@ class EncodedPrompt:
 
 
 class RequestEncoder:
-    """Encodes for one model. From any thread.
+    """An encoder of requests for one model; thread-safe.
 
-    form: how the model writes tool calls. marks: texts by token id, of the special tokens among MARKS, which
-    decode to nothing.
+    form: the format of the model's tool calls. marks: the texts of the special tokens among MARKS, by token id.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, ctx: int, vocab_size: int) -> None:
@@ -57,7 +56,7 @@ class RequestEncoder:
         self._lock = threading.Lock()
 
     def encode(self, request: AnyRequest) -> list[EncodedPrompt]:
-        """Returns the prompts' tokens. Raises RequestError where one does not fit, or is empty."""
+        """Returns the tokens of each prompt. Raises RequestError if one does not fit, or is empty."""
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
         field = request.names.get("prompt", "prompt")
@@ -65,13 +64,13 @@ class RequestEncoder:
         return [EncodedPrompt(self.ids(prompt, field)) for prompt in prompts]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
-        """Returns a text's ids, or ids as they are. Raises RequestError, which blames the field."""
+        """Returns the token ids of a text, or checked ids. Raises RequestError, which names the field."""
         if isinstance(text, str):
             return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
         return self._checked(list(text), field)
 
     def remember(self, text: str, ids: list[int]) -> None:
-        """Keeps an answer's own tokens: the next request brings back its text alone."""
+        """Remembers an answer's tokens, as the next request contains its text only."""
         with self._lock:
             self._answers[text] = array("i", ids)
             self._answers.move_to_end(text)
@@ -110,14 +109,14 @@ class RequestEncoder:
         return ids
 
     def _special(self, mark: str) -> tuple[int, str] | None:
-        """Returns the id of a mark that is a special token."""
+        """Returns (id, mark) if the mark is one special token, else None."""
         ids = self.tokenizer.encode(mark, bos=False)
         special = [i for i in ids if not self.tokenizer.token_bytes(i)]
         return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
 
 
 def decoded(url: str, name: str) -> bytes:
-    """Returns the bytes of a data URL. Raises RequestError: anything else is not fetched."""
+    """Returns the bytes of a data URL. Raises RequestError for any other URL, which is not fetched."""
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
@@ -129,14 +128,14 @@ def decoded(url: str, name: str) -> bytes:
 
 
 class Images:
-    """The images of all conversations as the model sees them, the latest KEPT_IMAGES kept; for any thread."""
+    """A cache of the embeddings of the latest KEPT_IMAGES images; thread-safe."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._embedded = functools.lru_cache(KEPT_IMAGES)(self._embed)
 
     def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
-        """Returns the prompt with images at its image tokens. ImageError: no image, or a model that sees none."""
+        """Returns the prompt with embeddings at its image tokens. Raises ImageError for an unreadable image."""
         token = self._session.model.image_token
         if not files:
             if token is not None:
@@ -154,10 +153,11 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """A call is begin, opening, {"name": ..., KEY: {...}}, closing; or, with ``args``: begin, name, args, {...}.
+    """A format of tool calls: begin, opening, {"name": ..., KEY: {...}}, closing.
 
-    begin: the mark of a call; "": the answer is a call where it begins with a brace. key: of the arguments.
-    separator: between calls behind one mark; None: each has its own.
+    args: the mark between name and arguments, where a call is: begin, name, args, {...}; "": not so.
+    begin: the mark of a call; "": an answer that begins with a brace is a call. key: the key of the arguments.
+    separator: the text between calls after one mark; None: each call has its own mark.
     """
 
     begin: str
@@ -184,7 +184,7 @@ To call a function answer with its name and its arguments as JSON, and nothing a
 
 
 def find_format(template: str) -> ToolFormat:
-    """Returns the format of the model whose chat template's source is given."""
+    """Returns the format of tool calls that a chat template's source uses."""
     if "[TOOL_CALLS]" in template:
         return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
     if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
@@ -193,7 +193,7 @@ def find_format(template: str) -> ToolFormat:
 
 
 def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
-    """Returns the tools as templates take them."""
+    """Returns tool definitions for chat templates."""
     return [
         {
             "type": "function",
@@ -208,9 +208,9 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
-    """Returns the messages with tools, calls and results in words, for a template that knows none of these.
+    """Returns the messages with tools, calls and results as text, for a template without tools.
 
-    The tools stand in the first question: some templates take no system message.
+    The tools are described in the first question, as some templates take no system message.
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
@@ -242,9 +242,9 @@ def _written(name: str, arguments: Any, form: ToolFormat) -> str:
 def tools_grammar(
     tools: Tools, form: ToolFormat, marks: Mapping[int, str], schema: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
+    """Returns the Lark grammar, for llguidance, of answers with calls; without other text if calls are forced.
 
-    marks: of special tokens, by id. schema: of the text where there is no call.
+    marks: the texts of special tokens, by id. schema: the JSON schema of an answer without calls.
     """
     tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
 
@@ -255,7 +255,7 @@ def tools_grammar(
     for i, function in enumerate(tools.callable):
         arguments: dict[str, Any] = {"type": "object", **(function.parameters or {})}
         if "properties" in arguments and not OPEN & arguments.keys():
-            arguments["additionalProperties"] = False  # those that it names and no others, unless it says so
+            arguments["additionalProperties"] = False  # no properties but the declared ones, by default
         head, tail = f"{quoted(function.name)} {quoted(form.args)}", ""
         if not form.args:
             head, tail = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": '), '"}"'

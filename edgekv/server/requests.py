@@ -1,8 +1,8 @@
-"""Requests of OpenAI's API: JSON's bytes to structs that msgspec checks, and what each asks of the model.
+"""Requests of OpenAI's API: structs that msgspec fills from JSON and checks.
 
-Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings), and what
-llama.cpp's server adds to it (top_k, min_p, chat_template_kwargs, return_progress, timings_per_token). Null is as
-good as absent; absent settings are the model's own; a field that is not declared is refused.
+Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings), with the additions of
+llama.cpp's server (top_k, min_p, chat_template_kwargs, return_progress, timings_per_token). Null means absent;
+absent settings have the model's defaults; undeclared fields are refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from edgekv.text import as_text
 from edgekv.text.template import PLACEHOLDER
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
-LEVELS = 128  # of lists and objects in each other
-LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
+LEVELS = 128  # of nested lists and objects
+LOGPROB_BYTES = 200  # of a log probability with its token, as Python objects and JSON
 FAILED = "the server failed on this request; its log says why"
 SAMPLING = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("seed", "repetition_window")]
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
@@ -48,12 +48,12 @@ IsFunction = Annotated[str, Meta(pattern=r"^(function)\Z")]
 
 
 class RequestError(EdgeKVError):
-    """A request that can't be served: HTTP status, OpenAI's error code, and the field that is to blame."""
+    """A request that can't be served. status: the HTTP status; code: OpenAI's; param: the field that is wrong."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message, field=param)
         self.status, self.code, self.param = status, code, param
-        # OpenAI's clients wait and ask again where the same request may be served later.
+        # OpenAI's clients retry a request that may be served later.
         self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
 
     def as_json(self) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class RequestError(EdgeKVError):
 
 
 def bad_field(name: str, value: Any, accepted: str) -> RequestError:
-    """Returns the error that names a field, its value and what is accepted."""
+    """Returns the error for a field's value. accepted: a description of the accepted values."""
     return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
 
 
 def request_error(error: BaseException, names: Mapping[str, str] | None = None) -> RequestError:
-    """Returns an error as an answer: 503 where memory is short or a pass was interrupted, 500 for our own fault.
+    """Returns any error as a RequestError: 503 for lack of memory or an interruption, 500 for a fault of edgekv.
 
-    names: the endpoint's fields by the library's parameters.
+    names: the endpoint's fields, by parameters of the library.
     """
     if isinstance(error, RequestError):
         return error
@@ -86,7 +86,7 @@ def request_error(error: BaseException, names: Mapping[str, str] | None = None) 
 
 
 class StrictStruct(Struct, forbid_unknown_fields=True):
-    """An object without fields that are not declared."""
+    """The base of JSON objects that refuse undeclared fields."""
 
 
 class ImageUrl(StrictStruct):
@@ -95,7 +95,7 @@ class ImageUrl(StrictStruct):
 
 
 class Part(StrictStruct):
-    """A text or an image."""
+    """A part of a message: a text or an image."""
 
     type: Annotated[str, Meta(pattern=r"^(text|image_url)\Z")]
     text: str = ""
@@ -111,13 +111,13 @@ class CalledFunction(StrictStruct):
     arguments: str = "{}"  # JSON, as the model wrote it
 
     def as_turn(self) -> dict[str, Any]:
-        """Returns what templates take: the object that the JSON holds; a text without one stays as it is."""
+        """Returns the call for chat templates, with its arguments as an object if they are valid JSON."""
         value = json_value(self.arguments)
         return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
 
 
 class ToolCall(StrictStruct):
-    """A call in an answer, as the client sends it back; as a choice, the tool that must be called."""
+    """A call in an earlier answer; in tool_choice, the tool that must be called."""
 
     function: CalledFunction
     id: str = ""
@@ -126,7 +126,7 @@ class ToolCall(StrictStruct):
 
 
 class Message(StrictStruct):
-    """A turn. What OpenAI's own answers have beside role and content may come back, empty."""
+    """A message of a chat. Other fields of OpenAI's own answers are accepted if they are empty."""
 
     role: Annotated[str, Meta(pattern=r"^(system|developer|user|assistant|tool)\Z")]
     content: str | list[Part] | None = None
@@ -141,14 +141,14 @@ class Message(StrictStruct):
 
     @property
     def images(self) -> list[str]:
-        """Their URLs, in order."""
+        """The URLs of the images, in order."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if part.image_url]
 
     def as_turn(self, place: str) -> dict[str, Any]:
-        """Returns what chat templates take: one text, with a mark for each image, and arguments as objects.
+        """Returns the message for chat templates: one text, with a mark for each image, and calls as objects.
 
-        place: the message's name in errors. Raises RequestError.
+        place: the name of the message in errors. Raises RequestError.
         """
         role = "system" if self.role == "developer" else self.role
         if self.content is None and role != "assistant":
@@ -198,21 +198,21 @@ class JsonSchema(StrictStruct):
 
 
 class ResponseFormat(StrictStruct):
-    """Text, any JSON object, or JSON of a schema."""
+    """The format of the answer: text, any JSON object, or JSON of a schema."""
 
     type: Annotated[str, Meta(pattern=r"^(text|json_object|json_schema)\Z")]
     json_schema: JsonSchema | None = None
 
 
 class StreamOptions(StrictStruct):
-    include_usage: bool | None = None  # a last chunk with the counts
+    include_usage: bool | None = None  # whether a last chunk has the counts
     include_obfuscation: bool | None = None
 
 
 class Tools(NamedTuple):
-    """Functions in the prompt, and those that can be called, perhaps none.
+    """The functions in the prompt, and those of them that can be called.
 
-    forced: at least one call, and nothing else. several: more than one call may come.
+    forced: whether the answer consists of calls. several: whether it can have more than one.
     """
 
     functions: tuple[Function, ...]
@@ -222,9 +222,9 @@ class Tools(NamedTuple):
 
 
 class Request(StrictStruct, kw_only=True):
-    """What chat and text completions share: one type from the client to the answer.
+    """The fields that chat and text completions share. `SamplingParams` checks the ranges of its settings.
 
-    names: the endpoint's fields by the library's parameters. The ranges of settings are `SamplingParams`'.
+    names: the endpoint's fields, by parameters of the library.
     """
 
     names: ClassVar[Mapping[str, str]] = {"json_schema": "response_format"}
@@ -247,7 +247,7 @@ class Request(StrictStruct, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     response_format: ResponseFormat | None = None
-    # Fields of OpenAI's API that change nothing here, with any value.
+    # Accepted and ignored, with any value.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -264,7 +264,7 @@ class Request(StrictStruct, kw_only=True):
             raise RequestError(400, f"{name!r} is missing", param=name)
 
     def sampling(self, defaults: SamplingParams, choice: int = 0) -> SamplingParams:
-        """Returns the settings of the n-th answer: a seed counts up. defaults: where the request says nothing."""
+        """Returns the settings of answer ``choice``, which is added to the seed. defaults: for absent settings."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed % (1 << 64) + choice
         try:
@@ -274,7 +274,7 @@ class Request(StrictStruct, kw_only=True):
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer is held to."""
+        """The JSON schema of the answer; None: any text."""
         form = self.response_format
         if form is None or form.type == "text":
             return None
@@ -289,17 +289,17 @@ class Request(StrictStruct, kw_only=True):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many of the likeliest tokens beside each chosen one; None: no log probabilities."""
+        """The number of likeliest tokens to report beside each token; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def tools_allowed(self) -> Tools | None:
-        """The tools in the prompt, if any."""
+        """The tools of the request, if any."""
         return None
 
 
 class ChatRequest(Request, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     names: ClassVar = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
 
@@ -344,7 +344,7 @@ class ChatRequest(Request, kw_only=True):
 
     @property
     def tools_allowed(self) -> Tools | None:
-        """All tools are in the prompt whatever the choice: what is cached of it serves the next request too."""
+        """The tools. All are in the prompt whatever tool_choice says, so that the next request finds it cached."""
         choice, functions = self.tool_choice, tuple(tool.function for tool in self.tools or ())
         several, forced = self.parallel_tool_calls, choice not in ("none", "auto")
         if not functions and not forced:
@@ -356,7 +356,7 @@ class ChatRequest(Request, kw_only=True):
 
 
 class CompletionRequest(Request, kw_only=True):
-    """POST /v1/completions; a prompt is a text or the ids of its tokens, or a list of such prompts."""
+    """The body of POST /v1/completions. prompt: a text, token ids, or a list of such prompts."""
 
     prompt: Texts
     logprobs: Top | None = None
@@ -378,7 +378,7 @@ class CompletionRequest(Request, kw_only=True):
 
 
 class EmbeddingRequest(StrictStruct, kw_only=True):
-    """POST /v1/embeddings."""
+    """The body of POST /v1/embeddings."""
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     n: ClassVar = 1
@@ -395,7 +395,7 @@ AnyRequest = Request | EmbeddingRequest
 
 
 def logprob_bytes(request: AnyRequest, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
-    """Returns the most that log probabilities take in memory, beside prompts of these lengths."""
+    """Returns an upper bound of the bytes of a request's log probabilities. lengths: tokens of the prompts."""
     if isinstance(request, EmbeddingRequest) or request.n_logprobs is None:
         return 0
     n_tokens = sum(min(request.max_tokens or max_new_tokens, ctx - length + 1) for length in lengths)
@@ -403,10 +403,10 @@ def logprob_bytes(request: AnyRequest, lengths: Iterable[int], ctx: int, max_new
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """Returns a body's value; of a key that an object has twice the last one.
+    """Returns the value of a JSON body; the last value counts if a key is repeated.
 
-    Raises RequestError (400) for what is no JSON (NaN and Infinity are none), holds half of a surrogate pair, or
-    is deeper than LEVELS: whatever writes or walks it later can do so by recursion.
+    Raises RequestError (400) for invalid JSON (NaN and Infinity included), for half of a surrogate pair, and for
+    more than LEVELS nested objects, so that later code can recurse.
     """
     try:
         value = msgspec.json.decode(data)
@@ -422,7 +422,7 @@ def parse_json(data: bytes | bytearray) -> Any:
 
 
 def json_value(text: str) -> Any:
-    """Returns what a text holds; None where it is no JSON."""
+    """Returns the value of a JSON text; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -430,7 +430,7 @@ def json_value(text: str) -> Any:
 
 
 def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
-    """Returns one prompt or several. Raises RequestError where texts and ids are mixed, or one is empty."""
+    """Returns the list of prompts. Raises RequestError if texts and ids are mixed, or one is empty."""
     if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
         return [prompt]
     if len(prompt) > MAX_CHOICES or not all(item != [] and type(item) is type(prompt[0]) for item in prompt):
@@ -439,7 +439,7 @@ def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
 
 
 def read(body: Any, kind: type[T]) -> T:
-    """Returns the body as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
+    """Returns the body as a struct. Raises RequestError (400) with the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
     given = {name: value for name, value in body.items() if value is not None}

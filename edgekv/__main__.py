@@ -14,7 +14,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, _leave)
     from edgekv.cli import main as run
 
-    return run(imported=lambda: signal.signal(signal.SIGINT, before))
+    return run(on_import=lambda: signal.signal(signal.SIGINT, before))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

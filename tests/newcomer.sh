@@ -67,7 +67,7 @@ kill -INT "$server" && wait "$server" || true
 server=
 
 # The prose that the demo model wrote, wherever the package put it.
-prose=$(python -c 'from edgekv.checkpoint.hub import shipped; print(shipped("demo/prose.txt"))')
+prose=$(python -c 'from edgekv.checkpoint.hub import shipped_file; print(shipped_file("demo/prose.txt"))')
 verdict=$(edgekv eval --gate --model demo --text "$prose" --kv kivi2 --ctx 512 --needles 2)
 must 'verdict of the gate' "$verdict" '^recommended: --kv kivi2 '
 warned=$(edgekv run --ctx 1024 --kv kivi2 --prompt 'It was' --max-new-tokens 2 2>&1)

@@ -13,8 +13,8 @@ import pytest
 from helpers import SCHEMES
 
 from edgekv import SamplingParams
-from edgekv.cli import COMMANDS, main, parser
-from edgekv.cli.options import error_text, flag
+from edgekv.cli import COMMANDS, build_parser, main
+from edgekv.cli.options import error_text, option_name
 from edgekv.engine.loading import Options
 from edgekv.errors import EdgeKVError
 
@@ -111,7 +111,7 @@ def test_quantize_makes_a_store_that_runs_elsewhere(
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = parser()
+    whole = build_parser()
     for command in COMMANDS:
         with pytest.raises(SystemExit, match="0"):
             whole.parse_args([command, "--help"])
@@ -185,11 +185,11 @@ def test_every_parameter_has_an_option_of_the_command_line() -> None:
     options = {
         option
         for command in COMMANDS
-        for action in parser()._subparsers._group_actions[0].choices[command]._actions
+        for action in build_parser()._subparsers._group_actions[0].choices[command]._actions
         for option in action.option_strings
     }
     names = [field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind)]
-    assert {flag(name) for name in names} <= options
+    assert {option_name(name) for name in names} <= options
 
 
 # The TAB key

@@ -16,7 +16,7 @@ import tables
 
 import edgekv
 from edgekv import errors
-from edgekv.cli import COMMANDS, parser
+from edgekv.cli import COMMANDS, build_parser
 from edgekv.models import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def unknown(words: list[str]) -> list[str]:
     """What of a command line is no command, or no option of it."""
     if words[0] not in (*COMMANDS, "completion"):
         return [words[0]]
-    sub = _choices(parser())[words[0]]
+    sub = _choices(build_parser())[words[0]]
     for word in words[1:]:
         if word == "--":
             break
@@ -146,7 +146,7 @@ def test_packages_start_what_edgekv_accepts() -> None:
         assert variables["KV"] == tables.CHOSEN
         assert [command.split()[0] for command in commands] == ["warm", "serve"]
         for command in commands:
-            parser().parse_args(shlex.split(string.Template(command).substitute(variables)))
+            build_parser().parse_args(shlex.split(string.Template(command).substitute(variables)))
     settings = dict(re.findall(r"^(\w+)=(.*)$", service, re.M))
     assert "MemoryDenyWriteExecute" not in settings  # it compiles
     cache, variables = f"/var/cache/{settings['CacheDirectory']}", assigned(service, "Environment=")

@@ -16,7 +16,7 @@ from helpers import raises
 from session_parts import put
 
 from edgekv import EdgeKVError
-from edgekv.checkpoint.gguf import Header, imported, open_gguf
+from edgekv.checkpoint.gguf import Header, import_gguf, open_gguf
 from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, TokenizerError
@@ -201,7 +201,7 @@ def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
     with raises(CheckpointError, field="model"):
         Model.open(tmp_path / "absent.gguf")
     path.write_bytes(whole)
-    index = imported(path)[1]
+    index = import_gguf(path)[1]
     path.write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match="cut off inside tensor"):
         open_gguf(path, index)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgekv.checkpoint.hub import HubName, hub_name, name_of, parse_name
+from edgekv.checkpoint.hub import HubName, cached_model_name, parse_hub_name, parse_model_name
 from edgekv.cli import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -220,14 +220,14 @@ def test_names(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a/b", "refs/pr/1", "x/y.gguf"),
         ("a/b", None, "c.gguf"),
     ):
-        assert parse_name(str(HubName(*parts))) == HubName(*parts)
+        assert parse_hub_name(str(HubName(*parts))) == HubName(*parts)
     for text in ("demo", "./a/b", "/a/b", "a/b/c", "a/../b", "a/b:c.bin", "a/b@", "a\n/b"):
-        assert parse_name(text) is None
+        assert parse_hub_name(text) is None
     monkeypatch.chdir(tmp_path)
-    assert hub_name("models/typo") == HubName("models/typo")
+    assert parse_model_name("models/typo") == HubName("models/typo")
     (tmp_path / "models").mkdir()
-    assert hub_name("models/typo") is None  # what lies in a folder that is here is a path
-    assert name_of(tmp_path) is None
+    assert parse_model_name("models/typo") is None  # what lies in a folder that is here is a path
+    assert cached_model_name(tmp_path) is None
 
 
 def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(

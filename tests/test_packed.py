@@ -13,7 +13,7 @@ from packed_cases import BASE, MODELS, PACKED, library_tensors, save, write
 from packed_cases import LIBRARIES as CASES
 
 from edgekv import Session
-from edgekv.checkpoint.quantized import unpacked
+from edgekv.checkpoint.quantized import unpack_tensors
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
@@ -24,7 +24,7 @@ from edgekv.weights.formats import FORMATS
 def of_library(name: str, folder: pathlib.Path) -> Tensors:
     tensors = {f"m.{key}": part for key, part in library_tensors(name).items()}
     file = save(folder, tensors) / "model.safetensors"
-    return unpacked(Tensors.open(file), CASES[name][0])
+    return unpack_tensors(Tensors.open(file), CASES[name][0])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,7 +109,7 @@ def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
                 tensors[part] = change
             try:
                 file = save(tmp_path / f"{part}-{i}", tensors) / "model.safetensors"
-                held = unpacked(Tensors.open(file), config)
+                held = unpack_tensors(Tensors.open(file), config)
                 for tensor in held.values():
                     if tensor.kind:
                         tensor.rows(0, tensor.shape[0])

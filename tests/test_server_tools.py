@@ -16,7 +16,7 @@ from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
 from edgekv.server.answers import AnswerParser
 from edgekv.server.prompts import KNOWN, TOOL_FORMATS, RequestEncoder, tools_grammar
-from edgekv.server.requests import ChatRequest, Function, Tools, read
+from edgekv.server.requests import ChatRequest, Function, Tools, parse_request
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatTemplate
 
@@ -196,7 +196,7 @@ def accepts(session: Session, grammar: str, text: str) -> bool:
 
 
 def functions() -> tuple[Function, ...]:
-    tools = read({"model": "m", "messages": USER, "tools": [WEATHER, CLOCK]}, ChatRequest).tools
+    tools = parse_request({"model": "m", "messages": USER, "tools": [WEATHER, CLOCK]}, ChatRequest).tools
     return tuple(tool.function for tool in tools or ())
 
 
@@ -265,7 +265,9 @@ def test_a_template_that_knows_no_tools_has_them_in_words(session: Session) -> N
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "c", "content": "noon"}]
     prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
-    (prompt,) = prompts.encode(read({"model": "m", "messages": [*USER, *messages], "tools": [CLOCK]}, ChatRequest))
+    (prompt,) = prompts.encode(
+        parse_request({"model": "m", "messages": [*USER, *messages], "tools": [CLOCK]}, ChatRequest)
+    )
     text = tokenizer.decode(prompt.ids)
     assert '"name": "clock"' in text.partition("How is the weather?")[0]
     assert '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
@@ -286,6 +288,6 @@ def test_a_template_is_rendered_for_the_latest_answers_alone(
     prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     prompts.remember("x", tokenizer.encode("x", bos=False))
     messages = [*USER, {"role": "assistant", "content": "x"}] * 200 + USER
-    (prompt,) = prompts.encode(read({"model": "m", "messages": messages}, ChatRequest))
+    (prompt,) = prompts.encode(parse_request({"model": "m", "messages": messages}, ChatRequest))
     assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
     assert len(rendered) <= KNOWN + 2

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import BPE, FORMATS, make_folders, make_sentencepiece, make_spaced_json, stream, write_json
 
-from edgekv.checkpoint.gguf import imported
+from edgekv.checkpoint.gguf import import_gguf
 from edgekv.errors import TokenizerError
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.text.formats import read_pieces
@@ -186,7 +186,7 @@ def test_a_gguf_file_has_the_ids_of_what_it_was_made_from(
 ) -> None:
     source = shared / place
     path = gguf_writer.write_vocabulary(tmp_path, lambda writer: gguf_writer.write_tokenizer(writer, source))
-    ours, theirs = load_tokenizer(imported(path)[0]), load_tokenizer(source)
+    ours, theirs = load_tokenizer(import_gguf(path)[0]), load_tokenizer(source)
     assert ours.eos_ids == theirs.eos_ids
     texts = [text for text, _ in read_cases(shared / "tokenizers" / cases)]
     for text in [*texts, *TEXTS_OF_FILES, *(["a<|endoftext|>b"] if cases == "gpt2" else [])]:
@@ -215,7 +215,7 @@ def test_how_texts_are_cut(split: str, cuts: list[str], tmp_path: pathlib.Path) 
         writer.add_token_types([1] * len(tokens))
         writer.add_token_merges(["a b"])
 
-    folder, _ = imported(gguf_writer.write_vocabulary(tmp_path, fill))
+    folder, _ = import_gguf(gguf_writer.write_vocabulary(tmp_path, fill))
     found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer.pre_tokenize_str(
         "".join(cuts)
     )
@@ -238,7 +238,7 @@ def test_special_tokens_and_the_chat_template(tmp_path: pathlib.Path) -> None:
         writer.add_chat_template("{{ messages }}")
 
     path = gguf_writer.write_vocabulary(tmp_path, fill)
-    folder, _ = imported(path)
+    folder, _ = import_gguf(path)
     tokenizer = load_tokenizer(folder)
     n = len(tokens)
     assert tokenizer.eos_ids == (2, n - 1)

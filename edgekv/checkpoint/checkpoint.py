@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgekv.checkpoint.quantized import unpacked
+from edgekv.checkpoint.quantized import unpack_tensors
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 from edgekv.files import parse_object, read_object, user_path
@@ -71,18 +71,18 @@ def open_checkpoint(
     place = user_path(path)
     folder = place if os.path.isdir(place) else None
     if place.suffix == GGUF:
-        from edgekv.checkpoint.gguf import imported, open_gguf
+        from edgekv.checkpoint.gguf import import_gguf, open_gguf
 
-        beside, index = imported(place)
+        beside, index = import_gguf(place)
         tensors = seen = open_gguf(place, index)
         config_path = None if config is None else user_path(config)
         values = index["config"] if config_path is None else read_config(config_path)
     else:
         if not folder and place.name.endswith(FOREIGN_SUFFIXES):
-            raise _foreign(place, [place.name])
+            raise _unreadable_weights(place, [place.name])
         beside, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
         values, config_path = _find_config(place, beside, tensors, config)
-        seen = unpacked(tensors.unstacked() if stacks_experts(values) else tensors, values)
+        seen = unpack_tensors(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
     def identify(progress: TaskProgress | None) -> str:
         hashes = [file.content_hash(progress) for file in tensors.files]
@@ -110,13 +110,13 @@ def _open_folder(folder: Path) -> Tensors:
         return Tensors.open(folder / files[0])
     if files:
         raise CheckpointError(
-            f"{folder}: holds {len(files)} safetensors files ({listed(files)}) and no {INDEX}; "
+            f"{folder}: holds {len(files)} safetensors files ({shorten_list(files)}) and no {INDEX}; "
             "add the index, or give one of the files"
         )
     if gguf := [name for name in names if name.endswith(GGUF)]:
         raise CheckpointError(f"{folder}: holds no safetensors weights; give its GGUF file: {folder / gguf[0]}")
     if foreign := [name for name in names if name.endswith(FOREIGN_SUFFIXES)]:
-        raise _foreign(folder, foreign)
+        raise _unreadable_weights(folder, foreign)
     raise CheckpointError(f"{folder}: holds no {SINGLE} and no {INDEX}; give a folder with safetensors weights")
 
 
@@ -130,7 +130,7 @@ def _open_shards(folder: Path) -> Tensors:
     if foreign := [shard for shard in shards if Path(shard).name != shard]:
         raise CheckpointError(f"{index}: names the shard {foreign[0]!r}; accepted: file names of its own folder")
     if absent := [shard for shard in shards if not os.path.exists(folder / shard)]:
-        what = f"lacks {len(absent)} of {len(shards)} shards ({listed(absent)})"
+        what = f"lacks {len(absent)} of {len(shards)} shards ({shorten_list(absent)})"
         raise CheckpointError(f"{folder}: {what}; download them")
     tensors = Tensors.open(*(folder / shard for shard in shards))
     for name, shard in homes.items():
@@ -141,10 +141,10 @@ def _open_shards(folder: Path) -> Tensors:
     return tensors
 
 
-def _foreign(path: Path, names: Sequence[str]) -> CheckpointError:
+def _unreadable_weights(path: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {listed(names)} cannot be read, only safetensors weights can; download those, or convert with "
-        "save_pretrained(..., safe_serialization=True) of transformers"
+        f"{path}: {shorten_list(names)} cannot be read, only safetensors weights can; download those, or convert "
+        "with save_pretrained(..., safe_serialization=True) of transformers"
     )
 
 
@@ -174,7 +174,7 @@ def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path 
     path = user_path(given)
     folder = path.parent if path.name in TOKENIZER_FILES else path
     if not holds_tokenizer(folder):
-        raise TokenizerError(f"{path}: holds no tokenizer; accepted are {listed(TOKENIZER_FILES)} or their folder")
+        raise TokenizerError(f"{path}: holds no tokenizer", accepted=[*TOKENIZER_FILES, "their folder"])
     return folder
 
 
@@ -190,7 +190,7 @@ def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
         raise error_class(f"{path}: {error}; download it again, or give another") from None
 
 
-def listed(names: Sequence[str], limit: int = 3) -> str:
+def shorten_list(names: Sequence[str], limit: int = 3) -> str:
     """Returns the first ``limit`` names, and how many more there are, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -288,7 +288,7 @@ def library(what: str) -> Any:
     return gguf
 
 
-def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+def import_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     """Returns the folder with a GGUF file's tokenizer, and its index, which are made at the first call.
 
     Raises CheckpointError for a damaged file, ConfigError for an unsupported one.

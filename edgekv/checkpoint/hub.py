@@ -55,20 +55,20 @@ class HubName:
         return f"{self.repository}{revision}" + (f":{self.file}" if self.file else "")
 
 
-def parse_name(text: str) -> HubName | None:
+def parse_hub_name(text: str) -> HubName | None:
     """Parses ``org/name[@revision][:file.gguf]``; returns None for a text of another form."""
     found = _NAME.fullmatch(text)
     return HubName(*found.groups()) if found and ".." not in text and len(found[1]) <= 96 else None
 
 
-def hub_name(path: str | os.PathLike[str]) -> HubName | None:
+def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
     """Parses a name that is no path; returns None if the path, or its folder, exists."""
     place = user_path(path)
     is_path = os.path.exists(place) or os.path.exists(place.parent)
-    return None if is_path else parse_name(os.fspath(path))
+    return None if is_path else parse_hub_name(os.fspath(path))
 
 
-def name_of(place: pathlib.Path) -> str | None:
+def cached_model_name(place: pathlib.Path) -> str | None:
     """Returns the name of a model at a path in the Hub's cache; None for any other path."""
     folder, file = (place.parent, place.name) if place.suffix == GGUF else (place, None)
     found = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
@@ -99,13 +99,13 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
         about = api.model_info(name.repository, revision=name.revision, files_metadata=True)
-        commit = _checked(about.sha)
-        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_below(file.rfilename)}
+        commit = _safe_name(about.sha)
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_relative(file.rfilename)}
         fetch = functools.partial(_fetch, hub, name, revision=commit)
         if name.file:
             files = [name.file]
         else:
-            _require(CONFIG in sizes, name, f"{CONFIG} with safetensors weights", sizes)
+            _require_file(CONFIG in sizes, name, f"{CONFIG} with safetensors weights", sizes)
             values = read_config(fetch(CONFIG))
             architecture(values)
             quantization_method(values)
@@ -115,9 +115,9 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
             shards = sorted(_shards(fetch(INDEX))) if INDEX in sizes else []
             loose = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
             files = [SINGLE] if SINGLE in sizes else shards or loose
-            _require(bool(shards) or len(files) == 1, name, f"{CONFIG} with safetensors weights", sizes)
+            _require_file(bool(shards) or len(files) == 1, name, f"{CONFIG} with safetensors weights", sizes)
         for file in files:
-            _require(file in sizes, name, f"file {file}", sizes)
+            _require_file(file in sizes, name, f"file {file}", sizes)
         missing = sum(sizes[file] for file in files if _in_cache(name, file, commit) is None)
         cache, host = pathlib.Path(hub.constants.HF_HUB_CACHE), hub.constants.ENDPOINT.partition("://")[2]
         free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
@@ -181,7 +181,7 @@ def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = 
         return found
     folder, url = _folder(hub, name), hub.hf_hub_url(name.repository, file, revision=revision)
     about = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
-    etag, commit = _checked(about.etag), _checked(about.commit_hash)
+    etag, commit = _safe_name(about.etag), _safe_name(about.commit_hash)
     blob, place = folder / "blobs" / etag, folder / "snapshots" / commit / file
     partial = blob.with_name(f"{etag}.edgekv-partial")
     for each in (blob, place):
@@ -216,13 +216,13 @@ def _name_revision(hub: Any, name: HubName, commit: str) -> None:
         atomic_write(reference, commit.encode())
 
 
-def _is_below(file: str) -> bool:
+def _is_relative(file: str) -> bool:
     """Returns whether a file's path stays within its repository."""
     path = pathlib.PurePosixPath(file)
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _checked(name: str | None) -> str:
+def _safe_name(name: str | None) -> str:
     """Returns an ETag or commit of the network that is safe in a path. Raises ValueError for another."""
     if not re.fullmatch(r"(?!\.+$)[\w.:+=-]{1,200}", name or "", re.ASCII):
         raise ValueError(f"its answer has {name!r:.100} for an ETag or a commit")
@@ -257,7 +257,7 @@ def _has_weights(folder: pathlib.Path) -> bool:
         return False
 
 
-def _require(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) -> None:
+def _require_file(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) -> None:
     """Raises CheckpointError, which lists the GGUF files among ``sizes``, unless ``is_there``."""
     if is_there:
         return
@@ -296,14 +296,14 @@ def _transfer(name: HubName) -> Iterator[Any]:
 # Models and shapes that ship with edgekv
 
 
-def shipped(name: str) -> pathlib.Path | None:
+def shipped_file(name: str) -> pathlib.Path | None:
     """Returns the path of a file of `models/`, in the checkout or the installation; None if it is missing."""
     return next((folder / name for folder in (CHECKOUT, INSTALLED) if os.path.isfile(folder / name)), None)
 
 
 def shipped_model(name: str) -> pathlib.Path | None:
     """Returns the folder of a model that ships with edgekv (demo, scenes); None for another name."""
-    found = shipped(f"{name}/config.json")
+    found = shipped_file(f"{name}/config.json")
     return found and found.parent
 
 
@@ -314,7 +314,7 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
     such model, or the download fails.
     """
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
-        place, name = user_path(path), hub_name(path)
+        place, name = user_path(path), parse_model_name(path)
         found = place if os.path.exists(place) else locate(name) if name else shipped_model(os.fspath(path))
         if found is not None:
             return found
@@ -350,7 +350,7 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
 
 def read_shape(shape: str) -> dict[str, Any]:
     """Returns the config of a named shape or a JSON file. Raises ConfigError for an unknown shape."""
-    path = user_path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
+    path = user_path(shape) if shape.endswith(".json") else shipped_file(f"{shape}.json")
     if path is None or not os.path.isfile(path):
         accepted = [*shape_names(), "a path that ends in .json"]
         raise ConfigError("no such shape", field="shape", value=shape, accepted=accepted)

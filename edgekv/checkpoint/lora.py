@@ -100,7 +100,7 @@ class LoraTensor(Tensor):
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
             what = f"is not finite with the LoRA of {self._delta.a.path} in it"
-            raise _wrong(self, what, "give a smaller scale, or another {lora}")
+            raise _tensor_error(self, what, "give a smaller scale, or another {lora}")
         return merged
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ class Lora:
         """Opens FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
         folder, scale = _split(os.fspath(given))
         if not os.path.isfile(folder / CONFIG):
-            raise _refused(f"{folder}: holds no {CONFIG}; {HINT}")
+            raise _lora_error(f"{folder}: holds no {CONFIG}; {HINT}")
         config = _read(folder / CONFIG)
         if not os.path.exists(folder / WEIGHTS):
             raise CheckpointError(f"{folder}: holds no {WEIGHTS}; {HINT}, as safetensors", field="lora")
@@ -135,7 +135,7 @@ class Lora:
         factors = {module: scale * _factor(config, module, *pair) for module, pair in pairs.items()}
         for module, factor in factors.items():
             if not math.isfinite(factor):
-                raise _refused(f"{folder / CONFIG}: the factor of {short_repr(module)} is not finite; {HINT}")
+                raise _lora_error(f"{folder / CONFIG}: the factor of {short_repr(module)} is not finite; {HINT}")
         return cls(folder, scale, tensors, factors, pairs)
 
     @property
@@ -183,13 +183,13 @@ class Lora:
                     f"{(part.rows, part.columns)}: give the model that the LoRA was trained on"
                 )
             if part is None or wrong:
-                raise _refused(f"{self.tensors.path}: the module {short_repr(module)} {wrong}")
+                raise _lora_error(f"{self.tensors.path}: the module {short_repr(module)} {wrong}")
             deltas[part.tensor] = Delta(a, b, self.factors[module], part.conv1d)
         return deltas
 
     def refuse_store(self, store: Path) -> ConfigError:
         """Returns the error for a weight store, whose weights are rounded already."""
-        return _refused(
+        return _lora_error(
             f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and {store} "
             "is a store",
             "give it a name, so that it is applied at run time, or give the original checkpoint, or a store of "
@@ -197,7 +197,7 @@ class Lora:
         )
 
 
-def _refused(problem: str, advice: str = "") -> ConfigError:
+def _lora_error(problem: str, advice: str = "") -> ConfigError:
     return ConfigError(problem, field="lora", advice=advice)
 
 
@@ -249,7 +249,7 @@ def _read(path: Path) -> LoraFile:
         if not all(map(MODULE_NAME.fullmatch, getattr(config, name))):
             wrong[name] = "names of modules or ends of them; other regular expressions are not read"
     for name, accepted in wrong.items():
-        raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}")
+        raise _lora_error(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}")
     return config
 
 
@@ -259,28 +259,29 @@ def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     for name, tensor in tensors.items():
         found = TENSOR.fullmatch(name)
         if found is None:
-            raise _wrong(tensor, "is neither lora_A nor lora_B of a linear layer and can't be merged")
+            raise _tensor_error(tensor, "is neither lora_A nor lora_B of a linear layer and can't be merged")
         if len(tensor.shape) != 2 or not all(tensor.shape) or DTYPES.get(tensor.dtype) not in FLOATS:
-            raise _wrong(tensor, f"is {tensor.dtype} {tensor.shape}; accepted: matrices of F64, F32, F16 or BF16")
+            what = f"is {tensor.dtype} {tensor.shape}; accepted: matrices of F64, F32, F16 or BF16"
+            raise _tensor_error(tensor, what)
         with np.errstate(over="ignore"):  # of F64
             finite = np.isfinite(to_float32(tensor.read())).all()
         tensor.release()
         if not finite:
-            raise _wrong(tensor, "has values that are not finite; train it again")
+            raise _tensor_error(tensor, "has values that are not finite; train it again")
         if halves.setdefault(found[1], {}).setdefault(found[2], tensor) is not tensor:
-            raise _wrong(tensor, "is there twice, with and without the adapter's name")
+            raise _tensor_error(tensor, "is there twice, with and without the adapter's name")
     if not halves:
         raise CheckpointError(f"{tensors.path}: holds no tensors; {HINT}", field="lora")
     for half in halves.values():
         if len(half) != 2:
-            raise _wrong(next(iter(half.values())), "comes without its other half")
+            raise _tensor_error(next(iter(half.values())), "comes without its other half")
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
 def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     """Returns alpha / r of a module. Raises CheckpointError if its tensors have another rank."""
-    rank = _own(config.rank_pattern, module, config.r)
-    alpha = _own(config.alpha_pattern, module, config.lora_alpha)
+    rank = _matching_value(config.rank_pattern, module, config.r)
+    alpha = _matching_value(config.alpha_pattern, module, config.lora_alpha)
     found = a.shape[0], b.shape[1]
     if found != (rank, rank):
         what = f"A and B of {short_repr(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} says {rank}"
@@ -288,11 +289,11 @@ def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def _own(pattern: Mapping[str, T], module: str, default: T) -> T:
+def _matching_value(pattern: Mapping[str, T], module: str, default: T) -> T:
     """Returns the first value whose key is the module's name or its end, as PEFT does; with ^, the whole name."""
     values = (v for key, v in pattern.items() if module == key.removeprefix("^") or module.endswith(f".{key}"))
     return next(values, default)
 
 
-def _wrong(tensor: Tensor, what: str, advice: str = "") -> CheckpointError:
+def _tensor_error(tensor: Tensor, what: str, advice: str = "") -> CheckpointError:
     return CheckpointError(f"{tensor.path}: tensor {short_repr(tensor.name)} {what}", field="lora", advice=advice)

@@ -203,7 +203,7 @@ class GroupedTensor(QuantizedTensor):
         return zeros
 
 
-def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
+def unpack_words(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
     """Unpacks words (r, n) to integers (r, n * 32 // bits), the low bits first, minus half the range.
 
     order: the column of each integer within its word; None: in order.
@@ -221,10 +221,10 @@ def gptq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
     """Reads GPTQ: qweight (packed columns, rows); stored zero points are 1 lower, except in gptq_v2."""
     bits, add = settings.width("gptq", 4, 8), 0 if settings.checkpoint_format == "gptq_v2" else 1
     for module in modules(tensors, ".qweight"):
-        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), bits) + np.int16(add)
+        words, zeros = module.words(".qweight"), unpack_words(module.words(".qzeros"), bits) + np.int16(add)
 
         def numbers(lo: int, hi: int, words: Words = words) -> Codes:
-            return centred(words[:, lo:hi].T, bits)
+            return unpack_words(words[:, lo:hi].T, bits)
 
         yield _transposed(module, "GPTQ", bits, (words.shape[1], len(words) * 32 // bits), numbers, zeros)
 
@@ -235,10 +235,10 @@ def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
         raise _unsupported("version", settings.version, "accepted for awq: gemm")
     settings.width("awq", 4)
     for module in modules(tensors, ".qweight"):
-        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), 4, AWQ_ORDER)
+        words, zeros = module.words(".qweight"), unpack_words(module.words(".qzeros"), 4, AWQ_ORDER)
 
         def numbers(lo: int, hi: int, words: Words = words) -> Codes:
-            whole = centred(words[:, lo // 8 : -(-hi // 8)], 4, AWQ_ORDER)
+            whole = unpack_words(words[:, lo // 8 : -(-hi // 8)], 4, AWQ_ORDER)
             codes: Codes = whole[:, lo % 8 : lo % 8 + hi - lo].T
             return codes
 
@@ -275,10 +275,10 @@ def _packed_rows(module: Module) -> GroupedTensor:
     zeros = None
     if ".weight_zero_point" in module:  # (rows packed, groups)
         module.shaped(".weight_zero_point", (-(-rows * bits // 32), scales.shape[1]))
-        zeros = centred(module.words(".weight_zero_point").T, bits).T[:rows]
+        zeros = unpack_words(module.words(".weight_zero_point").T, bits).T[:rows]
 
     def numbers(lo: int, hi: int) -> Codes:
-        return centred(words[lo:hi], bits)[:, :columns]
+        return unpack_words(words[lo:hi], bits)[:, :columns]
 
     return GroupedTensor(module, "compressed-tensors", bits, columns, numbers, scales, zeros)
 
@@ -384,7 +384,7 @@ METHODS: dict[str, Callable[[Tensors, Quantization], Iterator[QuantizedTensor]]]
 }
 
 
-def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+def unpack_tensors(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Returns a checkpoint's tensors, with matrices in place of the packed tensors that its config declares.
 
     Raises ConfigError for an unsupported method, CheckpointError for tensors that do not fit it.

@@ -135,7 +135,7 @@ class MappedFile:
         Raises CheckpointError if the file has changed since it was opened, or can't be read.
         """
         if self._hash is None:
-            known, place, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _facts(self.status)
+            known, place, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _file_facts(self.status)
             *of, found = (known.read() or {}).get(place, [None])
             if of != facts:
                 begun_ns, found = time.time_ns(), self._hashed(progress)
@@ -149,7 +149,7 @@ class MappedFile:
         try:
             with open_regular(self.path) as file:
                 found = hash_spans(file.fileno(), self.status.st_size, progress)
-                if _facts(os.fstat(file.fileno())) == _facts(self.status):
+                if _file_facts(os.fstat(file.fileno())) == _file_facts(self.status):
                     return found
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error}); try again") from error
@@ -330,7 +330,7 @@ def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = Non
     return whole.hexdigest()
 
 
-def _facts(status: os.stat_result) -> list[int]:
+def _file_facts(status: os.stat_result) -> list[int]:
     """Returns file properties that change with its content; no program can set the last one."""
     return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         raise EdgeKVError("; ".join([message, *hints, f"see `{self.prog} --help`"]))
 
 
-def parser(only: str | None = None) -> argparse.ArgumentParser:
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser with a subcommand for each of COMMANDS, or for ``only`` one of them."""
     about = "Run Llama- and GPT-2-style models with long contexts on small machines."
     main_parser = Parser(prog="edgekv", description=about)
@@ -82,20 +82,20 @@ def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lambda: None) -> int:
+def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = lambda: None) -> int:
     """Runs a command and returns its exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C.
 
-    imported: called once the modules that the command needs are loaded.
+    on_import: called once the modules that the command needs are loaded.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     given[:1] = [ALIASES.get(name, name) for name in given[:1]]
     arguments = None
     try:
-        arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+        arguments = build_parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
         if getattr(arguments, "kv", None) == "list":
-            arguments = parser("schemes").parse_args(["schemes"])
+            arguments = build_parser("schemes").parse_args(["schemes"])
         with visible_terminals():
-            imported()
+            on_import()
             status: int = arguments.execute(arguments)
             sys.stdout.flush()
     except EdgeKVError as error:

@@ -8,7 +8,7 @@ import contextlib
 import msgspec
 
 from edgekv.checkpoint.hub import read_shape
-from edgekv.cli.options import add, option, yes
+from edgekv.cli.options import add_options, option, switch
 from edgekv.cli.power import energy_source
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
@@ -19,7 +19,7 @@ MINUTES = 10.0
 
 
 def board_arguments(parser: argparse.ArgumentParser) -> None:
-    add(
+    add_options(
         parser,
         "shape threads",
         output=option("FOLDER", "where MACHINE.json and MACHINE.md go (default: here)", default="."),
@@ -29,11 +29,11 @@ def board_arguments(parser: argparse.ArgumentParser) -> None:
         about=option("TEXT", "cooling, case, power supply, room: what no file says"),
         shape=option("LIST", f"shapes, the smallest first (default {','.join(FULL.shapes)})"),
         threads="cores to use (default: chosen at load)",
-        quick=yes("a smoke test of half a minute on a tiny model"),
-        again=yes("begin anew, not where an earlier run ended"),
+        quick=switch("a smoke test of half a minute on a tiny model"),
+        again=switch("begin anew, not where an earlier run ended"),
     )
     log = "energies from an external meter's log of this run, or of a finished one"
-    add(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
+    add_options(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
     parser.set_defaults(device="cpu", power_estimate=None)
 
 

@@ -16,17 +16,17 @@ from edgekv.checkpoint.hub import shipped_model
 from edgekv.checks import Count, checked_value
 from edgekv.cli.options import (
     SESSION,
-    add,
+    add_options,
     add_sampling_options,
     error_text,
     load_options,
     option,
     sampling_params,
     sampling_value,
-    yes,
+    switch,
 )
 from edgekv.cli.run import is_saved, open_session, open_template
-from edgekv.cli.terminal import Bars, Interrupt, raw
+from edgekv.cli.terminal import Bars, Interrupt, raw_stream
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.model import sampling_defaults
 from edgekv.engine.sampling import SamplingParams
@@ -113,7 +113,7 @@ def _editor(history: bool) -> Callable[[str], str]:
     keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
     session: Any = PromptSession(
         history=FileHistory(str(path)) if history and (path := history_file()) else InMemoryHistory(),
-        output=create_output(raw(sys.stderr)),
+        output=create_output(raw_stream(sys.stderr)),
         multiline=True,
         key_bindings=keys,
         prompt_continuation=MORE,
@@ -288,8 +288,9 @@ def say(text: str) -> None:
 
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
     system = option("TEXT", "the system message of a new conversation")
-    no_history = yes("keep no file of the lines that were typed")
-    add(parser, f"{SESSION} session overflow chat_template device draft", system=system, no_history=no_history)
+    no_history = switch("keep no file of the lines that were typed")
+    names = f"{SESSION} session overflow chat_template device draft"
+    add_options(parser, names, system=system, no_history=no_history)
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
 
 

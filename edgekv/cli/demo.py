@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.hub import shipped
+from edgekv.checkpoint.hub import shipped_file
 from edgekv.checks import refused
-from edgekv.cli.options import add, option
+from edgekv.cli.options import add_options, option
 from edgekv.cli.terminal import Bars, align_columns
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
@@ -97,7 +97,7 @@ class Demo:
 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
-    add(
+    add_options(
         parser,
         "kv ctx threads device",
         kv=option("LIST", "schemes beside f16 (default %(default)s)", default=SCHEMES),
@@ -108,7 +108,7 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def demo_command(arguments: argparse.Namespace) -> int:
     specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
-    prose = shipped("demo/prose.txt")
+    prose = shipped_file("demo/prose.txt")
     if prose is None:
         raise EdgeKVError("demo/prose.txt did not come with this installation: install edgekv again")
     options = Options(threads=arguments.threads, device=arguments.device)

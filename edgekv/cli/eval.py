@@ -12,16 +12,16 @@ from typing import Any
 
 from edgekv.cli.options import (
     SOURCE,
-    add,
+    add_options,
     count,
-    counts,
     load_options,
     model_path,
-    natural,
+    natural_int,
     number,
     option,
     read_text,
-    yes,
+    switch,
+    token_counts,
 )
 from edgekv.cli.terminal import Bars, align_columns, plot, require_matplotlib, say, table, write_json
 from edgekv.engine.loading import find_device
@@ -49,11 +49,11 @@ LEAST_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
 
 
 def schemes_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", **yes("print as JSON, with options"))
+    parser.add_argument("--json", **switch("print as JSON, with options"))
 
 
 def schemes_command(arguments: argparse.Namespace) -> int:
-    without_left_out(([], broken_schemes()))
+    report_left_out(([], broken_schemes()))
     if arguments.json:
         print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
     else:
@@ -61,12 +61,12 @@ def schemes_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def is_named(kv: str | None) -> bool:
+def is_list_of_names(kv: str | None) -> bool:
     """Returns whether --kv lists schemes by name."""
     return kv not in (None, "all")
 
 
-def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
+def report_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
     """Returns the schemes that `suited` found, and prints why others were left out."""
     for reason in found[1]:
         say(f"left out: {reason}")
@@ -111,7 +111,7 @@ def schemes_text() -> str:
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
     kv = "schemes, comma-separated, or all (default: all; with --gate q8, q4, q3, q2 and q1.5)"
-    add(
+    add_options(
         parser,
         f"{SOURCE} lora adapter weights kv ctx tokenizer threads device json plot",
         text=option("FILE", "UTF-8 text to predict; - is standard input", required=True),
@@ -121,21 +121,21 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
         device={"default": "cpu"},
         plot="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
     )
-    above_0 = number("a number above 0", lambda value: value > 0)
+    positive_number = number("a number above 0", lambda value: value > 0)
     share = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
     limits = {
-        "max_kl": ("NATS", above_0, "mean KL divergence from dense, over all positions and the later half"),
+        "max_kl": ("NATS", positive_number, "mean KL divergence from dense, of all positions and of the later"),
         "min_top1": ("SHARE", share, "positions whose likeliest token is dense's, likewise"),
         "min_needles": ("SHARE", share, "of the needles that dense finds"),
     }
-    add(
+    add_options(
         parser.add_argument_group(
             "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
         ),
         "",
-        gate=yes("a verdict per lossy scheme, remembered, and the --kv to use"),
+        gate=switch("a verdict per lossy scheme, remembered, and the --kv to use"),
         needles=option(
-            "N", f"pass keys and codes to hide (default {NEEDLES}; 0: none)", type=natural, default=NEEDLES
+            "N", f"pass keys and codes to hide (default {NEEDLES}; 0: none)", type=natural_int, default=NEEDLES
         ),
         **{
             name: option(metavar, f"{text} (default %(default)s)", type=kind, default=getattr(GateLimits, name))
@@ -149,10 +149,10 @@ def eval_command(arguments: argparse.Namespace) -> int:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     if arguments.plot:
         require_matplotlib()
-    requested = _gated(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
+    requested = _lossy_schemes(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
     options, text = load_options(arguments), read_text(arguments.text, "--text")
     measured = EvalInput(model_path(arguments), options, text, pathlib.Path(arguments.text).name)
-    specs = without_left_out(measured.schemes(requested, is_named(arguments.kv)))
+    specs = report_left_out(measured.schemes(requested, is_list_of_names(arguments.kv)))
     return (_gate if arguments.gate else _evaluate)(arguments, measured, specs)
 
 
@@ -206,7 +206,7 @@ GATE: dict[str, Callable[[Verdict], str]] = {
 }
 
 
-def _gated(kv: str | None) -> list[CacheSpec]:
+def _lossy_schemes(kv: str | None) -> list[CacheSpec]:
     requested = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
     specs = [spec for spec in requested if needs_gate(spec)]
     if not specs:
@@ -284,14 +284,14 @@ TIMES: dict[str, Callable[[Timing], str]] = {
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     shape = "random weights in a shape (see `edgekv budget`)"
-    add(parser.add_mutually_exclusive_group(), "model shape", shape=shape)
-    add(
+    add_options(parser.add_mutually_exclusive_group(), "model shape", shape=shape)
+    add_options(
         parser,
         "config weights kv threads json",
         layers=count("layers of the shape (default: its own)"),
         kv=option("LIST", f"schemes, comma-separated (default {TIMED})"),
-        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=counts(0), default="8192"),
-        prefill=option("LIST", "also time prompts of so many tokens", type=counts(1), default=""),
+        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=token_counts(0), default="8192"),
+        prefill=option("LIST", "also time prompts of so many tokens", type=token_counts(1), default=""),
         tokens=count("per scheme (default %(default)s)", default=32),
     )
 
@@ -313,7 +313,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         form, n_layers = model.weight_format(arguments.weights), model.config.n_layers
         if capacity > model.config.max_positions and not arguments.shape:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
-        specs = without_left_out(suited(requested, model.config, capacity, is_named(arguments.kv)))
+        specs = report_left_out(suited(requested, model.config, capacity, is_list_of_names(arguments.kv)))
         needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + room) for spec in specs}
         require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)

@@ -11,17 +11,17 @@ import os
 import sys
 from typing import Any
 
-from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull, read_shape
+from edgekv.checkpoint.hub import cached, config, parse_hub_name, parse_model_name, pull, read_shape
 from edgekv.cli.options import (
     SOURCE,
-    add,
+    add_options,
     bytes_text,
     load_options,
     model_path,
     option,
     read_text,
     size,
-    yes,
+    switch,
 )
 from edgekv.cli.terminal import Bars, print_rows, say
 from edgekv.engine.loading import Options, SessionPlan, default_ctx, open_model
@@ -51,7 +51,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 def pull_command(arguments: argparse.Namespace) -> int:
     """Prints where the model lies to standard output."""
-    name = parse_name(arguments.model)
+    name = parse_hub_name(arguments.model)
     if name is None:
         accepted = "org/name, org/name@revision or org/name:file.gguf"
         raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {accepted}")
@@ -64,8 +64,8 @@ def pull_command(arguments: argparse.Namespace) -> int:
 
 
 def info_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, SOURCE)
-    parser.add_argument("--json", **yes("print as JSON"))
+    add_options(parser, SOURCE)
+    parser.add_argument("--json", **switch("print as JSON"))
 
 
 def info_command(arguments: argparse.Namespace) -> int:
@@ -117,22 +117,24 @@ def info_command(arguments: argparse.Namespace) -> int:
 
 
 def budget_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser.add_mutually_exclusive_group(), "model shape")
-    add(parser, "config weights kv kv_budget ctx")
+    add_options(parser.add_mutually_exclusive_group(), "model shape")
+    add_options(parser, "config weights kv kv_budget ctx")
     text = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
     parser.add_argument("--memory", **size("memory", text))
-    parser.add_argument("--json", **yes("print as JSON"))
+    parser.add_argument("--json", **switch("print as JSON"))
 
 
 def budget_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     free, where = available_memory_bytes(), "available here"
     if arguments.memory is not None:
-        free, where = _ours(arguments.memory), f"of {format_bytes(arguments.memory)}, an eighth left to the system"
+        free = _usable_memory(arguments.memory)
+        where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
     model = _budget_model(arguments)
     plan = _plan(model, options, options.kv)
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
-    least = next(((size, kv) for size in MACHINES if (kv := _scheme_that_fits(model, options, _ours(size)))), None)
+    fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
+    least = next(((size, kv) for size, kv in fitting if kv), None)
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
     state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
     verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
@@ -174,7 +176,7 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 
     if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
-    name = hub_name("demo" if arguments.model is None else arguments.model)
+    name = parse_model_name("demo" if arguments.model is None else arguments.model)
     if name and not name.file and cached(name) is None:
         return unread_model(str(name), config(name))
     return Model.open(model_path(arguments), config=arguments.config)
@@ -193,7 +195,7 @@ def _scheme_that_fits(model: Model, options: Options, available: int) -> str | N
     return None
 
 
-def _ours(memory: int) -> int:
+def _usable_memory(memory: int) -> int:
     return memory - memory // SYSTEM_SHARE
 
 
@@ -203,7 +205,7 @@ def _ours(memory: int) -> int:
 def quantize_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a UTF-8 text like those it is for, best 200 kB or more: 4-bit weights are rounded to read it as before"
     output = option("FOLDER", "a new folder (default: the cache folder that run looks in)")
-    add(parser, f"{SOURCE} lora adapter weights", output=output, calibrate=option("FILE", text))
+    add_options(parser, f"{SOURCE} lora adapter weights", output=output, calibrate=option("FILE", text))
 
 
 def quantize_command(arguments: argparse.Namespace) -> int:
@@ -237,18 +239,18 @@ def quantize_command(arguments: argparse.Namespace) -> int:
 
 def warm_arguments(parser: argparse.ArgumentParser) -> None:
     kv = {"metavar": "LIST", "help": f"schemes, comma-separated, or all (default {WARMED})"}
-    add(parser, f"{SOURCE} lora weights kv threads", kv=kv)
+    add_options(parser, f"{SOURCE} lora weights kv threads", kv=kv)
 
 
 def warm_command(arguments: argparse.Namespace) -> int:
-    from edgekv.cli.eval import is_named, without_left_out
+    from edgekv.cli.eval import is_list_of_names, report_left_out
     from edgekv.engine.session import Session
 
-    requested, named = CacheSpec.parse_list(arguments.kv or WARMED), is_named(arguments.kv)
+    requested, named = CacheSpec.parse_list(arguments.kv or WARMED), is_list_of_names(arguments.kv)
     arguments.kv = None
     options = load_options(arguments)
     config = open_model(model_path(arguments), options).config
-    specs = without_left_out(suited(requested, config, default_ctx(config), named))
+    specs = report_left_out(suited(requested, config, default_ctx(config), named))
     with Bars() as bars:
         for spec in specs:
             given = vars(options) | {"kv": spec}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from typing import Any, get_type_hints
 
 from edgekv import files
-from edgekv.checkpoint.hub import hub_name, locate, shape_names
+from edgekv.checkpoint.hub import locate, parse_model_name, shape_names
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO, LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
@@ -41,11 +41,11 @@ def number(what: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any]
 
 
 positive_int = number("a whole number of 1 or more", lambda value: value >= 1, int)
-natural = number("a whole number of 0 or more", lambda value: value >= 0, int)
+natural_int = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
-def counts(least: int) -> Any:
+def token_counts(least: int) -> Any:
     """Returns a type for argparse: numbers of tokens from ``least`` on, separated by commas."""
     what = f"a list of numbers from {least} on, separated by commas"
 
@@ -181,29 +181,29 @@ SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter
 """The options that name a model, and all that load a session."""
 
 
-def names_of(declared: Any) -> list[str]:
+def field_names(declared: Any) -> list[str]:
     """Returns the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(declared)]
 
 
-def add(parser: Any, names: str, **others: Any) -> None:
+def add_options(parser: Any, names: str, **others: Any) -> None:
     """Adds the named OPTIONS, and ``others``: new options, or other arguments or help for one of OPTIONS."""
     for name in dict.fromkeys([*names.split(), *others]):
         change = others.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
-        parser.add_argument(flag(name), **settings)
+        parser.add_argument(option_name(name), **settings)
 
 
-def yes(text: str) -> dict[str, Any]:
+def switch(text: str) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for an option without a value."""
     return {"action": "store_true", "help": text}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
     """Adds the options of sampling and of the text's end. max_new_tokens: the default, for the help."""
-    add(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
+    add_options(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
     how = parser.add_mutually_exclusive_group()
-    add(how, "", greedy=yes("always the likeliest token: --temperature 0"))
+    add_options(how, "", greedy=switch("always the likeliest token: --temperature 0"))
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
         settings = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
@@ -211,13 +211,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
             settings["help"] += later
         if name == "logit_bias":
             settings |= REPEATED
-        add(how if name == "temperature" else parser, "", **{name: settings})
-    add(parser, "stop")
+        add_options(how if name == "temperature" else parser, "", **{name: settings})
+    add_options(parser, "stop")
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
     """Returns the sampling options, else ``defaults``. Raises ConfigError for values out of range."""
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names_of(SamplingParams)}
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in field_names(SamplingParams)}
     given["logit_bias"] = dict(given["logit_bias"]) or None
     if arguments.greedy:
         given["temperature"] = 0.0
@@ -231,7 +231,7 @@ def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | No
 def model_path(arguments: argparse.Namespace) -> str:
     """Returns --model, by default the demo model; downloads a model of the Hub that is not in the cache."""
     path = "demo" if arguments.model is None else str(arguments.model)
-    name = hub_name(path)
+    name = parse_model_name(path)
     if name:
         locate(name, say)
     return path
@@ -239,13 +239,13 @@ def model_path(arguments: argparse.Namespace) -> str:
 
 def load_options(arguments: argparse.Namespace) -> Options:
     """Returns the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
-    given = {name: getattr(arguments, name) for name in names_of(Options) if hasattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in field_names(Options) if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
-        given |= _loras(given["lora"])
+        given |= _split_loras(given["lora"])
     return Options(**given)
 
 
-def _loras(values: list[str]) -> dict[str, Any]:
+def _split_loras(values: list[str]) -> dict[str, Any]:
     """Splits --lora into the merged and the named ones. Raises ConfigError for two merged ones, or equal names."""
     merged, named = list[str](), list[tuple[str, str]]()
     for value in values:
@@ -279,7 +279,7 @@ def read_text(source: str, option: str) -> str:
 # Errors
 
 
-def flag(name: str) -> str:
+def option_name(name: str) -> str:
     """Returns the option of a parameter."""
     return FLAGS.get(name) or "--" + name.replace("_", "-")
 
@@ -291,7 +291,7 @@ def error_text(error: EdgeKVError, options: Container[str] | None = None) -> str
     """
 
     def spell(name: str, value: object) -> str:
-        option = flag(name)
+        option = option_name(name)
         if name == "meter" and options and option not in options:  # of commands that measure something else
             option = "--power"
         if options and option not in options:

@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from edgekv.cli.options import METER, add, number, option, output_file, yes
+from edgekv.cli.options import METER, add_options, number, option, output_file, switch
 from edgekv.cli.terminal import plot, print_rows, redraw, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
@@ -44,7 +44,7 @@ SHOWN_S = 3.0  # over which live watts are averaged: long enough for a sensor wi
 PHASE = "command"
 RULE, GROUP = "99-edgekv-power.rules", "video"
 
-above_0 = number("more than 0", lambda value: value > 0)
+positive_number = number("more than 0", lambda value: value > 0)
 
 # Energy of a run
 
@@ -53,8 +53,8 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose the meter of a run's energy."""
     group = parser.add_mutually_exclusive_group()
     power = {"nargs": "?", "const": "auto", "default": None, "help": f"report energy per token: {METER}"}
-    add(group, "power power_csv power_estimate", power=power)
-    add(parser, "power_idle")
+    add_options(group, "power power_csv power_estimate", power=power)
+    add_options(parser, "power_idle")
 
 
 def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
@@ -83,15 +83,15 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
     meter = {"default": argparse.SUPPRESS}  # given before the action or after it
     picture = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
     until = f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})"
-    seconds = option("N", until, type=above_0)
-    add(parser, "meter plot", meter=meter, plot=picture, seconds=seconds)
-    parser.add_argument("--json", **yes("print a summary as JSON at the end"))
+    seconds = option("N", until, type=positive_number)
+    add_options(parser, "meter plot", meter=meter, plot=picture, seconds=seconds)
+    parser.add_argument("--json", **switch("print a summary as JSON at the end"))
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     about = "meter a command, write the samples as CSV, print a summary"
     record = actions.add_parser("record", help=about, allow_abbrev=False)
     samples = option("FILE", "write every sample: Unix time, watts, each rail's watts", type=output_file)
     idle = option("S", "seconds at rest before, to subtract (default: none)", type=float, default=0.0)
-    add(record, "meter plot", meter=meter, plot=picture, csv=samples, idle=idle)
+    add_options(record, "meter plot", meter=meter, plot=picture, csv=samples, idle=idle)
     record.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
     record.set_defaults(execute=_record)
     about = "say which sensors are here and can be read, and how to get permission"

@@ -13,7 +13,7 @@ from typing import Any
 
 from edgekv.cli.options import (
     SESSION,
-    add,
+    add_options,
     add_sampling_options,
     load_options,
     model_path,
@@ -97,12 +97,12 @@ def open_template(arguments: argparse.Namespace, session: Session) -> ChatTempla
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SESSION} session overflow images")
+    add_options(parser, f"{SESSION} session overflow images")
     prompt = option("TEXT", "the prompt; - reads standard input")
     file = option("FILE", "read the prompt from a file; - is standard input")
-    add(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
+    add_options(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
-    add(parser, "json_schema device draft json", draft={"default": "none"})
+    add_options(parser, "json_schema device draft json", draft={"default": "none"})
     add_power_options(parser)
 
 

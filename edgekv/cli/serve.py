@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.options import REPEATED, SESSION, add, count, load_options, option, positive_seconds, size
+from edgekv.cli.options import REPEATED, SESSION, add_options, count, load_options, option, positive_seconds, size
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
@@ -70,7 +70,7 @@ OPTIONS = {
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SESSION} chat_template device draft", **OPTIONS)
+    add_options(parser, f"{SESSION} chat_template device draft", **OPTIONS)
     add_power_options(parser)
 
 

@@ -24,18 +24,18 @@ PICTURES = (".png", ".svg", ".pdf")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Returns the text with control characters escaped (\\x1b), but newline and tab."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
     """Returns the text with all control characters escaped, newlines and tabs too: errors may hold any name."""
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class _Terminal:
-    """A terminal's stream that escapes what is written to it (`visible`).
+    """A terminal's stream that escapes what is written to it (`escape_controls`).
 
     raw: the stream itself, to move the cursor. returns: whether a carriage return at the beginning stays, with
     which progress bars are drawn.
@@ -46,21 +46,21 @@ class _Terminal:
 
     def write(self, text: str) -> int:
         kept = "\r" if self._returns and text.startswith("\r") else ""
-        self.raw.write(kept + visible(text[len(kept) :]))
+        self.raw.write(kept + escape_controls(text[len(kept) :]))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
 
 
-def raw(stream: TextIO) -> TextIO:
+def raw_stream(stream: TextIO) -> TextIO:
     """Returns the stream behind `visible_terminals`."""
     return stream.raw if isinstance(stream, _Terminal) else stream
 
 
 @contextlib.contextmanager
 def visible_terminals() -> Iterator[None]:
-    """Escapes text for terminals (`visible`) on standard output and error, inside the block.
+    """Escapes text for terminals (`escape_controls`) on standard output and error, inside the block.
 
     Files and pipes get the text as it is, with escapes for characters that their encoding lacks.
     """
@@ -80,7 +80,7 @@ def visible_terminals() -> Iterator[None]:
 def redraw(lines: list[str], height: int) -> int:
     """Prints lines, on a terminal over the last ``height`` lines; returns their number."""
     if height and sys.stdout.isatty():
-        raw(sys.stdout).write(f"\x1b[{height}A\x1b[J")
+        raw_stream(sys.stdout).write(f"\x1b[{height}A\x1b[J")
     print("\n".join(lines), flush=True)
     return len(lines)
 

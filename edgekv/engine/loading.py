@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
-from edgekv.checkpoint.hub import shipped
+from edgekv.checkpoint.hub import shipped_file
 from edgekv.checks import Count, check_fields, refused
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import Backend, Decoder
@@ -276,7 +276,7 @@ def heads_bits(
         memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
         if remembered := memo.read():
             return HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
-        path, n = shipped(TEXT), min(FIT_TOKENS, config.max_positions)
+        path, n = shipped_file(TEXT), min(FIT_TOKENS, config.max_positions)
         text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS] if path else ""
         tokens = tokenizer.encode(text)[:n] if tokenizer else []
         if len(tokens) < MIN_FIT_TOKENS:

@@ -13,7 +13,7 @@ from typing import Any
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.checkpoint import holds_tokenizer, open_checkpoint, read_config
-from edgekv.checkpoint.hub import find_model, name_of
+from edgekv.checkpoint.hub import cached_model_name, find_model
 from edgekv.checkpoint.lora import Delta, Lora
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import ConfigError
@@ -89,7 +89,7 @@ class Model:
     @property
     def name(self) -> str:
         """For people: the file's or folder's, or the name on the Hub."""
-        return name_of(self.path) or self.path.name
+        return cached_model_name(self.path) or self.path.name
 
     @property
     def identity(self) -> str:
@@ -315,7 +315,7 @@ class Verdicts:
     @property
     def command(self) -> str:
         """What gates the model's schemes."""
-        words = ["edgekv", "eval", "--gate", "--model", name_of(self.model.path) or str(self.model.path)]
+        words = ["edgekv", "eval", "--gate", "--model", cached_model_name(self.model.path) or str(self.model.path)]
         if self.model.adapter:
             words += ["--adapter", str(self.model.adapter.path)]
         if self.model.lora:

@@ -84,10 +84,14 @@ def find_scheme(name: str) -> type[KVCache]:
     if name in REMOVED:
         raise CacheError(f"was removed: {REMOVED[name]}", field="kv", value=name)
     if name in OF_PAPERS:
-        text = "this edgekv is without its papers' schemes; install the whole: pip install edgekv"
-        raise CacheError(text, field="kv", value=name)
+        raise _missing_papers(name)
     known = sorted({*CACHES, *(entry.name for entry in metadata.entry_points(group=ENTRY_POINTS))})
     raise CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known))
+
+
+def _missing_papers(name: str) -> CacheError:
+    text = "this edgekv is without its papers' schemes; install the whole: pip install edgekv"
+    return CacheError(text, field="kv", value=name)
 
 
 def schemes() -> dict[str, type[KVCache]]:

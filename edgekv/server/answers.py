@@ -59,29 +59,29 @@ class AnswerParser:
         forced: bool = False,
         plain: bool = False,
     ) -> None:
-        self._form, self._names, self._forced = form, names, forced
+        self._tool_format, self._names, self._forced = form, names, forced
         self.is_cut = False  # whether the answer ended within a call
         self.content = self.reasoning = ""
         self.calls: list[Json] = []
-        self._held, self._out = "", list[Json]()
+        self._buffer, self._deltas = "", list[Json]()
         self._name: str | None = None  # of a call whose arguments follow apart from it
         self._is_first = True  # nothing was returned yet
-        opening = self._reasoning if thinks else self._opening
-        self._read: Callable[[bool], bool] = self._content if plain else opening
+        opening = self._read_reasoning if thinks else self._read_opening
+        self._state: Callable[[bool], bool] = self._read_content if plain else opening
 
     @property
     def is_thinking(self) -> bool:
         """Whether the text so far ends within reasoning."""
-        return self._read == self._reasoning
+        return self._state == self._read_reasoning
 
     def push(self, text: str, last: bool = False) -> list[Json]:
         """Takes more text; returns the deltas that are certain now. last: no more text follows."""
-        self._held += text
-        while self._held and self._read(last):
+        self._buffer += text
+        while self._buffer and self._state(last):
             pass
         if last and self._forced and not self.calls and not self.is_cut:
-            self._cut("", whole=False)
-        deltas, self._out = self._out, []
+            self._add_cut_call("", whole=False)
+        deltas, self._deltas = self._deltas, []
         return deltas
 
     def end(self) -> list[Json]:
@@ -90,120 +90,121 @@ class AnswerParser:
 
     # The states of the parser: each reads from the buffer, and returns whether the next state can go on with it.
 
-    def _opening(self, last: bool) -> bool:
+    def _read_opening(self, last: bool) -> bool:
         """Reads the beginning of the text, or of the content after the reasoning."""
-        text = self._held.lstrip()
+        text = self._buffer.lstrip()
         if not self._is_first:
-            self._held = text
+            self._buffer = text
         if not last and (not text or (self._is_first and THINK.startswith(text))):
             return False
         if self._is_first and text.startswith(THINK):
-            self._held, self._read = text[len(THINK) :].lstrip("\n"), self._reasoning
-        elif self._form is not None and not self._form.begin and text.startswith("{"):
-            self._held, self._read = text, self._between
+            self._buffer, self._state = text[len(THINK) :].lstrip("\n"), self._read_reasoning
+        elif self._tool_format is not None and not self._tool_format.begin and text.startswith("{"):
+            self._buffer, self._state = text, self._read_between_calls
         else:
-            self._read = self._content
+            self._state = self._read_content
         self._is_first = False
         return True
 
-    def _reasoning(self, last: bool) -> bool:
+    def _read_reasoning(self, last: bool) -> bool:
         self._is_first = False
-        return self._upto(END_THINK, self._opening, last)
+        return self._read_until(END_THINK, self._read_opening, last)
 
-    def _content(self, last: bool) -> bool:
-        return self._upto(self._form.begin if self._form else "", self._between, last)
+    def _read_content(self, last: bool) -> bool:
+        mark = self._tool_format.begin if self._tool_format else ""
+        return self._read_until(mark, self._read_between_calls, last)
 
-    def _upto(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
+    def _read_until(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
         """Emits the text before ``mark``, but an end of it that may be the beginning of the mark."""
-        at = self._held.find(mark) if mark else -1
+        at = self._buffer.find(mark) if mark else -1
         if at >= 0:
-            self._give(self._held[:at])
-            self._held, self._read = self._held[at + len(mark) :], behind
+            self._emit_text(self._buffer[:at])
+            self._buffer, self._state = self._buffer[at + len(mark) :], behind
             return True
-        safe = len(self._held) - (0 if last else possible_start(self._held, mark))
-        self._give(self._held[:safe])
-        self._held = self._held[safe:]
+        safe = len(self._buffer) - (0 if last else possible_start(self._buffer, mark))
+        self._emit_text(self._buffer[:safe])
+        self._buffer = self._buffer[safe:]
         return False
 
-    def _between(self, last: bool) -> bool:
+    def _read_between_calls(self, last: bool) -> bool:
         """Reads from the mark of a call, or the end of another call, to the brace that begins a call."""
-        assert self._form is not None
-        if self._form.args:
-            return self._named(self._form, last)
-        closing = self._form.closing.strip()
-        text = self._held.lstrip(" \r\n\t,;[]")
+        assert self._tool_format is not None
+        if self._tool_format.args:
+            return self._read_name(self._tool_format, last)
+        closing = self._tool_format.closing.strip()
+        text = self._buffer.lstrip(" \r\n\t,;[]")
         if closing and text.startswith(closing):
             text = text[len(closing) :].lstrip()
         elif not last and closing and closing.startswith(text):
             return False
-        self._held = text
+        self._buffer = text
         if text.startswith("{"):
-            self._read = self._calling
+            self._state = self._read_call
         elif text:
-            self._read = self._content
+            self._state = self._read_content
         return bool(text)
 
-    def _named(self, form: ToolFormat, last: bool) -> bool:
+    def _read_name(self, form: ToolFormat, last: bool) -> bool:
         """Reads a name, and the mark before its arguments."""
-        head, found, after = self._held.partition(form.args)
+        head, found, after = self._buffer.partition(form.args)
         name, has_id, _ = head.partition("[CALL_ID]")
         if after := after.lstrip():
-            self._name, self._held, self._read = name.strip(), after, self._calling
+            self._name, self._buffer, self._state = name.strip(), after, self._read_call
         elif last:
-            self._cut(name.strip(), whole=bool(has_id or found))
+            self._add_cut_call(name.strip(), whole=bool(has_id or found))
         return bool(after)
 
-    def _calling(self, last: bool) -> bool:
+    def _read_call(self, last: bool) -> bool:
         """Reads a JSON object: a name with its arguments, or arguments alone."""
-        end = object_end(self._held)
+        end = object_end(self._buffer)
         if not end and not last:
             return False
-        text, self._held = (self._held[:end], self._held[end:]) if end else (self._held, "")
+        text, self._buffer = (self._buffer[:end], self._buffer[end:]) if end else (self._buffer, "")
         self.is_cut = not end
         head = HEAD.match(text)
         if self._name is not None:
-            self._call(self._name, text)
+            self._add_call(self._name, text)
         elif head and (name := json_value(head[1])):
             arguments = text[head.end() :]
-            self._call(name, arguments[: object_end(arguments) or len(arguments)])
+            self._add_call(name, arguments[: object_end(arguments) or len(arguments)])
         elif end:
-            self._any_order(text)
+            self._add_unordered_call(text)
         else:
             found = NAME.match(text)
-            self._cut(found[1] if found else "", whole=bool(found and found[2]))
-        self._read = self._between if self._name is None else self._content
+            self._add_cut_call(found[1] if found else "", whole=bool(found and found[2]))
+        self._state = self._read_between_calls if self._name is None else self._read_content
         self._name = None
         return True
 
-    def _any_order(self, text: str) -> None:
+    def _add_unordered_call(self, text: str) -> None:
         """Adds a call whose fields have another order; an object that is no call is content."""
         value = json_value(text)
         given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(given, dict) and isinstance(value.get("name"), str):
-            self._call(value["name"], json.dumps(given, ensure_ascii=False))
+            self._add_call(value["name"], json.dumps(given, ensure_ascii=False))
         else:
-            self._give(text)
+            self._emit_text(text)
 
-    def _cut(self, name: str, whole: bool) -> None:
+    def _add_cut_call(self, name: str, whole: bool) -> None:
         """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
-        self.is_cut, self._held = True, ""
+        self.is_cut, self._buffer = True, ""
         fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
         if len(fitting) == 1:
-            self._call(fitting[0], "")
+            self._add_call(fitting[0], "")
 
-    def _call(self, name: str, arguments: str) -> None:
+    def _add_call(self, name: str, arguments: str) -> None:
         id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
         function = {"name": name, "arguments": arguments}
         self.calls.append({"id": id, "type": "function", "function": function})
-        self._out.append({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
+        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
 
-    def _give(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text and self.is_thinking:
             self.reasoning += text
-            self._out.append({"reasoning_content": text})
+            self._deltas.append({"reasoning_content": text})
         elif text and not self._forced:
             self.content += text
-            self._out.append({"content": text})
+            self._deltas.append({"content": text})
 
 
 def object_end(text: str) -> int:

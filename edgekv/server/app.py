@@ -33,7 +33,7 @@ from edgekv.server.requests import (
     bad_field,
     logprob_bytes,
     parse_json,
-    read,
+    parse_request,
     request_error,
 )
 
@@ -214,7 +214,7 @@ class _Server:
         engine = self._engine
 
         def encode(data: bytearray) -> Any:
-            given, size = read(parse_json(data), kind), engine.session.config.hidden_size
+            given, size = parse_request(parse_json(data), kind), engine.session.config.hidden_size
             if isinstance(given, EmbeddingRequest) and given.dimensions not in (None, size):
                 raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
             return given, engine.prompts.encode(given)
@@ -228,7 +228,7 @@ class _Server:
             lora = given.model if given.model in self._loras else None  # any other name means the model itself
             lengths = [len(each.ids) for each in prompts]
             nbytes = logprob_bytes(given, lengths, self._plan.ctx, engine.max_new_tokens)
-            body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
+            body.keep_parsed(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
             channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
             engine.submit(channel, given, prompts, lora)
             if given.stream:

@@ -220,7 +220,7 @@ class SessionPool:
     def borrow(self, lora: str | None) -> Session:
         """Returns a session with this LoRA for work that keeps its conversation; `release` gives it back."""
         with self._changed:
-            while (session := self._latest(lora) or self._spare()) is None:
+            while (session := self._latest(lora) or self._new_or_oldest()) is None:
                 self._changed.wait()
             self._take(session, lora)
             return session
@@ -245,7 +245,7 @@ class SessionPool:
             return None
         if closest and goes_on:
             return closest, None
-        spare = self._spare()
+        spare = self._new_or_oldest()
         if spare is None:
             return None
         return spare, closest if closest is not spare and shared >= WORTH_COPYING else None
@@ -260,7 +260,7 @@ class SessionPool:
         free = (session for session in reversed(self._idle) if session not in self._sources)
         return next((session for session in free if session.lora == lora), None)
 
-    def _spare(self) -> Session | None:
+    def _new_or_oldest(self) -> Session | None:
         """Returns a new session if there is room, else the least recently used one; None if none is idle."""
         if len(self._all) < self.capacity:
             try:
@@ -341,7 +341,7 @@ class Engine:
         with self._changed:
             if self._stopping:
                 raise _stopped()
-            self._forget_gone()
+            self._drop_disconnected()
             if sum(jobs[0].index == 0 for jobs in self._queue) >= self._queue_limit:
                 message = f"{self._queue_limit} requests wait already: try again later"
                 raise RequestError(429, message, "queue_full")
@@ -360,7 +360,7 @@ class Engine:
                 self.pool.release(session)
             self.metrics.record(prompt_tokens=len(ids))
             return EmbeddingVector(job.index, values)
-        prompt = self._images.placed(ids, job.prompt.images)
+        prompt = self._images.with_embeddings(ids, job.prompt.images)
         session, new = self.pool.acquire(prompt, job.lora)
         try:
             return self._generate(job, request, session, new)
@@ -392,7 +392,7 @@ class Engine:
         """Waits for the next job, and returns it; None once stopped. Requests take turns, answer by answer."""
         with self._changed:
             while True:
-                self._forget_gone()
+                self._drop_disconnected()
                 if self._queue:
                     break
                 if self._stopping:
@@ -405,7 +405,7 @@ class Engine:
             self._count_jobs()
             return self._active[-1]
 
-    def _forget_gone(self) -> None:
+    def _drop_disconnected(self) -> None:
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())
         self._count_jobs()
 

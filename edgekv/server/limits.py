@@ -73,7 +73,7 @@ class BodyShare:
         self._parsed = text + sum(nbytes * data.count(mark) for mark, nbytes in weights)
         self.resize(len(data) + self._parsed)
 
-    def hold(self, n_ids: int, nbytes: int) -> None:
+    def keep_parsed(self, n_ids: int, nbytes: int) -> None:
         """Changes the share to the parsed JSON, token ids, and ``nbytes`` of other data. Raises as `resize`."""
         self.resize(self._parsed + 40 * n_ids + nbytes)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from edgekv.engine.matcher import COMPACT
 from edgekv.engine.session import Session
-from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, listed
+from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, prompt_list
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import picture_of
@@ -60,7 +60,7 @@ class RequestEncoder:
         if isinstance(request, ChatRequest):
             return [self._chat(request)]
         field = request.names.get("prompt", "prompt")
-        prompts = listed(getattr(request, field), field)
+        prompts = prompt_list(getattr(request, field), field)
         return [EncodedPrompt(self.ids(prompt, field)) for prompt in prompts]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
@@ -82,9 +82,9 @@ class RequestEncoder:
         names = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         names |= request.chat_template_kwargs or {}
         if self.template.knows_tools:
-            names |= {"tools": declared(tools.functions) if tools else None}
+            names |= {"tools": tool_definitions(tools.functions) if tools else None}
         else:
-            messages = spelled_out(messages, tools, self.form)
+            messages = tools_as_text(messages, tools, self.form)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
         with self._lock:
             known = {
@@ -95,7 +95,8 @@ class RequestEncoder:
         ids = self._checked(self._turns.ids(messages, known.get, names), request.names["prompt"])
         end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:])
         thinks = end.rstrip().endswith(THINK) and not (tools and tools.forced)
-        return EncodedPrompt(ids, thinks=thinks, images=tuple(decoded(url, "image_url") for url in request.images))
+        images = tuple(decode_data_url(url) for url in request.images)
+        return EncodedPrompt(ids, thinks=thinks, images=images)
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
         if not ids:
@@ -115,16 +116,17 @@ class RequestEncoder:
         return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
 
 
-def decoded(url: str, name: str) -> bytes:
+def decode_data_url(url: str) -> bytes:
     """Returns the bytes of a data URL. Raises RequestError for any other URL, which is not fetched."""
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
-        raise RequestError(400, f"{name} is {url[:40]!r}; accepted: {accepted}", param=name)
+        raise RequestError(400, f"image_url is {url[:40]!r}; accepted: {accepted}", param="image_url")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(400, f"{name} is no base64 ({error}): encode the file again", param=name) from None
+        message = f"image_url is no base64 ({error}): encode the file again"
+        raise RequestError(400, message, param="image_url") from None
 
 
 class Images:
@@ -134,7 +136,7 @@ class Images:
         self._session = session
         self._embedded = functools.lru_cache(KEPT_IMAGES)(self._embed)
 
-    def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
+    def with_embeddings(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
         """Returns the prompt with embeddings at its image tokens. Raises ImageError for an unreadable image."""
         token = self._session.model.image_token
         if not files:
@@ -192,7 +194,7 @@ def find_format(template: str) -> ToolFormat:
     return TOOL_FORMATS["hermes"]
 
 
-def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
+def tool_definitions(functions: Sequence[Function]) -> list[dict[str, Any]]:
     """Returns tool definitions for chat templates."""
     return [
         {
@@ -207,7 +209,9 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
     ]
 
 
-def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
+def tools_as_text(
+    messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat
+) -> list[dict[str, Any]]:
     """Returns the messages with tools, calls and results as text, for a template without tools.
 
     The tools are described in the first question, as some templates take no system message.
@@ -218,13 +222,13 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: T
         if message["role"] == "tool":
             plain.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
         elif calls:
-            texts = [_written(call["function"]["name"], call["function"]["arguments"], form) for call in calls]
+            texts = [_call_text(call["function"]["name"], call["function"]["arguments"], form) for call in calls]
             plain.append({"role": "assistant", "content": "\n".join(filter(None, [content, *texts]))})
         else:
             plain.append(message)
     if tools is not None:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in declared(tools.functions))
-        told = INSTRUCTIONS.format(tools=lines, example=_written("NAME", {"ARGUMENT": "VALUE"}, form))
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tool_definitions(tools.functions))
+        told = INSTRUCTIONS.format(tools=lines, example=_call_text("NAME", {"ARGUMENT": "VALUE"}, form))
         first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
         if first is None:
             return [*plain, {"role": "user", "content": told}]
@@ -232,7 +236,7 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: T
     return plain
 
 
-def _written(name: str, arguments: Any, form: ToolFormat) -> str:
+def _call_text(name: str, arguments: Any, form: ToolFormat) -> str:
     if form.args:
         return f"{form.begin}{name}{form.args}{json.dumps(arguments, ensure_ascii=False)}"
     call = json.dumps({"name": name, form.key: arguments}, ensure_ascii=False)
@@ -259,7 +263,7 @@ def tools_grammar(
         head, tail = f"{quoted(function.name)} {quoted(form.args)}", ""
         if not form.args:
             head, tail = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": '), '"}"'
-        rules.append(f"fn_{i}: {head} %json {_compact(arguments)} {tail}")
+        rules.append(f"fn_{i}: {head} %json {_schema_text(arguments)} {tail}")
     call = f"({' | '.join(f'fn_{i}' for i in range(len(tools.callable)))})"
     if tools.several and form.separator is not None:
         call = f"{call} ({quoted(form.separator)} {call})*"
@@ -268,7 +272,7 @@ def tools_grammar(
         more = " call*" if tools.several and form.begin and form.separator is None else ""
         rules += [f"call: {begin} body", f"start: call{more}{'' if tools.forced else ' | answer'}"]
         if not tools.forced:
-            rules.append(f"answer: %json {_compact(schema or {})}")
+            rules.append(f"answer: %json {_schema_text(schema or {})}")
     elif not form.begin:
         rules += ["start: PLAIN | body", r"PLAIN: /([^{](.|\n)*)?/"]
     else:
@@ -278,5 +282,5 @@ def tools_grammar(
     return "\n".join(["%llguidance {}", *rules])
 
 
-def _compact(schema: Mapping[str, Any]) -> str:
+def _schema_text(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": COMPACT})

@@ -368,7 +368,7 @@ class CompletionRequest(Request, kw_only=True):
         super().__post_init__()
         if self.echo:
             raise bad_field("echo", self.echo, "false")
-        if (n := len(listed(self.prompt, "prompt"))) * self.n > MAX_CHOICES:
+        if (n := len(prompt_list(self.prompt, "prompt"))) * self.n > MAX_CHOICES:
             many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
             raise RequestError(400, f"{many}: ask in parts", param="n")
 
@@ -429,7 +429,7 @@ def json_value(text: str) -> Any:
         return None
 
 
-def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
+def prompt_list(prompt: str | list[Any], name: str) -> list[str | list[int]]:
     """Returns the list of prompts. Raises RequestError if texts and ids are mixed, or one is empty."""
     if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
         return [prompt]
@@ -438,7 +438,7 @@ def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
     return prompt
 
 
-def read(body: Any, kind: type[T]) -> T:
+def parse_request(body: Any, kind: type[T]) -> T:
     """Returns the body as a struct. Raises RequestError (400) with the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")

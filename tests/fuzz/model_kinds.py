@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from session_parts import joined, parts
 
 from edgekv import SamplingParams, Session
-from edgekv.checkpoint.quantized import unpacked
+from edgekv.checkpoint.quantized import unpack_tensors
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.cli import main
 from edgekv.engine.loading import SessionPlan
@@ -125,7 +125,7 @@ def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
     file = packed_cases.save(folder, {f"m.{key}": part for key, part in parts.items()}) / "model.safetensors"
     if rng.random() < 0.3:
         settings = {key: mutated(value, rng) for key, value in settings.items()}
-    tensors = unpacked(Tensors.open(file), settings)
+    tensors = unpack_tensors(Tensors.open(file), settings)
     for each in tensors.values():
         each.read()
         each.rows(0, min(3, each.shape[0]))

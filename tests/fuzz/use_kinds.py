@@ -21,9 +21,9 @@ from edgekv.server.requests import (
     CompletionRequest,
     EmbeddingRequest,
     Request,
-    listed,
     parse_json,
-    read,
+    parse_request,
+    prompt_list,
 )
 from edgekv.text.template import ChatTemplate
 
@@ -123,12 +123,12 @@ EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_forma
 @kind
 def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
     kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-        "chat": (CHAT, lambda body: read(body, ChatRequest)),
+        "chat": (CHAT, lambda body: parse_request(body, ChatRequest)),
         "completion": (
             {**REQUEST, "prompt": [1, 2], "logprobs": 2},
-            lambda body: read(body, CompletionRequest),
+            lambda body: parse_request(body, CompletionRequest),
         ),
-        "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
+        "embeddings": (EMBEDDINGS, lambda body: prompt_list(parse_request(body, EmbeddingRequest).input, "input")),
     }
     body, asked = kinds[rng.choice(sorted(kinds))]
     ask = asked(parse_json(as_json(mutated(body, rng), rng)))

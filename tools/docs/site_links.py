@@ -67,10 +67,10 @@ def within(link: re.Match[str], folder: str) -> str:
 
 def commands_text() -> str:
     """Returns a section for every command: what its --help says of it and of its options."""
-    from edgekv.cli import parser
+    from edgekv.cli import build_parser
 
     lines: list[str] = []
-    for name, sub in subcommands(parser()):
+    for name, sub in subcommands(build_parser()):
         about = sub.description or ""
         lines += [f"## edgekv {name}", "", f"{about[:1].upper()}{about[1:]}." if about else "", ""]
         rows = [(_shown(action), _help(sub, action)) for action in sub._actions if action.help and _shown(action)]

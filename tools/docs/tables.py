@@ -19,7 +19,7 @@ from typing import Any
 
 from edgekv import CacheSpec
 from edgekv.checkpoint.hub import read_shape
-from edgekv.cli import parser
+from edgekv.cli import build_parser
 from edgekv.cli.models import SYSTEM_SHARE
 from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
@@ -68,7 +68,7 @@ BOARDS_HEAD = (
 def commands_table() -> str:
     """Returns a row per command, with what its help says."""
     rows = ["| `edgekv ...` | |", "|---|---|"]
-    for action in parser()._actions:
+    for action in build_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             rows += [f"| `{choice.dest}` | {choice.help} |" for choice in action._choices_actions]
     return "\n".join(rows) + "\n"

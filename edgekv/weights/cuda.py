@@ -89,11 +89,11 @@ class DeviceWeights:
     def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
         """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another: (n, hidden)."""
         data, kind = self.tables[table]
-        n, size, shift = ids.shape[0], data.shape[1], self.driver.shift
-        other = self.tables[positions] if positions else (shift, 0)
+        n, size = ids.shape[0], data.shape[1]
+        added = self.tables[positions] if positions else (None, 0)
         x = self.driver.empty((n, size), np.float32)
-        added = *other, int(positions is not None), start, shift
-        self.driver.launch(Launch(LAYERS, "embed", (n,), 256), data, kind, ids, *added, size, x)
+        launch = Launch(LAYERS, "embed", (n,), 256)
+        self.driver.launch(launch, data, kind, ids, *added, start, self.driver.shift, size, x)
         return x
 
 
@@ -192,7 +192,7 @@ class CudaOps(NumpyOps):
         n = part.stop - part.start
         out = self.driver.empty((n, w.columns), self._dtype)
         launch = Launch(linear_program(w.bits, w.block), "widen", (-(-w.columns // (8 * 256)), n), 256)
-        scales = self.driver.shift if w.scales is None else w.scales[part]
+        scales = None if w.scales is None else w.scales[part]
         self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out, int(self._halves))
         return out
 

@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgekv.kernels.cuda.driver import N_MOVES, CannotRecord, Launch, Program
+from edgekv.kernels.cuda.driver import N_MOVES, CannotRecord, Launch, Program, by_value
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -74,6 +75,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def get(self) -> np.ndarray:
         return self.host.copy()
+
+    @property
+    def data(self) -> Any:
+        """Where a kernel finds it, as CuPy's."""
+        assert self.host.flags.c_contiguous or self.strides[-1] == self.itemsize, "kernels take rows"
+        return SimpleNamespace(ptr=self.host.ctypes.data)
 
 
 def _method(name: str) -> Any:
@@ -181,19 +188,12 @@ class HostDriver:
         assert all(n > 0 for n in grid)
         assert block > 0
         self.backwards = not self.backwards
-        slots = [_slot(x) for x in arguments]
-        pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+        values = [by_value(x, program) for x in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
         x, y, z = (*grid, 1, 1)[:3]
         library, counts = _build(program)
-        assert len(slots) == counts[kernel], kernel
+        assert len(values) == counts[kernel], kernel
         getattr(library, f"run_{kernel}")(x, y, z, block, self.backwards, pointers)
-
-
-def _slot(x: Any) -> Any:
-    if isinstance(x, HostArray):
-        assert x.host.flags.c_contiguous or x.strides[-1] == x.itemsize, "kernels take rows"
-        return ctypes.c_void_p(x.host.ctypes.data)
-    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels.cuda.driver import Array, Launch, place
+from edgekv.kernels.cuda.driver import Array, Launch, counter
 from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CodecKernels, CudaKernels, Reader, per_head
 
 
@@ -24,7 +24,7 @@ def _loops(element: str, array: str, halves: int) -> CodecKernels:
         if n:  # SinkWindowCache may have nothing left over
             x, stride = per_head(x)
             launch = Launch(ENCODE, "encode", (n, n_kv_heads), THREADS)
-            tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], *place(tools.driver, t0))
+            tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], counter(tools.driver, t0))
 
     return CodecKernels(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from edgekv.kernels.cuda.driver import Array, Launch, place
+from edgekv.kernels.cuda.driver import Array, Launch, counter
 from edgekv.kernels.cuda.kernels import ENCODE, CodecKernels, CudaKernels, Reader, per_head
 
 
@@ -26,7 +26,7 @@ def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
     bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
-    tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, *place(tools.driver, t0))
+    tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, counter(tools.driver, t0))
 
 
 def _read(rows: str, codec: Any) -> Reader:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.codecs.planes import GAUSS_STEP, LARGEST_FOUR
-from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, place
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, counter
 from edgekv.kernels.cuda.kernels import (
     MOST_CHANNELS,
     THREADS,
@@ -34,7 +34,7 @@ def encode_centres(tools: CudaKernels, x: Array, codes: Array, step: Array, t0: 
     n_kv_heads, n, d = x.shape
     check_width(d)
     launch = Launch(encode_program(), "encode_centres", (n // TILE, n_kv_heads), THREADS)
-    tools.driver.launch(launch, x, d, codes, step, step.shape[1], *place(tools.driver, t0))
+    tools.driver.launch(launch, x, d, codes, step, step.shape[1], counter(tools.driver, t0))
 
 
 def encode_keys(tools: CudaKernels, x: Array, planes: Array, scale: Array, t0: int) -> None:
@@ -43,7 +43,7 @@ def encode_keys(tools: CudaKernels, x: Array, planes: Array, scale: Array, t0: i
     bits = planes.shape[2]
     launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
     store = planes, planes.shape[1], scale, scale.shape[1]
-    tools.driver.launch(launch, x, d, bits, *store, *place(tools.driver, t0))
+    tools.driver.launch(launch, x, d, bits, *store, counter(tools.driver, t0))
 
 
 def encode_interleaved(tools: CudaKernels, x: Array, codes: Array, scale: Array, t0: int) -> None:
@@ -53,7 +53,7 @@ def encode_interleaved(tools: CudaKernels, x: Array, codes: Array, scale: Array,
     levels = tools.scratch("levels", x.shape, np.uint8)
     launch = Launch(encode_program(bits), "encode_interleaved", (n // TILE, n_kv_heads), THREADS)
     store = codes, codes.shape[1], scale, scale.shape[1]
-    tools.driver.launch(launch, x, d, bits, levels, *store, *place(tools.driver, t0))
+    tools.driver.launch(launch, x, d, bits, levels, *store, counter(tools.driver, t0))
 
 
 @functools.cache

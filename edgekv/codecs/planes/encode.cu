@@ -27,10 +27,10 @@ __device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16*
 }
 
 // Grid (n / 64, G). Leaves x less what is stored.
-extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, int t0, const int* t0_moves)
+extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, Counter t0)
 {
     __shared__ float mean[MOST_CHANNELS];
-    i64 row = ((i64)blockIdx.y * blocks + (t0 + *t0_moves) / TILE + blockIdx.x) * CENTRES;
+    i64 row = ((i64)blockIdx.y * blocks + t0.now() / TILE + blockIdx.x) * CENTRES;
     float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE * d;
     encode_mean(from, TILE, d, mean, codes + row * (d / 2), step + row);
     for (int i = 0; i < TILE / CENTRE; ++i)
@@ -38,11 +38,10 @@ extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step,
 }
 
 // Keys of 64 tokens a block in planes, as in edgekv.kernels.contract.planes. Grid (n, G), a warp each.
-extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* planes, int blocks, u16* scale, int capacity, int t0,
-                                       const int* t0_moves)
+extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* planes, int blocks, u16* scale, int capacity, Counter t0)
 {
     const float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * d;
-    int t = t0 + *t0_moves + blockIdx.x, lane = threadIdx.x, quarter = t % TILE / 16;
+    int t = t0.now() + blockIdx.x, lane = threadIdx.x, quarter = t % TILE / 16;
     u8* to = planes + ((i64)blockIdx.y * blocks + t / TILE) * bits * d * 8 + t % 16 / 4 * 2 * d;
     int place = 4 * (t % 4) + (quarter & 1) * 2 + (quarter >> 1);
     double square = 0, along = 0;
@@ -98,9 +97,9 @@ __device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
 
 // Blocks of 64 tokens as in edgekv.kernels.contract.planes. Grid (n / 64, G); levels is scratch (G, n, d).
 extern "C" __global__ void encode_interleaved(const float* x, int d, int bits, u8* levels, u8* codes,
-                                              int blocks, u16* scale, int capacity, int t0, const int* t0_moves)
+                                              int blocks, u16* scale, int capacity, Counter t0)
 {
-    i64 first = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE, b0 = (t0 + *t0_moves) / TILE;
+    i64 first = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE, b0 = t0.now() / TILE;
     for (int t = threadIdx.x / 32; t < TILE; t += blockDim.x / 32) {
         u16 half = gauss_levels(x + (first + t) * d, d, bits, levels + (first + t) * d);
         if (threadIdx.x % 32 == 0) scale[(i64)blockIdx.y * capacity + (b0 + blockIdx.x) * TILE + t] = half;

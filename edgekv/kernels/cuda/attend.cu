@@ -93,11 +93,18 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
     }
 }
 
-// Blocks 0 .. main_parts share the main store, the next `parts1` a store of exact (float16) tokens, the others a second one.
-// Where a store ends, its position and what is visible move by the numbers at the addresses beside them.
-// out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights; or one array gets their sum. whole (G,
-// ROWS, 2) gets the maximum and the sum of all weights. Scratch: ends (G, blocks, ROWS, 2),
-// the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
+// The first blocks share the tokens of `pair`, the next ones those of exact1, the last ones those of exact2, float16 both.
+struct AttendArgs {
+    Queries queries;              // for `pair`
+    const float* exact_queries;   // (G, ROWS, HEAD_DIM)
+    Segment pair, exact1, exact2;
+    Visible visible;
+    float *block_softmax, *block_sums;  // scratch of each block: (G, blocks, ROWS, 2) as `softmax`, (G, blocks, ROWS, HEAD_DIM)
+    u32* done;                          // blocks that are done (G): zeros, left so
+    float* softmax;                     // (G, ROWS, 2): the maximum of all scores and the sum of all weights
+    float *out, *exact_out;  // (G, ROWS, HEAD_DIM): the pair's part and the exact tokens' part; or one array, for their sum
+};
+
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
 #endif
@@ -106,62 +113,53 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 #else
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
 #endif
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
-attend(const float* q, const void* codes, const float* scale,
-       const void* ka, const void* kb, const void* kc, const void* kd, const void* ke, const void* va, const void* vb,
-       const void* vc, const void* vd, int capacity, int value_capacity, int t0, int t1, const int* t1_moves, int position,
-       const int* position_moves, int main_parts,
-       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, const int* to1_moves,
-       int position1, const int* position1_moves, const void* key2, const void* value2, int capacity2, int from2, int to2,
-       const int* to2_moves, int position2, const int* position2_moves, int parts1,
-       int lo, int hi, const int* shift, float* ends, float* sums, u32* done, float* whole, float* out_main, float* out_exact)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(const AttendArgs args)
 {
     __shared__ float out[ROWS][HEAD_DIM];
     __shared__ bool is_last;
 #ifdef TILED
     __shared__ TiledShared tiled;
 #endif
-    int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
+    int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x, pair_shares = args.pair.blocks;
     let_next_begin();
 #ifdef TILED
-    // The shares of packed tokens wait later, in tiled_share: below, *shift and *t1_moves are read before the launches ahead are
-    // done. That is right only while no launch that lets the next one begin early (let_next_begin) advances these counters.
-    if (share >= main_parts) wait_for_inputs();
+    // The shares of packed tokens wait later, in tiled_share: below, counters are read before the launches ahead are done. That is
+    // right only while no launch that lets the next one begin early (let_next_begin) advances these counters.
+    if (share >= pair_shares) wait_for_inputs();
 #else
     wait_for_inputs();
 #endif
-    ends += (i64)g * shares * ROWS * 2;
-    sums += (i64)g * shares * ROWS * HEAD_DIM;
-    hi += *shift, lo += lo > 0 ? *shift : 0;
+    float* own = args.block_softmax + ((i64)g * shares + share) * ROWS * 2;
+    int moved = *args.visible.shift, hi = args.visible.hi + moved, lo = args.visible.lo + (args.visible.lo > 0 ? moved : 0);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
-    if (share < main_parts) {
-        Queries queries = {q, codes, scale, ROWS};
-        Store keys = {ka, kb, kc, kd, ke, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
-        Span span = {t0, t1 + *t1_moves, position + *position_moves, lo, hi};
+    if (share < pair_shares) {
+        const Segment& pair = args.pair;
+        Span span = {pair.first, pair.stop.now(), pair.position.now(), lo, hi};
 #ifdef TILED
-        tiled_share(tiled, queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
+        tiled_share(tiled, args.queries, pair.keys, pair.values, span, share, pair_shares, g, own, out);
 #else
-        attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
+        attend_share<KEYS, VALUES>(args.queries, pair.keys, pair.values, span, share, pair_shares, g, own, out);
 #endif
     } else {
 #ifdef EXACT
-        bool second = share - main_parts >= parts1;
-        Queries queries = {exact_q, 0, 0, ROWS};
-        Store keys = {second ? key2 : key1, 0, 0, 0, 0, 0, second ? capacity2 : capacity1};
-        Store values = {second ? value2 : value1, 0, 0, 0, 0, 0, keys.capacity};
-        int to = second ? to2 + *to2_moves : to1 + *to1_moves;
-        int at = second ? position2 + *position2_moves : position1 + *position1_moves;
-        Span span = {second ? from2 : from1, to, at, lo, hi};
-        int part = second ? share - main_parts - parts1 : share - main_parts;
-        int parts = second ? shares - main_parts - parts1 : parts1;
-        attend_share<RowKeys<Numbers<u16>, EXACT_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,
-                                                         ends + share * ROWS * 2, out);
+        int first = pair_shares + args.exact1.blocks;
+        bool second = share >= first;
+        Segment exact = args.exact1;
+        if (second) exact = args.exact2;
+        exact.values.capacity = exact.keys.capacity;  // as they are: a register less
+        int part = second ? share - first : share - pair_shares;
+        Queries queries = {args.exact_queries, 0, 0, ROWS};
+        Span span = {exact.first, exact.stop.now(), exact.position.now(), lo, hi};
+        attend_share<RowKeys<Numbers<u16>, EXACT_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_FLIGHT, 1>>(
+            queries, exact.keys, exact.values, span, part, exact.blocks, g, own, out);
 #endif
     }
+    const float* ends = args.block_softmax + (i64)g * shares * ROWS * 2;
+    float* sums = args.block_sums + (i64)g * shares * ROWS * HEAD_DIM;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)share * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicInc(&done[g], shares - 1) == (u32)shares - 1;
+    if (threadIdx.x == 0) is_last = atomicInc(&args.done[g], shares - 1) == (u32)shares - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();
@@ -178,19 +176,19 @@ attend(const float* q, const void* codes, const float* scale,
         total = lane_sum(total);
         for (int i = threadIdx.x % 32; i < shares; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
         if (threadIdx.x % 32 == 0) {
-            whole[((i64)g * ROWS + m) * 2] = peak;
-            whole[((i64)g * ROWS + m) * 2 + 1] = total;
+            args.softmax[((i64)g * ROWS + m) * 2] = peak;
+            args.softmax[((i64)g * ROWS + m) * 2 + 1] = total;
         }
     }
     __syncthreads();
+    float *pair_out = args.out + (i64)g * ROWS * HEAD_DIM, *exact_out = args.exact_out + (i64)g * ROWS * HEAD_DIM;
 #ifdef TILED
-    out_exact += (i64)g * ROWS * HEAD_DIM;
-    add_shares(sums, weights, main_parts, shares, out_exact);
-    add_shares(sums, weights, 0, main_parts, out[0]);
-    turn_back(tiled, out, (const float*)vd, out_exact);
+    add_shares(sums, weights, pair_shares, shares, exact_out);
+    add_shares(sums, weights, 0, pair_shares, out[0]);
+    turn_back(tiled, out, (const float*)args.pair.values.d, exact_out);
 #else
-    bool together = out_main == out_exact;
-    add_shares(sums, weights, 0, together ? shares : main_parts, out_main + (i64)g * ROWS * HEAD_DIM);
-    if (!together) add_shares(sums, weights, main_parts, shares, out_exact + (i64)g * ROWS * HEAD_DIM);
+    bool together = pair_out == exact_out;
+    add_shares(sums, weights, 0, together ? shares : pair_shares, pair_out);
+    if (!together) add_shares(sums, weights, pair_shares, shares, exact_out);
 #endif
 }

@@ -154,10 +154,40 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
 #define ITEMS (ROWS * TILES)
 #define TURNS_OF_ITEMS divide_up(ITEMS, WARPS)
 
-// The arrays of a key or value store with room for `capacity` tokens per KV head; what they are is the codec's affair.
+// Arguments of kernels. Python fills them by the names of their fields (Struct in driver.py).
+
+// A counter of the caches as it was when a step was recorded, and the address of how far it has moved since.
+struct Counter {
+    int recorded;
+    const int* moved;
+    __device__ int now() const { return recorded + *moved; }
+};
+
+// The arrays of a key or value store with room for `capacity` tokens per KV head; each codec says what they are.
 struct Store {
     const void *a, *b, *c, *d, *e, *f;
     int capacity;
+};
+
+// Tokens first .. stop of a pair of stores, the first at `position` of the conversation; `blocks` blocks share them.
+struct Segment {
+    Store keys, values;
+    int first, blocks;
+    Counter stop, position;
+};
+
+// The positions that queries see: lo .. hi or, unless these are null, limits (2, rows), the lo and the hi of each query. While a
+// step is replayed, `shift` moves hi, and lo unless it is 0.
+struct Visible {
+    int lo, hi;
+    const int *limits, *shift;
+};
+
+// Scores (G, rows, columns) that are part of a larger array.
+struct Scores {
+    float* x;
+    int group_stride, row_stride;
+    __device__ float* row(int g, int m) const { return x + (i64)g * group_stride + (i64)m * row_stride; }
 };
 
 // Queries x (G, rows, KEY_DIM), what a codec made of them (codes), and a factor per query (scale (G, rows)).

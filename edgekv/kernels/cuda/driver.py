@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from edgekv.files import atomic_write, cache_root
 Array = Any  # of the device: a cupy.ndarray, or a test's own
 Macros = tuple[tuple[str, int | str], ...]
 
+SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # of C++, as fields of structs
 FOLDER = pathlib.Path(__file__).parent
 N_MOVES = 16  # numbers on the device: that of positions first, one that stays 0 last
 RECORDED_TOKENS = 512  # at most, after the one at which a step was recorded, that replay it
@@ -60,6 +62,53 @@ class Program:
 def _text(name: str | pathlib.Path) -> str:
     path = FOLDER / f"{name}.cu"
     return f'#line 1 "{path.name}"\n{path.read_text()}'
+
+
+class Struct:
+    """A struct that a program's .cu files declare, as a kernel's argument by value.
+
+    name: the struct's. fields: by their names in C++, each a number, an array (passed as its address), a list of
+    numbers, another Struct, or None (a null pointer); those that are left out are 0.
+    """
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.name, self.fields = name, fields
+
+    def packed(self, program: Program) -> npt.NDArray[Any]:
+        """Returns the bytes () of the struct, laid out as the compiler of ``program`` lays them out."""
+        packed = np.zeros((), struct_layout(program.files, self.name))
+        for field, x in self.fields.items():
+            packed[field] = x if isinstance(x, list) else by_value(x, program)
+        return packed
+
+
+# A line of a struct: the type of its fields, and their names with * before pointers and [n] behind arrays.
+FIELDS = re.compile(r" +(?:const )?(\w+)([\w\s,*\[\]]+);")
+FIELD = re.compile(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?")
+
+
+@functools.cache
+def struct_layout(files: tuple[str | pathlib.Path, ...], name: str) -> np.dtype[np.void]:
+    """Returns the dtype of a struct that common.cu or ``files`` declare, with the padding of C++."""
+    source = "".join(map(_text, ("common", *files)))
+    declared = re.search(rf"^struct {name} {{\n(.*?)^}};", source, re.DOTALL | re.MULTILINE)
+    assert declared, name
+    fields: list[Any] = []
+    for line in declared[1].splitlines():
+        if found := FIELDS.match(line):
+            for star, field, length in FIELD.findall(found[2]):
+                kind = np.uintp if star else SCALARS.get(found[1]) or struct_layout(files, found[1])
+                fields.append((field, kind, (int(length),)) if length else (field, kind))
+    return np.dtype(fields, align=True)
+
+
+def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[Any]:
+    """Returns the bytes () that a kernel gets for an argument; of an array, those of its address."""
+    if isinstance(x, Struct):
+        return x.packed(program)
+    if isinstance(x, (int, np.integer)):
+        return np.array(x, np.int32)
+    return np.array(x, np.float32) if isinstance(x, float) else np.array(0 if x is None else x.data.ptr, np.uintp)
 
 
 class Launch(NamedTuple):
@@ -127,18 +176,21 @@ class Driver:
         unused = self.cupy.get_default_memory_pool().free_bytes()
         return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
 
-    def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
-        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
+    def launch(self, launch: Launch, *arguments: Array | Struct | float | None) -> None:
+        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers, None as a null pointer."""
         program, kernel, grid, block, early = launch
+        values = tuple(
+            by_value(x, program) for x in arguments
+        )  # CuPy passes NumPy's arrays of one element by value
         try:
             function = self._kernels.get((program, kernel))
             if function is None:
                 function = self._kernels[program, kernel] = self._compile(program, kernel)
             if early and self._launch_early is not None:
                 stream = self._recorder if self._is_recording else self.stream
-                self._launch_early(function.kernel.ptr, grid, block, stream.ptr, arguments)
+                self._launch_early(function.kernel.ptr, grid, block, stream.ptr, values)
             else:
-                function(grid, (block,), tuple(map(_argument, arguments)))
+                function(grid, (block,), values)
         except RuntimeError as error:
             _raise_memory_error(error, f"for {kernel}")
             raise
@@ -210,18 +262,6 @@ def _raise_memory_error(error: RuntimeError, what: str) -> None:
         raise MemoryError(f"Out of memory {what} ({error})") from error
 
 
-def _argument(x: Array | int | float) -> Any:
-    if type(x) is int:
-        return np.int32(x)
-    return np.float32(x) if type(x) is float else x
-
-
-def _ctypes_argument(x: Array | int | float) -> Any:
-    if isinstance(x, int):
-        return ctypes.c_int(x)
-    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_void_p(x.data.ptr)
-
-
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: its value is a union of 64 bytes."""
 
@@ -241,18 +281,18 @@ class _Config(ctypes.Structure):
 def _early_launcher() -> Callable[..., None] | None:
     """Launches that begin before the one before them has ended; None where this driver has none.
 
-    By cuLaunchKernelEx, which CuPy lacks: (kernel's handle, grid, block, stream, arguments); raises RuntimeError.
+    By cuLaunchKernelEx, which CuPy lacks: (kernel's handle, grid, block, stream, values); raises RuntimeError.
     """
     try:
         launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
         return None
 
-    def launch(function: int, grid: tuple[int, ...], block: int, stream: int, arguments: tuple[Any, ...]) -> None:
-        attribute, values = _Attribute(OVERLAPS, 0, 1), [_ctypes_argument(x) for x in arguments]
+    def launch(function: int, grid: tuple[int, ...], block: int, stream: int, values: tuple[Any, ...]) -> None:
+        attribute = _Attribute(OVERLAPS, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
         config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
         status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
         if status:
             name = "CUDA_ERROR_OUT_OF_MEMORY" if status == 2 else f"CUDA driver error {status}"
@@ -362,11 +402,11 @@ INPUTS = Launch(Program(("layers",)), "set_inputs", (1,), 1)
 
 def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> None:
     """What a recorded step reads; positions and all others move by 0 where values has none."""
-    driver.launch(INPUTS, ids, token, driver.moves, *values, *[0] * (N_MOVES - 1 - len(values)))
+    moves = Struct("Moves", by=values + [0] * (N_MOVES - 1 - len(values)))
+    driver.launch(INPUTS, ids, token, driver.moves, moves)
 
 
-def place(driver: Driver, x: int) -> tuple[int, Array]:
-    """A number for a kernel, and the address of what that adds to it."""
-    if isinstance(x, Counter) and x.terms:
-        return int(x), x.moves.address(x.terms)
-    return int(x), driver.still
+def counter(driver: Driver, x: int) -> Struct:
+    """Returns the `Counter` of common.cu: a number, and the address of how far a replay has moved it."""
+    moved = x.moves.address(x.terms) if isinstance(x, Counter) and x.terms else driver.still
+    return Struct("Counter", recorded=int(x), moved=moved)

@@ -16,10 +16,10 @@ __device__ __forceinline__ u16 half_of(double x) { return float_to_half((float)f
 // Encoders of numbers and symmetric integers. x (G, n, D) has its heads `stride` apart, its tokens D.
 
 // In `halves` or float32. Grid (n, G).
-extern "C" __global__ void encode(const float* x, int stride, int d, void* store, int halves, int capacity, int t0, const int* t0_moves)
+extern "C" __global__ void encode(const float* x, int stride, int d, void* store, int halves, int capacity, Counter t0)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
-    i64 to = ((i64)blockIdx.y * capacity + t0 + *t0_moves + blockIdx.x) * d;
+    i64 to = ((i64)blockIdx.y * capacity + t0.now() + blockIdx.x) * d;
     for (int c = threadIdx.x; c < d; c += blockDim.x)
         if (halves)
             ((u16*)store)[to + c] = float_to_half(from[c]);
@@ -29,23 +29,23 @@ extern "C" __global__ void encode(const float* x, int stride, int d, void* store
 
 // The key and the value of one token. Grid (2, G).
 extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
-                                      u16* values, int value_capacity, int t0, const int* t0_moves)
+                                      u16* values, int value_capacity, Counter t0)
 {
     let_next_begin();
     wait_for_inputs();
     bool is_value = blockIdx.x;
     const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
-    i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0 + *t0_moves;
+    i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0.now();
     u16* to = (is_value ? values : keys) + row * d;
     for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
 }
 
 // Symmetric codes, signed bytes or 4 bits plus 8. Grid (n, G), a warp each.
 extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, u16* scale, int capacity,
-                                      int t0, const int* shift)
+                                      Counter t0)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
-    int t = t0 + *shift + blockIdx.x, top = (1 << (bits - 1)) - 1, n_bytes = d * bits / 8;
+    int t = t0.now() + blockIdx.x, top = (1 << (bits - 1)) - 1, n_bytes = d * bits / 8;
     float largest = 0;
     for (int c = threadIdx.x; c < d; c += 32) largest = fmaxf(largest, fabsf(from[c]));
     u16 half = half_above(lane_max(largest) / (float)top);

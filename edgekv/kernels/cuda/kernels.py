@@ -27,7 +27,8 @@ from edgekv.kernels.cuda.driver import (
     Launch,
     Macros,
     Program,
-    place,
+    Struct,
+    counter,
 )
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
 from edgekv.kernels.interface import Segment, Visible, find_codec_kernels
@@ -166,9 +167,21 @@ def n_rounds(t0: int, t1: int, tiles: int) -> int:
     return -(-(-(-t1 // TILE) - t0 // TILE) // tiles)
 
 
-def strides(x: Array) -> tuple[int, int]:
-    """Elements between the heads and between the rows of x (G, M, S)."""
-    return x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
+def query_argument(queries: Queries) -> Struct:
+    """Returns queries as the `Queries` of common.cu."""
+    rows = queries.x.shape[1]
+    return Struct("Queries", x=queries.x, codes=queries.codes, scale=queries.scale, rows=rows)
+
+
+def store_argument(reader: Reader) -> Struct:
+    """Returns the arrays of a reader as the `Store` of common.cu."""
+    return Struct("Store", **dict(zip("abcdef", reader.arrays, strict=False)), capacity=reader.capacity)
+
+
+def scores_argument(s: Array) -> Struct:
+    """Returns s (G, M, columns) as the `Scores` of common.cu."""
+    group_stride, row_stride = s.strides[0] // s.itemsize, s.strides[1] // s.itemsize
+    return Struct("Scores", x=s, group_stride=group_stride, row_stride=row_stride)
 
 
 def per_head(x: Array) -> tuple[Array, int]:
@@ -264,11 +277,10 @@ class CudaKernels:
         at_once = self.driver.multiprocessors * blocks // others - beside
         return max(1, min(rounds, at_once, MOST_SHARES))
 
-    def per_token(self, *numbers: I64) -> tuple[Any, ...]:
-        """For a kernel: whether query tokens differ, their numbers (len(numbers), n), and the first token's."""
-        many = any((x != x[0]).any() for x in numbers)
-        array = self.constant(np.stack(numbers).astype(np.int32)) if many else self.driver.shift
-        return int(many), array, *(int(x[0]) for x in numbers)
+    def limits(self, lo: I64, hi: I64) -> Array | None:
+        """Returns lo and hi (n,) as (2, n) int32 of the device; None where all are equal."""
+        differ = (lo != lo[0]).any() or (hi != hi[0]).any()
+        return self.constant(np.stack([lo, hi]).astype(np.int32)) if differ else None
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
         """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""
@@ -291,7 +303,7 @@ class CudaKernels:
         n_kv_heads, capacity, d = key_store.shape
         launch = Launch(ENCODE, "append_f16", (2, n_kv_heads), THREADS, early=True)
         stores = key_store, capacity, value_store, value_store.shape[1]
-        self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, *place(self.driver, t0))
+        self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, counter(self.driver, t0))
 
     def attend(
         self,
@@ -333,7 +345,7 @@ class CudaKernels:
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
         segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
-        self.launch_scores(read_keys(codec), prepared, t1, s, segment, SEES_ALL)
+        self.launch_scores(read_keys(codec), prepared, s, segment, SEES_ALL)
 
     def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
         keys = read_keys(segment.keys)
@@ -379,10 +391,6 @@ class CudaKernels:
         beside = sum(exact_shares)
         shares = min(self.splits(rounds, n_kv_heads, held, beside if fused else 0), MOST_SHARES - beside)
         n_shares = shares + sum(exact_shares)
-        ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
-        sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
-        stored = keys.capacity, values.capacity, *self._place(main.segment), shares
-        seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
             rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
@@ -390,29 +398,38 @@ class CudaKernels:
         else:
             rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
             queries = self._prepared(main.segment.keys, main.q)
-        arrays = (
-            *self.query_arguments(queries),
-            *self.store_arguments(keys, 5),
-            *self.store_arguments(values, 4),
+        exact_segments = {
+            f"exact{i}": self.segment_argument(part.segment, part.keys, part.values, n)
+            for i, (part, n) in enumerate(zip(exact, exact_shares, strict=True), 1)
+        }
+        arguments = Struct(
+            "AttendArgs",
+            queries=query_argument(queries),
+            exact_queries=main.q,
+            pair=self.segment_argument(main.segment, keys, values, shares),
+            **exact_segments,
+            visible=self.visible_argument(visible, rows),
+            block_softmax=self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2)),
+            block_sums=self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim)),
+            done=self._done(n_kv_heads),
+            softmax=end,
+            out=rotated,
+            exact_out=out,
         )
-        results = ends, sums, self._done(n_kv_heads), end, rotated, out
-        launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True)
-        self.driver.launch(launch, *arrays, *stored, *self._exact_arguments(exact, exact_shares), *seen, *results)
+        self.driver.launch(Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True), arguments)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
 
-    def _exact_arguments(self, parts: list[Part], shares: list[int]) -> list[Any]:
-        nothing = self.driver.still
-        arguments = [parts[0].q if parts else nothing]
-        for part in parts:
-            s = part.segment
-            arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *self._place(s)]
-        missing = nothing, nothing, 0, 0, 0, nothing, 0, nothing
-        return [*arguments, *missing * (MOST_EXACT - len(parts)), shares[0] if shares else 0]
+    def segment_argument(self, segment: Segment, keys: Reader, values: Reader, blocks: int = 0) -> Struct:
+        """Returns a segment as the `Segment` of common.cu, whose tokens ``blocks`` blocks share."""
+        stop, position = counter(self.driver, segment.stop), counter(self.driver, segment.position)
+        stores = {"keys": store_argument(keys), "values": store_argument(values)}
+        return Struct("Segment", **stores, first=segment.first, blocks=blocks, stop=stop, position=position)
 
-    def _place(self, segment: Segment) -> tuple[Any, ...]:
-        """The first token; where they end, and their position, each with how far that moves."""
-        return segment.first, *place(self.driver, segment.stop), *place(self.driver, segment.position)
+    def visible_argument(self, visible: Visible, rows: int) -> Struct:
+        """Returns the positions that ``rows`` queries of each KV head see as the `Visible` of common.cu."""
+        lo, hi = (np.tile(x, rows // len(x)) for x in visible)
+        return Struct("Visible", lo=int(lo[0]), hi=int(hi[0]), limits=self.limits(lo, hi), shift=self.driver.shift)
 
     def _done(self, n_kv_heads: int) -> Array:
         """Zeros, left as zeros by every launch."""
@@ -430,7 +447,7 @@ class CudaKernels:
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
         for part, queries, s in zip(parts, prepared, columns, strict=True):
-            self.launch_scores(part.keys, queries, part.most, s, part.segment, visible)
+            self.launch_scores(part.keys, queries, s, part.segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         for part, p in zip(parts, columns, strict=True):
@@ -440,24 +457,19 @@ class CudaKernels:
         """Makes rows of s (G, M, columns) sum to 1 over columns lo..hi (M,), 0 elsewhere."""
         n_kv_heads, rows, columns = s.shape
         launch = Launch(LAYERS, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
-        self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
+        self.driver.launch(launch, scores_argument(s), columns, self.limits(lo, hi), int(lo[0]), int(hi[0]))
 
-    def launch_scores(
-        self, keys: Reader, queries: Queries, t1: int, s: Array, segment: Segment, visible: Visible
-    ) -> None:
-        """s (G, M, t1 - t0) = scores with the segment's tokens up to t1, -inf where a query does not see them."""
-        n_kv_heads, rows, _ = s.shape
-        at_once, t0, shift = rows_at_once(rows), segment.first, self.driver.shift
+    def launch_scores(self, keys: Reader, queries: Queries, s: Array, segment: Segment, visible: Visible) -> None:
+        """s (G, M, columns) = scores with the segment's first tokens, -inf where a query does not see them."""
+        n_kv_heads, rows, columns = s.shape
+        at_once, t0 = rows_at_once(rows), segment.first
         tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
+        splits = self.splits(n_rounds(t0, t0 + columns, tiles), n_kv_heads * row_blocks)
         launch = Launch(range_program("KEYS", keys, at_once), "scores", (splits, n_kv_heads, row_blocks), THREADS)
-        store = *self.store_arguments(keys), keys.capacity, t0, t1
         positions = segment.positions
-        where = (shift, 0) if positions is None else (positions, positions.strides[0] // positions.itemsize)
-        ends = *place(self.driver, segment.stop), *place(self.driver, segment.position)
-        seen = len(visible[0]), *self.per_token(*visible), shift
-        arguments = *self.query_arguments(queries), rows, *store, s, *strides(s), *where, *ends, *seen
-        self.driver.launch(launch, *arguments)
+        stride = 0 if positions is None else positions.strides[0] // positions.itemsize
+        tokens = self.segment_argument(segment, keys, keys), scores_argument(s), columns, positions, stride
+        self.driver.launch(launch, query_argument(queries), *tokens, self.visible_argument(visible, rows))
 
     def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""
@@ -469,8 +481,7 @@ class CudaKernels:
         launch = Launch(
             range_program("VALUES", values, at_once), "values", (splits, n_kv_heads, row_blocks), THREADS
         )
-        store = *self.store_arguments(values), values.capacity
-        self.driver.launch(launch, p, *strides(p), *store, t0, t1, rows, partial)
+        self.driver.launch(launch, scores_argument(p), store_argument(values), t0, t1, rows, partial)
         if values.rotation is None:
             self._add_partial(partial, out)
         else:
@@ -485,16 +496,6 @@ class CudaKernels:
         n = out.size
         launch = Launch(LAYERS, "add_partial", (-(-n // 256),), 256)
         self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
-
-    def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:
-        """What kernels are given of queries (G, M, D); the device's zeros stand for what there is not."""
-        nothing = self.driver.shift
-        others = (nothing if x is None else x for x in (queries.codes, queries.scale))
-        return queries.x, *others
-
-    def store_arguments(self, reader: Reader, n: int = 6) -> tuple[Array, ...]:
-        """A reader's arrays, filled up to n arguments."""
-        return (*reader.arrays, *[self.driver.shift] * (n - len(reader.arrays)))
 
     def split_rope(
         self,
@@ -515,18 +516,18 @@ class CudaKernels:
         q None: queries are wanted as halves only.
         """
         n_kv_heads, n, head_dim = k.shape
-        n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
-        tables = (cos, sin) if cos.size else (shift, shift)
-        norms = (q_norm, k_norm, 1) if q_norm.size else (shift, shift, 0)
-        outs = *([shift, 0] if q is None else _rows(q)), *_rows(k), *_rows(v)
-        more: tuple[Any, ...] = shift, shift, shift, 0, 0, 0
+        n_heads = qkv.shape[1] // head_dim - 2 * n_kv_heads
+        rope = Struct("Rope", cos=cos, sin=sin, half=cos.shape[1], shift=self.driver.shift)
+        heads = (Struct("Heads", x=x, stride=0 if x is None else x.strides[0] // x.itemsize) for x in (q, k, v))
+        norms = Struct("HeadNorms", q=q_norm if q_norm.size else None, k=k_norm if k_norm.size else None, eps=eps)
+        also = Struct("Halves")
         if halves is not None:
             _, capacity, width = halves.k.shape
-            more = halves.q, halves.k, halves.v, width, capacity, halves.first
-        sizes = n_heads, n_kv_heads, head_dim, float(scale)
+            also = Struct("Halves", **halves._asdict(), width=width, capacity=capacity)
         grid = n, n_heads + 2 * n_kv_heads
         launch = Launch(LAYERS, "split_rope", grid, THREADS, early=halves is None)
-        self.driver.launch(launch, qkv, *tables, cos.shape[1], shift, *outs, *sizes, *norms, float(eps), *more)
+        sizes = n_heads, n_kv_heads, head_dim, float(scale)
+        self.driver.launch(launch, qkv, rope, *heads, *sizes, norms, also)
 
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
         """out (A, n, width) = the rotation of x (A, n, D)."""
@@ -582,11 +583,6 @@ class CudaKernels:
         launch = Launch(program, "prompt_attention", (-(-n // PROMPT_ROWS), n_heads), THREADS)
         sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
         self.driver.launch(launch, q, k, v, *sizes, out)
-
-
-def _rows(x: Array) -> list[Any]:
-    """x (heads, n, head_dim) and the elements between its heads."""
-    return [x, x.strides[0] // x.itemsize]
 
 
 def attend_program(

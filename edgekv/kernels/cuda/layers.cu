@@ -42,8 +42,8 @@ extern "C" __global__ void activation(const float* x, int size, int kind, int ga
     put(y, (i64)blockIdx.y * size + c, a * (gated ? x[size + c] : 1), halves);
 }
 
-// Row i of x (n, size) = row ids[i] of the table, plus row start + i of another, which moves with the shift. KIND_* says
-// how their elements are stored.
+// Row i of x (n, size) = row ids[i] of the table, plus row start + i, moved by the shift, of the table `positions` unless that is
+// null. KIND_* says how their elements are stored.
 #define KIND_F32 0
 #define KIND_F16 1
 #define KIND_BF16 2
@@ -56,44 +56,67 @@ __device__ __forceinline__ float element(const void* table, int kind, i64 at)
 }
 
 extern "C" __global__ void embed(const void* table, int kind, const int* ids, const void* positions, int positions_kind,
-                                 int has_positions, int start, const int* shift, int size, float* x)
+                                 int start, const int* shift, int size, float* x)
 {
     for (int c = threadIdx.x; c < size; c += blockDim.x) {
         float value = element(table, kind, (i64)ids[blockIdx.x] * size + c);
-        if (has_positions)
+        if (positions)
             value += element(positions, positions_kind, (i64)(start + *shift + blockIdx.x) * size + c);
         x[(i64)blockIdx.x * size + c] = value;
     }
 }
 
-// Splits the fused projection qkv (n, (H + 2 G) * D) of a token into heads, normalises and rotates queries and keys by the row of
-// their position, which is moved by the shift. q, k, v have their tokens D apart and their heads `stride`s; queries are wanted
-// there if q_stride is not 0. With a `width` all are also put in halves, with zeros in the channels from D to it: half_q (H, n,
-// width), half_k and half_v (G, capacity, width) from token `first` on. Grid (n, H + 2 G).
+// Tables (rows, half) of a rotation by position; row 0 is that of the first token, moved by the shift. half 0: no rotation.
+struct Rope {
+    const float *cos, *sin;
+    int half;
+    const int* shift;
+};
+
+// Heads (n_heads, n, head_dim), `stride` apart.
+struct Heads {
+    float* x;
+    int stride;
+};
+
+// Queries (H, n, width) and keys and values (G, capacity, width) from token `first` on, all in halves.
+struct Halves {
+    u16 *q, *k, *v;
+    int width, capacity, first;
+};
+
+// Weights of the norms of queries and of keys, or null.
+struct HeadNorms {
+    const float *q, *k;
+    float eps;
+};
+
+// Splits the fused projection qkv (n, (H + 2 G) * D) of a token into heads, normalises queries and keys, and rotates them. q
+// (unless it is null), k and v get them, queries times the scale; with a width `halves` get them, too, with zeros in the channels
+// from D on. Grid (n, H + 2 G).
 extern "C" __global__ void __launch_bounds__(THREADS)
-split_rope(const float* qkv, const float* cos, const float* sin, int half, const int* shift, float* q, int q_stride,
-           float* k, int k_stride, float* v, int v_stride, int n_heads, int n_kv_heads, int head_dim, float scale,
-           const float* q_norm, const float* k_norm, int has_norm, float eps, u16* half_q, u16* half_k, u16* half_v,
-           int width, int capacity, int first)
+split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_heads, int n_kv_heads, int head_dim, float scale,
+           const HeadNorms norms, const Halves halves)
 {
+    int token = blockIdx.x, head = blockIdx.y, half = rope.half, width = halves.width;
     if (!width) {  // a step, which is launched early
         let_next_begin();
         wait_for_inputs();
     }
-    int token = blockIdx.x, head = blockIdx.y;
-    bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q_stride || !is_query;
+    bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q.x || !is_query;
     int g = head - n_heads - (is_value ? n_kv_heads : 0);
-    const float *x = qkv + ((i64)token * gridDim.y + head) * head_dim, *norm = is_query ? q_norm : k_norm;
-    float* out = is_query ? q + (i64)head * q_stride : is_value ? v + (i64)g * v_stride : k + (i64)g * k_stride;
-    u16* half_out = is_query ? half_q + ((i64)head * gridDim.x + token) * width
-                             : (is_value ? half_v : half_k) + ((i64)g * capacity + first + token) * width;
-    if (half) cos += (i64)(token + *shift) * half, sin += (i64)(token + *shift) * half;
+    const float *x = qkv + ((i64)token * gridDim.y + head) * head_dim, *norm = is_query ? norms.q : norms.k;
+    float* out = is_query ? q.x + (i64)head * q.stride : is_value ? v.x + (i64)g * v.stride : k.x + (i64)g * k.stride;
+    u16* half_out = is_query ? halves.q + ((i64)head * gridDim.x + token) * width
+                             : (is_value ? halves.v : halves.k) + ((i64)g * halves.capacity + halves.first + token) * width;
+    i64 table_row = half ? (i64)(token + *rope.shift) * half : 0;
+    const float *cos = rope.cos + table_row, *sin = rope.sin + table_row;
     if (!is_query) scale = 1;
     float square = 0, size = 1;
-    bool normed = has_norm && !is_value;
+    bool normed = norm && !is_value;
     if (normed) {
         for (int c = threadIdx.x; c < head_dim; c += THREADS) square += x[c] * x[c];
-        size = sqrtf(block_sum(square) / head_dim + eps);
+        size = sqrtf(block_sum(square) / head_dim + norms.eps);
     }
     for (int c = threadIdx.x; c < most(head_dim, width); c += THREADS) {
         bool is_there = c < head_dim, turns = !is_value && c < 2 * half;
@@ -107,15 +130,14 @@ split_rope(const float* qkv, const float* cos, const float* sin, int half, const
     }
 }
 
-// Softmax of rows, in place: of columns lo .. hi, 0 elsewhere. ends (2, rows) if `many`. Grid (rows, G).
+// Softmax of rows, in place: of columns lo .. hi, or of those that limits (2, rows) give each row; 0 elsewhere. Grid (rows, G).
 #define FLIGHT 4  // columns that a thread reads before it writes them
 
 extern "C" __global__ void __launch_bounds__(1024)
-softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi)
+softmax(Scores scores, int columns, const int* limits, int lo, int hi)
 {
-    int m = blockIdx.x;
-    float* row = s + (i64)blockIdx.y * group_stride + (i64)m * row_stride;
-    if (many) lo = ends[m], hi = ends[rows + m];
+    float* row = scores.row(blockIdx.y, blockIdx.x);
+    if (limits) lo = limits[blockIdx.x], hi = limits[gridDim.x + blockIdx.x];
     float top = MINUS_INFINITY, total = 0, x[FLIGHT];
     for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) top = fmaxf(top, row[i]);
     top = block_max(top);
@@ -171,11 +193,14 @@ extern "C" __global__ void merge(const float* parts, const float* ends, int n, i
     }
 }
 
-// What a recorded step is given: the token, and by how much its counters have moved since it was recorded (counter.py).
-extern "C" __global__ void set_inputs(int* ids, int token, int* moves, int m0, int m1, int m2, int m3, int m4, int m5, int m6,
-                                      int m7, int m8, int m9, int m10, int m11, int m12, int m13, int m14)
+// How far the counters of a recorded step have moved since it was recorded: all of `Driver.moves` but the last one, which stays 0.
+struct Moves {
+    int by[15];
+};
+
+// Sets what a recorded step reads: its token and its moves.
+extern "C" __global__ void set_inputs(int* ids, int token, int* moves, const Moves values)
 {
     ids[0] = token;
-    moves[0] = m0, moves[1] = m1, moves[2] = m2, moves[3] = m3, moves[4] = m4, moves[5] = m5, moves[6] = m6, moves[7] = m7;
-    moves[8] = m8, moves[9] = m9, moves[10] = m10, moves[11] = m11, moves[12] = m12, moves[13] = m13, moves[14] = m14;
+    UNROLL for (int i = 0; i < 15; ++i) moves[i] = values.by[i];
 }

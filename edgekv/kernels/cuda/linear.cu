@@ -43,10 +43,10 @@ struct Eight {
     }
 };
 
-// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. Grid (groups of rows, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias and onto may be null. Grid (groups of rows, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
-matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
-       const float* x, int rows, int columns, int blocks, float* y)
+matvec(const u8* weights, const float* scales, const float* bias, const float* onto, const float* x, int rows, int columns,
+       int blocks, float* y)
 {
     int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
@@ -86,7 +86,7 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
     __syncthreads();
     int row = first + threadIdx.x;
     if (threadIdx.x >= ROWS_AT_ONCE || row >= rows) return;
-    float total = (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
+    float total = (bias ? bias[row] : 0) + (onto ? onto[(i64)blockIdx.y * rows + row] : 0);
     for (int i = 0; i < (int)blockDim.x / 32; ++i) total += sums[threadIdx.x][i];
     y[(i64)blockIdx.y * rows + row] = total;
 }

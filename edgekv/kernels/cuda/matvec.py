@@ -43,9 +43,7 @@ def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Ar
     y = driver.empty((n, w.rows), np.float32)
     threads = min(THREADS, -(-w.columns // 256) * 32)
     launch = Launch(linear_program(w.bits, w.block), "matvec", (-(-w.rows // ROWS_PER_BLOCK), n), threads)
-    scales = driver.shift if w.scales is None else w.scales
-    added = *_optional(driver, w.bias), *_optional(driver, onto)
-    driver.launch(launch, w.data, scales, *added, x, w.rows, w.columns, w.blocks, y)
+    driver.launch(launch, w.data, w.scales, w.bias, onto, x, w.rows, w.columns, w.blocks, y)
     return y
 
 
@@ -78,15 +76,9 @@ def packed_matvec(
     launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
-    added = *_optional(driver, w.bias), *_optional(driver, onto), *_optional(driver, weight), float(eps)
-    sizes = outputs, w.columns, w.blocks
-    driver.launch(launch, w.data, w.scales, *added, -1 if gate is None else gate, x, *sizes, y)
+    added = w.bias, onto, weight, float(eps), -1 if gate is None else gate
+    driver.launch(launch, w.data, w.scales, *added, x, outputs, w.columns, w.blocks, y)
     return y
-
-
-def _optional(driver: Driver, x: Array | None) -> tuple[Array, int]:
-    """An array for a kernel, and whether it is there."""
-    return (driver.shift, 0) if x is None else (x, 1)
 
 
 @functools.cache

@@ -80,7 +80,7 @@ struct Piece {
 };
 
 // Four inputs, times their weights of the norm if it has one, to their places; returns the sum of their squares before.
-__device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, int has_norm, const float (&x)[4],
+__device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, bool has_norm, const float (&x)[4],
                                           const float (&weight)[4])
 {
     float v[4], square = 0;
@@ -98,12 +98,12 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
     return square;
 }
 
-// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. With a norm x[n, k] is times
-// norm[k], over the root of the mean square of x[n] plus eps. `gate` 0 or more: row r's activation of that number times
-// row `rows` + r. Grid (any, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias, onto and norm may be null. With a norm x[n, k] is
+// times norm[k], over the root of the mean square of x[n] plus eps. With a gate of 0 or more, y[n, r] is the activation of that
+// number of row r's sum, times row `rows` + r's. Grid (any, n).
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
-tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
-             const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
+tiled_matvec(const u8* weights, const float* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
+             const float* x, int rows, int columns, int blocks, float* y)
 {
     __shared__ uint4 staged[MOST_SPANS * 2 * HALVES * 8 + 1];  // and a zero
     __shared__ Chunk chunk_of[MOST_SPANS * 8];
@@ -115,7 +115,7 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     int tile = blockIdx.x, s = warp, then = tile, then_s = warp;  // what is computed next, and what is read
     Piece ring[AHEAD];
     int row[2], fours = spans * 8 * FOURS;
-    x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
+    x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     let_next_begin();
     UNROLL for (int a = 0; a < AHEAD; ++a) {
         row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
@@ -128,23 +128,23 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     UNROLL for (int k = 0; k < BATCH; ++k) {
         int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
         load_four(x, 4 * f, columns, v[k]);
-        if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+        if (norm) load_four(norm, 4 * f, columns, weight[k]);
     }
     for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
         UNROLL for (int k = 0; k < BATCH; ++k) {
             int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
             if (base > 0) {
                 load_four(x, 4 * f, columns, v[k]);
-                if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+                if (norm) load_four(norm, 4 * f, columns, weight[k]);
             }
-            square += put_four((u8*)staged, chunk_of, f, fours, has_norm, v[k], weight[k]);
+            square += put_four((u8*)staged, chunk_of, f, fours, norm, v[k], weight[k]);
         }
     }
     if (threadIdx.x == 0) {
         uint4 nothing = {0, 0, 0, 0};
         staged[MOST_SPANS * 2 * HALVES * 8] = nothing;
     }
-    float factor = has_norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
+    float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
 
     bool own = i / 2 == j;  // else this lane's chunk has no part in its column
@@ -157,8 +157,8 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
             if (tile >= tiles) break;
             if (adds) {
                 int first = tile * outputs;
-                if (has_bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
-                if (has_onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
+                if (bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+                if (onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
                 adds = false;
             }
             ring[a].multiply(digits + s * 2 * HALVES * stride, stride, chunk_of + 8 * s + 2 * j, sum);

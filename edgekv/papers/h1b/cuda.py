@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.driver import Array, Launch, Program, place
+from edgekv.kernels.cuda.driver import Array, Launch, Program, counter
 from edgekv.kernels.cuda.kernels import THREADS, CodecKernels, CudaKernels, Queries, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
@@ -21,7 +21,7 @@ def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
     x, stride = per_head(x)
     launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
     store = codes, codes.shape[1], codes.shape[3]
-    tools.driver.launch(launch, x, stride, bits, *store, *place(tools.driver, t0))
+    tools.driver.launch(launch, x, stride, bits, *store, counter(tools.driver, t0))
 
 
 def pack_sign_rows(tools: CudaKernels, x: Array) -> Array:

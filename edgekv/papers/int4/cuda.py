@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from edgekv.codecs.ints import cuda as ints
-from edgekv.kernels.cuda.driver import Array, Launch, Program, place
+from edgekv.kernels.cuda.driver import Array, Launch, Program, counter
 from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
@@ -18,7 +18,7 @@ def encode_int4(tools: CudaKernels, x: Array, codes: Array, delta: Array, zero: 
     n_kv_heads, n, d = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)
-    tools.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], *place(tools.driver, t0))
+    tools.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], counter(tools.driver, t0))
 
 
 def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:

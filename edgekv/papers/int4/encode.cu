@@ -2,10 +2,10 @@
 
 // Grid (n, G), a warp each.
 extern "C" __global__ void encode_int4(const float* x, int stride, int d, u8* codes, u16* delta, u8* zero, int capacity,
-                                       int t0, const int* shift)
+                                       Counter t0)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
-    i64 token = (i64)blockIdx.y * capacity + t0 + *shift + blockIdx.x;
+    i64 token = (i64)blockIdx.y * capacity + t0.now() + blockIdx.x;
     float low = 0, high = 0;
     for (int c = threadIdx.x; c < d; c += 32) low = fminf(low, from[c]), high = fmaxf(high, from[c]);
     low = -lane_max(-low), high = lane_max(high);

@@ -165,21 +165,22 @@ def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: path
 
 
 def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unknown() -> None:
-    now = [0.0]
-    counter = EnergyCounter(range_j=1000.0, most_w=100.0, clock=lambda: now[0])
-    for raw, joules in ((500.0, 0), (510.0, 10), (0.0, None), (999.0, None), (540.0, 40), (550.0, 50)):
+    now, raw = [0.0], [0.0]
+    counter = EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=100.0, clock=lambda: now[0])
+    for raw[0], joules in ((500.0, 0), (510.0, 10), (0.0, None), (999.0, None), (540.0, 40), (550.0, 50)):
         now[0] += 1.0
         if joules is None:
             with pytest.raises(ValueError, match="jumped"):
-                counter.advance(raw)
+                counter()
         else:
-            assert counter.advance(raw) == joules
-    counter = EnergyCounter(range_j=1000.0, most_w=10.0, clock=lambda: now[0])
-    counter.advance(900.0)
+            assert counter() == joules
+    raw[0] = 900.0
+    counter = EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=10.0, clock=lambda: now[0])
+    counter()
     for second in range(1, 200):  # from the 51st on, 10 W could have wrapped around to here
-        now[0] += 1.0
+        now[0], raw[0] = now[0] + 1.0, 400.0 + second
         with pytest.raises(ValueError, match="jumped"):
-            counter.advance(400.0 + second)
+            counter()
 
 
 def test_nvml_reads_power_of_every_gpu_and_its_costly_counter_at_edges() -> None:

@@ -390,7 +390,7 @@ class EnergyMeter:
 
 # Sources: an estimate, a sensor, a log
 
-CPU_SHARE = 0.006  # of one core, at most, for regular readings: costly ones are made less often
+CPU_SHARE = 0.006  # of one core, at most, outside the edges of phases: costly readings are made less often
 MAX_HZ = 100.0
 LATE_S = 0.5  # a reading that took longer belongs to no moment
 FIRST_SAMPLE_S, MARK_S, STOP_S = 3.0, 0.2, 3.0  # how long start, mark and stop wait for the sensor
@@ -426,7 +426,8 @@ class PowerSampler(PowerSource):
         self._period_s = 1 / min(meter.max_hz, MAX_HZ)
         self._rows = array("d")  # per sample: time, each rail's watts, each rail's joules
         self._losses: Counter[str] = Counter()
-        self._begun_s = self._ended_s = self._cpu_s = 0.0
+        self._begun_s = self._ended_s = 0.0
+        self._cpu_s = self._thread_s = 0.0  # processor time: of regular readings; of the thread so far
         self._is_stopping = False
         self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # of samples at once
         self._thread = threading.Thread(target=self._run, name="edgekv-power", daemon=True)
@@ -492,7 +493,7 @@ class PowerSampler(PowerSource):
 
     def _sample(self, is_edge: bool) -> float:
         """Reads the sensor once; returns when the next regular reading is due."""
-        begun_s, cpu_s, children_s = time.perf_counter(), time.thread_time(), _children_s()
+        begun_s, children_s = time.perf_counter(), _children_s()
         try:
             reading = self.meter.read_edge() if is_edge else self.meter.read()
         except Exception as error:  # whatever a driver's library raises must not end the run
@@ -500,10 +501,11 @@ class PowerSampler(PowerSource):
         else:
             self._store(reading, begun_s, time.perf_counter())
         took_s = time.perf_counter() - begun_s
+        # A child of the run may have ended meanwhile: the sensor's can't have worked for longer than it lived.
+        cpu_s = time.thread_time() - self._thread_s + min(_children_s() - children_s, took_s)
+        self._thread_s = time.thread_time()
         pause_s = max(self._period_s, 2 * took_s)
         if not is_edge:  # edges lie outside the phases
-            # A child of the run may have ended meanwhile: the sensor's can't have worked for longer than it lived.
-            cpu_s = time.thread_time() - cpu_s + min(_children_s() - children_s, took_s)
             self._cpu_s += cpu_s
             pause_s = max(pause_s, cpu_s / CPU_SHARE)
         return begun_s + pause_s

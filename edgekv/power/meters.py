@@ -206,23 +206,26 @@ def read_text(path: pathlib.Path) -> str | None:
 
 
 class EnergyCounter:
-    """Adds up an energy counter that wraps around at ``range_j`` joules.
+    """Reads the joules since its first call from a counter that wraps around at ``range_j`` joules.
 
-    A step that would need more than ``most_w`` watts is garbage and raises ValueError: the next good value goes on
-    from the last. After several in a row the counter was restarted, and every value is refused.
+    read: what the counter shows. A step of more than ``most_w`` watts is garbage and raises ValueError: the next
+    good value goes on from the last. After several in a row the counter was restarted, and all values are refused.
     """
 
     def __init__(
-        self, range_j: float = math.inf, most_w: float = 5000.0, clock: Clock = time.perf_counter
+        self,
+        read: Reader,
+        range_j: float = math.inf,
+        most_w: float = 5000.0,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        self._range_j, self._most_w, self._clock = range_j, most_w, clock
+        self._read, self._range_j, self._most_w, self._clock = read, range_j, most_w, clock
         self._last: tuple[float, float] | None = None  # time, raw joules
         self._joules = 0.0
         self._rejected = 0
 
-    def advance(self, raw_j: float) -> float:
-        """Returns the joules since the first call; raw_j: what the counter shows now."""
-        now = self._clock()
+    def __call__(self) -> float:
+        raw_j, now = self._read(), self._clock()
         if self._last is None:
             self._last = now, raw_j
             return 0.0
@@ -236,11 +239,6 @@ class EnergyCounter:
         self._last, self._rejected = (now, raw_j), 0
         self._joules += step
         return self._joules
-
-
-def counter_reader(counter: EnergyCounter, raw: Reader) -> Reader:
-    """Returns a function that reads the joules so far of a counter; raw: reads what it shows."""
-    return lambda: counter.advance(raw())
 
 
 # Raspberry Pi 5: `vcgencmd pmic_read_adc`
@@ -426,10 +424,9 @@ class Rapl(FileMeter):
         found: dict[str, Reader] = {}
         for zone in zones:
             parent, limit = names.get(zone.name.rpartition(":")[0]), read_text(zone / "max_energy_range_uj")
-            raw = product_reader(1e-6, zone / "energy_uj")
-            counter = EnergyCounter(int(limit) * 1e-6 if limit and limit.isdigit() else math.inf)
+            range_j = int(limit) * 1e-6 if limit and limit.isdigit() else math.inf
             rail = f"{parent}/{names[zone.name]}" if parent else names[zone.name]
-            found[rail] = counter_reader(counter, raw)
+            found[rail] = EnergyCounter(product_reader(1e-6, zone / "energy_uj"), range_j)
         return found
 
     @classmethod
@@ -440,8 +437,8 @@ class Rapl(FileMeter):
 class Nvml(PowerMeter):
     """NVIDIA GPUs, a rail each: watts, and joules from the counter (Volta and later); either alone is enough.
 
-    The counter is read at the edges of phases alone where there are watts: it costs 3 to 5 ms of a core on an
-    H200, watts 0.1. On a Jetson NVML initialises and then refuses every power call.
+    Where there are watts, the counter is read at the edges of phases alone: it costs 3 to 5 ms of a core on an
+    H200, watts 0.1 ms. On a Jetson NVML initialises and then refuses every power call.
     """
 
     name = "nvml"
@@ -455,7 +452,6 @@ class Nvml(PowerMeter):
     def __init__(self, library: Any) -> None:
         """Opens every GPU; library: the module `pynvml`. Raises MeterRefused: none reports energy or power."""
         self._library = library
-        self._handles: dict[str, Any] = {}
         try:
             library.nvmlInit()
             count = library.nvmlDeviceGetCount()
@@ -463,10 +459,13 @@ class Nvml(PowerMeter):
         except library.NVMLError as error:
             raise MeterAbsent(f"NVML finds no usable GPU ({error})") from None
         self.rails = self.total = tuple(self._handles)
-        self._counters = {rail: EnergyCounter() for rail in self.rails}
+        self._counters = {
+            rail: EnergyCounter(functools.partial(self._raw_joules, handle))
+            for rail, handle in self._handles.items()
+        }
         self._watts = self._working(self._instant_watts) or self._working(self._average_watts)
-        self._joules = self._working(self._raw_joules)
-        if not self._handles or not (self._watts or self._joules):
+        self._counts = self._working(self._raw_joules) is not None
+        if not self._handles or not (self._watts or self._counts):
             raise MeterRefused(
                 "nvml: the driver reports neither energy nor power for this GPU (as on every Jetson)"
             )
@@ -493,8 +492,8 @@ class Nvml(PowerMeter):
         power, energy = {}, {}
         try:
             for rail, handle in self._handles.items():
-                if self._joules and with_energy:
-                    energy[rail] = self._counters[rail].advance(self._joules(handle))
+                if self._counts and with_energy:
+                    energy[rail] = self._counters[rail]()
                 if self._watts:
                     power[rail] = self._watts(handle)
         except self._library.NVMLError as error:

@@ -10,7 +10,7 @@ import pytest
 from kernel_cases import add_values, assert_close, normal
 
 from edgekv.codecs import planes
-from edgekv.codecs.planes import CENTRE, CENTRES, GAUSS_STEP, GROUPS, CentredPlanes, InterleavedValues
+from edgekv.codecs.planes import GAUSS_STEP, N_CENTRES, N_GROUPS, RUN, CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
 
 F64 = npt.NDArray[np.float64]
@@ -35,7 +35,7 @@ def filled(bits: int) -> tuple[CentredPlanes, npt.NDArray[np.float32]]:
     factors = np.exp2(rng.integers(-1, 2, (g, d))).astype(np.float32)
     key_scale = np.linspace(0.8, 1, g)
     codec = bound(CentredPlanes(g, n, d, bits=bits, key_scale=key_scale, seed=1, channel_scales=factors))
-    x = normal(rng, g, n, d) + np.repeat(normal(rng, g, n // CENTRE, d), CENTRE, axis=1)
+    x = normal(rng, g, n, d) + np.repeat(normal(rng, g, n // RUN, d), RUN, axis=1)
     codec.encode(x / factors[:, None], 0)
     left = codec.rotation.forward(x, reference)
     planes.encode_centres(left, *(np.zeros_like(codec.arrays[name]) for name in ("centres", "centre_step")), 0)
@@ -45,7 +45,7 @@ def filled(bits: int) -> tuple[CentredPlanes, npt.NDArray[np.float32]]:
 def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
     x = normal(np.random.default_rng(0), 2, 128, 64) + 40 * normal(np.random.default_rng(1), 64)
     x[1, 64:] = 0
-    codes, step = np.zeros((2, 4, CENTRES, 32), np.uint8), np.zeros((2, 4, CENTRES), np.uint16)
+    codes, step = np.zeros((2, 4, N_CENTRES, 32), np.uint8), np.zeros((2, 4, N_CENTRES), np.uint16)
     left = x.copy()
     planes.encode_centres(left, codes, step, 64)
     stored = decoded_centres(codes, step)[:, 64:192]
@@ -63,7 +63,7 @@ def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) 
     """The centre of each token, (G, cap, D)."""
     rows = (np.concatenate([codes & 15, codes >> 4], axis=3) - 7.5) * half(step)[..., None]
     both = rows[:, :, :1] + rows[:, :, 1:]
-    return np.repeat(both.reshape(len(both), -1, both.shape[3]), CENTRE, axis=1)
+    return np.repeat(both.reshape(len(both), -1, both.shape[3]), RUN, axis=1)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -87,7 +87,7 @@ def test_keys_are_the_nearest_levels_of_a_gaussian_made_unbiased(bits: int) -> N
 def test_a_token_lies_where_the_contract_says() -> None:
     x = np.ones((1, 64, 64), np.float32)
     x[0, 37, 9] = -1
-    stored, scale = np.zeros((1, 1, 1, GROUPS, 8, 16), np.uint8), np.zeros((1, 64), np.uint16)
+    stored, scale = np.zeros((1, 1, 1, N_GROUPS, 8, 16), np.uint8), np.zeros((1, 64), np.uint16)
     planes.encode_keys(x, stored, scale, 0)
     group, place = planes.place_of(37)
     assert stored[0, 0, 0, group, 1, place] == 0b11111101

@@ -15,7 +15,6 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.types import F32, U16, Array
 
-WORD = 64  # tokens per block of packed codes, bits per word
 Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 
 

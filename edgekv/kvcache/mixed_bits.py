@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgekv.codecs.codec import WORD, Codec
+from edgekv.codecs.codec import Codec
 from edgekv.codecs.f16 import f16_codecs
-from edgekv.codecs.planes import CENTRE
+from edgekv.codecs.planes import RUN
+from edgekv.kernels import BLOCK
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
@@ -88,7 +89,7 @@ def head_noise(
     """
     _, n, head_dim = queries.shape
     n_kv_heads = len(keys)
-    rows, tokens = np.arange(min(SINK_TOKENS + RECENT_TOKENS + WORD, n // 2), n), np.arange(n)
+    rows, tokens = np.arange(min(SINK_TOKENS + RECENT_TOKENS + BLOCK, n // 2), n), np.arange(n)
     distance = rows[:, None] - tokens
     hidden = distance < 0 if sliding_window is None else (distance < 0) | (distance >= sliding_window)
     exact = (distance <= RECENT_TOKENS) | (tokens < SINK_TOKENS)
@@ -151,9 +152,9 @@ def _channel_groups(head_dim: int) -> I64:
 
 
 def _centred_power(keys: F32) -> F64:
-    """Returns each channel's mean square (head_dim,) of keys (n, head_dim) less the means of CENTRE tokens."""
-    n = (len(keys) - SINK_TOKENS) // CENTRE * CENTRE
-    groups = keys[SINK_TOKENS : SINK_TOKENS + n].reshape(-1, CENTRE, keys.shape[1])
+    """Returns each channel's mean square (head_dim,) of keys (n, head_dim) less the means of RUN tokens."""
+    n = (len(keys) - SINK_TOKENS) // RUN * RUN
+    groups = keys[SINK_TOKENS : SINK_TOKENS + n].reshape(-1, RUN, keys.shape[1])
     power: F64 = np.square(groups - groups.mean(axis=1, keepdims=True)).mean(axis=(0, 1), dtype=np.float64)
     return power
 

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgekv.codecs.codec import WORD, Codec, WindowCodecs
+from edgekv.codecs.codec import Codec, WindowCodecs
 from edgekv.codecs.f16 import f16_codecs
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
+from edgekv.kernels import BLOCK
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import (
@@ -97,7 +98,7 @@ class PlanesConfig(Config):
         sliding_windows: of the layers, None for one that sees all tokens. Equal means are one, of keys and values
         together, where a bit of either takes the same bytes.
         """
-        together = self.k_bits == self.v_bits and head_dim % WORD == 0
+        together = self.k_bits == self.v_bits and head_dim % BLOCK == 0
         keys, values = head_bits(noise, self.k_bits, self.v_bits, sliding_windows, together=together)
         is_scaled = (noise.scale_digits != UNIT_DIGIT).any()
         return dataclasses.replace(
@@ -183,7 +184,7 @@ class Planes(SinkWindowCache):
         )
 
     def exact_sizes(self, config: PlanesConfig) -> Sizes:
-        return Sizes(sink=config.sink, residual_length=config.residual_length, block=WORD)
+        return Sizes(sink=config.sink, residual_length=config.residual_length, block=BLOCK)
 
     def codecs(self, geometry: Geometry, capacity: int, config: PlanesConfig) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim

@@ -1,9 +1,45 @@
-"""Keys and values behind a fixed rotation, which spreads outlier channels: a few bits then suffice.
+"""The codecs of the scheme `planes`: keys and values behind a fixed rotation, in a few bits per element.
 
-Keys are centres and a few bits per element in planes; values are 1 to 4 bits, four tokens side by side. Scales
-are float16 bits; n and D are multiples of 64 where bits are packed in words. A code of b bits stands for
-(code - (2 ** b - 1) / 2) * scale: levels lie symmetrically about 0 and the top bit is the sign, 1 for x >= 0. x
-must be finite.
+A rotation spreads outlier channels over all of them, so that few bits suffice. Tokens are packed in blocks of
+BLOCK = 64. What a block of one KV head has, D channels, B bits per element (D is a multiple of 64 for keys):
+
+    keys, `CentredPlanes`           a run is 16 tokens one behind the other, a column is 8 channels
+
+      centres      [0] the mean of the block, [1] to [4] the means of its runs 0 to 3, of what [0] leaves
+                     D/2 bytes each: byte j has channel j in its low 4 bits, channel j + D/2 in its high 4 bits
+      centre_step  a float16 for each centre: a code stands for (code - 7.5) * step
+      planes       of signs of what the centres leave: plane 0 has the top bits of all codes, plane B-1 the lowest
+
+                   a plane       column 0    column 1   ...  column D/8-1
+                     group 0    [16 bytes]  [16 bytes]        [16 bytes]    a byte is of one token: bit i is 1
+                     group 1    [16 bytes]  [16 bytes]        [16 bytes]    where channel 8 * column + i >= 0
+                     group 2    [16 bytes]  [16 bytes]        [16 bytes]
+                     group 3    [16 bytes]  [16 bytes]        [16 bytes]
+
+                   group g has 4 tokens of each run, 4g to 4g + 3, and its bytes are of the tokens
+
+                     4g  4g+32  4g+16  4g+48    4g+1  4g+33  4g+17  4g+49    4g+2  ...    4g+3  ...
+                     run 0   2      1      3
+
+                   so that 16-bit and 32-bit sums of neighbouring bytes come apart into tokens of one run each
+      scale        a float16 for each token: an element is centre + (2 * code - (2 ** B - 1)) * scale
+
+    values, `InterleavedValues`     a quad is 4 tokens one behind the other, a field is bits of a code
+
+      codes        2 * B lines of D words of 4 bytes; word d of a line is of channel d, a byte for each token of a
+                   quad. B = 1, 2, 4 are one field, B = 3 is a field of the 2 upper bits and one of the lowest bit.
+                   A field of F bits has 2 * F lines: line i has quad i in its bytes' lowest F bits, then the
+                   quads i + 2F, i + 4F, ...
+
+                     F = 2, line 1     byte 0     byte 1     byte 2     byte 3
+                       bits 0, 1      token 4    token 5    token 6    token 7      quad 1
+                       bits 2, 3      token 20   token 21   token 22   token 23     quad 5
+                       bits 4, 5      token 36   ...                                quad 9
+                       bits 6, 7      token 52   ...                                quad 13
+      scale        a float16 for each token: an element is (code - (2 ** B - 1) / 2) * scale
+
+Levels lie symmetrically about 0, and the top bit of a code is the sign, 1 for x >= 0. Elements must be finite.
+Heads may have different B: their planes, or lines, lie one head's behind the other's.
 """
 
 from __future__ import annotations
@@ -14,47 +50,49 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.codecs.codec import WORD, Codec, Layout, in_package
+from edgekv.codecs.codec import Codec, Layout, in_package
 from edgekv.kernels import BLOCK, Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.types import F32, I64, U8, U16, Array
 
-CENTRE = 16
-"""Tokens that share a centre."""
+RUN = 16
+"""Tokens one behind the other that share a centre."""
 
-CENTRES = 5
-"""Rows of centres of a block of 64 tokens: its mean, and one for each CENTRE tokens."""
+N_RUNS, N_CENTRES = BLOCK // RUN, 1 + BLOCK // RUN
 
-GROUPS = 4
-"""Runs of 16 bytes that a block's tokens lie in, in `encode_keys`."""
+GROUP = 16
+"""Tokens whose bytes of a column lie side by side in a plane, as one shuffle of bytes looks them up."""
+
+N_GROUPS = BLOCK // GROUP
 
 GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 """Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
 
-MIDDLES = {bits: np.float32((2**bits - 1) / 2) for bits in GAUSS_STEP}
-"""Of codes of b bits: what stands for 0."""
+MIDDLE_CODE = {bits: np.float32((2**bits - 1) / 2) for bits in GAUSS_STEP}
+"""By bits: the middle of the codes, which stands for 0."""
 
 LARGEST_FOUR = 61
-"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps: `round_queries`."""
+"""Steps to which the magnitudes of four neighbouring elements of a query add up at most (`round_queries`)."""
 
 LEAST_WEIGHT = 1e-30
-"""p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
+"""The least p * scale that stands for TOP_WEIGHT: of a block whose largest is smaller, weights are less, too."""
 
 TOP_WEIGHT = np.float32(255)
+"""The largest weight of values, a byte: p * scale of a block's tokens is rounded to its multiples."""
 
 
 def place_of(token: int) -> tuple[int, int]:
-    """Group and byte of a token of a block of 64 in `encode_keys`."""
-    return token % 16 // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // 16]
+    """Returns a token's group, and its byte in the group's columns."""
+    return token % RUN // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // RUN]
 
 
 ORDER = sorted(range(BLOCK), key=place_of)  # of a block's tokens, as they are stored
-PLACES = np.array([16 * group + byte for group, byte in map(place_of, range(BLOCK))])  # of tokens, in their block
+PLACES = np.array([GROUP * group + byte for group, byte in map(place_of, range(BLOCK))])  # of a block's tokens
 
 
 class Rotation:
-    """x -> P x, P (width, head_dim) with orthonormal columns, fixed by ``seed`` and stored with no token.
+    """The rotation x -> P x, P (width, head_dim) with orthonormal columns, fixed by ``seed``: no token stores it.
 
     A randomised Hadamard transform of x padded with zeros if ``width`` is a power of two, else the orthogonal
     factor of a Gaussian matrix.
@@ -71,7 +109,7 @@ class Rotation:
             self.inverse = np.ascontiguousarray(self.matrix.T)
 
     def bind(self, like: Array) -> None:
-        """Brings the constants to where ``like`` is."""
+        """Copies the constants to the device of ``like``."""
         if self.flips is None:
             self.matrix = np.asarray(self.matrix, like=like)
             self.inverse = np.asarray(self.inverse, like=like)
@@ -79,7 +117,7 @@ class Rotation:
             self.flips = np.asarray(self.flips, like=like)
 
     def forward(self, x: F32, kernels: Kernels) -> F32:
-        """(A, n, width) of x (A, n, head_dim)."""
+        """Returns P x (A, n, width) of x (A, n, head_dim)."""
         if self.flips is None:
             return kernels.project(x, self.matrix)
         out = np.empty_like(x, shape=(*x.shape[:2], self.width))
@@ -87,7 +125,7 @@ class Rotation:
         return out
 
     def backward(self, x: F32, kernels: Kernels) -> F32:
-        """The inverse (A, n, head_dim) of x (A, n, width)."""
+        """Returns the inverse (A, n, head_dim) of x (A, n, width)."""
         if self.flips is None:
             return kernels.project(x, self.inverse)
         out = np.zeros_like(x, shape=(*x.shape[:2], self.head_dim))
@@ -96,15 +134,16 @@ class Rotation:
 
 
 class CentredPlanes(Codec):
-    """Centres of 64 and of 16 tokens in 4 bits, and planes of a few bits per element of the rest, with one scale.
+    """Keys: centres of 64 and of 16 tokens in 4 bits, and what they leave in planes of 1 to 4 bits per element.
 
-    r = P k - c; x is r in the best uniform levels for a Gaussian (for 1 bit sign(r)), f = |r|_2 ** 2 / (r . x):
-    q . k ~ (P q) . c + key_scale * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded
-    up to a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1
-    to 4, `first_plane` (n_kv_heads,) says where its planes begin; `key_scale` (n_kv_heads,) shrinks the estimate:
-    1 is unbiased. `channel_scales` (n_kv_heads, head_dim) multiply a key's channels before all that, and
-    `query_factors`, 1 / channel_scales, a query's, so that the noise, even in all directions, is least where
-    queries are long.
+    r = P k - c, of a key k and its centre c; x is r in the best uniform levels for a Gaussian (for 1 bit the signs
+    of r), f = |r|_2 ** 2 / (r . x): q . k ~ (P q) . c + key_scale * f * (P q) . x. P has ``width`` rows: head_dim
+    rounded up to a multiple of 64, as each of them adds information.
+
+    bits, first_plane (n_kv_heads,): of each head, and how many planes all heads before it have. key_scale
+    (n_kv_heads,): shrinks the estimate, 1 is unbiased. channel_scales (n_kv_heads, head_dim): what channels of
+    keys are multiplied with before they are stored, and those of queries divided by (query_factors), so that the
+    noise, even in all directions, is least where queries are long.
     """
 
     kind = "centred_planes"
@@ -123,37 +162,37 @@ class CentredPlanes(Codec):
     ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
-        even = np.ones((n_kv_heads, head_dim), np.float32)
-        self.channel_scales = even if channel_scales is None else np.ascontiguousarray(channel_scales)
+        ones = np.ones((n_kv_heads, head_dim), np.float32)
+        self.channel_scales = ones if channel_scales is None else np.ascontiguousarray(channel_scales)
         self.query_factors: F32 = np.divide(np.float32(1), self.channel_scales)
         self.query_flips: F32 | None = None  # of a Hadamard rotation: its signs times query_factors
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
-        self.width = -(-head_dim // WORD) * WORD
+        self.width = -(-head_dim // BLOCK) * BLOCK
         self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
         self.rotation = Rotation(head_dim, self.width, seed)
 
     def layout(self) -> Layout:
-        g, blocks, width = self.n_kv_heads, self.capacity // WORD, self.width
+        g, blocks, width = self.n_kv_heads, self.capacity // BLOCK, self.width
         return {
-            "planes": ((int(self.bits.sum()), blocks, GROUPS, width // 8, WORD // GROUPS), "uint8"),
+            "planes": ((int(self.bits.sum()), blocks, N_GROUPS, width // 8, BLOCK // N_GROUPS), "uint8"),
             "scale": ((g, self.capacity), "uint16"),
-            "centres": ((g, blocks, CENTRES, width // 2), "uint8"),
-            "centre_step": ((g, blocks, CENTRES), "uint16"),
+            "centres": ((g, blocks, N_CENTRES, width // 2), "uint8"),
+            "centre_step": ((g, blocks, N_CENTRES), "uint16"),
         }
 
     @property
     def token_bytes(self) -> int:
-        """Rounded up: the centres' share need not be whole."""
-        return -(-self.block_bytes // WORD)
+        """Bytes of a token, all heads together; rounded up, as the centres' share need not be whole."""
+        return -(-self.block_bytes // BLOCK)
 
     def bytes_of(self, n_tokens: int) -> int:
-        return -(-n_tokens * self.block_bytes // WORD)
+        return -(-n_tokens * self.block_bytes // BLOCK)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of WORD tokens, all heads together."""
-        centres = WORD * 2 + CENTRES * (self.width // 2 + 2)
-        return int(self.bits.sum()) * WORD * self.width // 8 + self.n_kv_heads * centres
+        """Bytes of a block of tokens, all heads together."""
+        centres = BLOCK * 2 + N_CENTRES * (self.width // 2 + 2)
+        return int(self.bits.sum()) * BLOCK * self.width // 8 + self.n_kv_heads * centres
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         """Takes the arrays of `layout`, (n_kv_heads, ...) each, and the kernels."""
@@ -174,7 +213,7 @@ class CentredPlanes(Codec):
         a = self.arrays
         rotated = self.rotation.forward(x * self.channel_scales[:, None], self.kernels)
         centres(rotated, a["centres"], a["centre_step"], t0)
-        for heads, planes in runs_of_heads(self.bits, a["planes"]):
+        for heads, planes in heads_of_equal_bits(self.bits, a["planes"]):
             keys(rotated[heads], planes, a["scale"][heads], t0)
 
     def decode(self, t0: int, t1: int) -> F32:
@@ -184,7 +223,7 @@ class CentredPlanes(Codec):
         return keys
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """q . centre + key_scale * scale * (q as `round_queries` has it) . levels."""
+        """Returns q . centre + key_scale * scale * (q as `round_queries` rounds it) . levels."""
         rotated = self.rotation.forward(q * self.query_factors[:, None], self.kernels)
         rounded, step = round_queries(rotated)
         levels, centres = self._stored(t0, t1)
@@ -194,16 +233,16 @@ class CentredPlanes(Codec):
         return scores
 
     def _stored(self, t0: int, t1: int) -> tuple[F32, F32]:
-        """Levels, sum of 2 ** (bits - 1 - p) * sign of plane p, and centres: (n_kv_heads, t1 - t0, width) each."""
+        """Returns levels and centres of tokens t0..t1, (n_kv_heads, t1 - t0, width) each."""
         a, first = self.arrays, t0 // BLOCK
         blocks, tokens = slice(first, -(-t1 // BLOCK)), slice(t0 - first * BLOCK, t1 - first * BLOCK)
         codes = a["centres"][:, blocks]
         means = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - np.float32(7.5)
-        means *= _widen(a["centre_step"][:, blocks])[..., None]  # (n_kv_heads, blocks, CENTRES, width)
-        centres = np.repeat(means[:, :, :1] + means[:, :, 1:], CENTRE, axis=2)
+        means *= _widen(a["centre_step"][:, blocks])[..., None]  # (n_kv_heads, blocks, N_CENTRES, width)
+        centres = np.repeat(means[:, :, :1] + means[:, :, 1:], RUN, axis=2)
         centres = centres.reshape(self.n_kv_heads, -1, self.width)
         levels, places = np.empty_like(centres), np.asarray(PLACES, like=codes)
-        for heads, planes in runs_of_heads(self.bits, a["planes"]):
+        for heads, planes in heads_of_equal_bits(self.bits, a["planes"]):
             n, bits = planes.shape[0], planes.shape[2]
             groups = planes[:, blocks].transpose(0, 1, 3, 5, 2, 4).reshape(n, -1, BLOCK, bits, self.width // 8)
             columns = contiguous(groups[:, :, places])
@@ -214,21 +253,19 @@ class CentredPlanes(Codec):
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
-    """Stores means of x (G, n, D) in 4 bits and leaves x - (what was stored) in x; n, t0 are multiples of 64.
+    """Stores the centres of tokens t0.. of x (G, n, D) and subtracts them from x; n and t0 are multiples of 64.
 
-    codes (G, cap / 64, CENTRES, D / 2): row 0 has the mean of the block of 64 tokens, rows 1.. those of each
-    CENTRE tokens of what that leaves. Two steps hold an offset of all keys, however large, as well as the
-    differences. Byte j has element j in its low nibble and j + D / 2 in its high one.
-    step (G, cap / 64, CENTRES): the row's largest magnitude / 8.
+    codes (G, blocks, N_CENTRES, D / 2), step (G, blocks, N_CENTRES): the largest magnitude of a centre / 8. Two
+    steps hold an offset of all keys, however large, as well as the differences.
     """
     g, n, d = x.shape
     blocks = slice(t0 // BLOCK, (t0 + n) // BLOCK)
     _encode_means(x.reshape(g, n // BLOCK, 1, BLOCK, d), codes[:, blocks, :1], step[:, blocks, :1])
-    _encode_means(x.reshape(g, n // BLOCK, -1, CENTRE, d), codes[:, blocks, 1:], step[:, blocks, 1:])
+    _encode_means(x.reshape(g, n // BLOCK, -1, RUN, d), codes[:, blocks, 1:], step[:, blocks, 1:])
 
 
 def _encode_means(x: F32, codes: U8, step: U16) -> None:
-    """codes (..., D / 2) and step (...) of the means of x (..., n, D), which are subtracted."""
+    """Stores the means of x (..., n, D) in codes (..., D / 2) and step (...), and subtracts them from x."""
     n, d = x.shape[-2:]
     mean = x[..., 0, :].copy()
     for i in range(1, n):
@@ -243,15 +280,12 @@ def _encode_means(x: F32, codes: U8, step: U16) -> None:
 
 
 def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
-    """Stores x (G, n, D), n and t0 multiples of 64, in B bits: planes (G, cap / 64, B, GROUPS, D / 8, 16).
+    """Stores x (G, n, D) as tokens t0.. in planes (G, blocks, B, N_GROUPS, D / 8, GROUP); n, t0 multiples of 64.
 
     The planes come by successive approximation: the first has the signs of x, the next ones those of what is
     left when sign * step * 2 ** (B - 2 - p) is taken off for plane p; step = GAUSS_STEP[B] * the token's root
-    mean square. Byte [p, i, c, j] of a block has channels 8 * c.. from its low bit up, of the token that
-    `place_of` puts at (i, j): 16 tokens are looked up at once, and sums come out in order. With
-    level = sum of 2 ** (B - 1 - p) * sign, odd whole numbers, scale (G, cap) = |x| ** 2 / (x . level):
-    level * scale has the inner product |x| ** 2 with x (RaBitQ for B = 1). A codec whose heads have different
-    B keeps their planes one behind the other.
+    mean square. With level = sum of 2 ** (B - 1 - p) * sign, odd whole numbers, scale (G, capacity) =
+    |x| ** 2 / (x . level): level * scale has the inner product |x| ** 2 with x (RaBitQ for B = 1).
     """
     _, n, d = x.shape
     bits = planes.shape[2]
@@ -270,15 +304,15 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
 
 
 def _in_groups(columns: U8) -> U8:
-    """(G, n / 64, GROUPS, D / 8, 16) of the bytes (G, n, D / 8) of tokens."""
+    """Returns (G, n / 64, N_GROUPS, D / 8, GROUP) of the tokens' bytes (G, n, D / 8)."""
     g, n, width = columns.shape
     blocks = columns.reshape(g, n // BLOCK, BLOCK, width)[:, :, ORDER]
-    stored: U8 = blocks.reshape(g, n // BLOCK, GROUPS, -1, width).transpose(0, 1, 2, 4, 3)
+    stored: U8 = blocks.reshape(g, n // BLOCK, N_GROUPS, -1, width).transpose(0, 1, 2, 4, 3)
     return stored
 
 
 def round_queries(q: F32) -> tuple[F32, F32]:
-    """q (..., D) in odd halves of a step, and that step (...): four neighbours' sums are whole, at most 63."""
+    """Returns q (..., D) in odd halves of a step, and the step (...): any four neighbours add up to at most 63."""
     four = np.abs(q).reshape(*q.shape[:-1], -1, 4)
     largest = (four[..., 0] + four[..., 1] + four[..., 2] + four[..., 3]).max(axis=-1)
     step = largest / np.float32(LARGEST_FOUR)
@@ -287,13 +321,13 @@ def round_queries(q: F32) -> tuple[F32, F32]:
 
 
 def bits_of_heads(bits: int | Sequence[int], n_kv_heads: int) -> tuple[I64, I64]:
-    """Bits of each head, and how many all heads before it have. Both (n_kv_heads,)."""
+    """Returns the bits of each head and the sum of those of all heads before it, (n_kv_heads,) each."""
     each = np.broadcast_to(np.asarray(bits, np.int64), n_kv_heads).copy()
     return each, np.cumsum(each) - each
 
 
-def runs_of_heads(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:
-    """Neighbouring heads of as many bits, and their part of store (all bits, blocks, ...): head, block, bit."""
+def heads_of_equal_bits(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:
+    """Yields heads of equal bits, and their part (heads, blocks, bits, ...) of store (all bits, blocks, ...)."""
     first, row = 0, 0
     for b, run in itertools.groupby(bits.tolist()):
         n = len(list(run))
@@ -302,9 +336,9 @@ def runs_of_heads(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:
 
 
 class InterleavedValues(Codec):
-    """A few bits per element of P v, with one scale: the best uniform levels for a Gaussian, not shrunk.
+    """Values: P v in codes of 1 to 4 bits, the best uniform levels for a Gaussian, with a scale that keeps |v|.
 
-    `bits` and `first_plane` (n_kv_heads,) as those of `CentredPlanes`; a plane is two rows of codes here.
+    bits and first_plane (n_kv_heads,) as those of `CentredPlanes`; a bit of all elements is two lines here.
     """
 
     kind = "interleaved"
@@ -321,7 +355,7 @@ class InterleavedValues(Codec):
     def layout(self) -> Layout:
         g, capacity = self.n_kv_heads, self.capacity
         return {
-            "codes": ((int(self.bits.sum()), capacity // WORD, 2, self.head_dim, 4), "uint8"),
+            "codes": ((int(self.bits.sum()), capacity // BLOCK, 2, self.head_dim, 4), "uint8"),
             "scale": ((g, capacity), "uint16"),
         }
 
@@ -351,7 +385,7 @@ class InterleavedValues(Codec):
         return self.rotation.backward(levels * scale[..., None], self.kernels)
 
     def sums(self, p: F32, t0: int, t1: int) -> F32:
-        """p times scale is rounded to 8 bits in each block."""
+        """Returns what `Codec.sums` does, of p (n_kv_heads, M, t1 - t0); p * scale is rounded to bytes."""
         rotated = np.zeros((*p.shape[:2], self.head_dim), np.float32)
         for block in range(t0 // BLOCK, -(-t1 // BLOCK)):
             first, last = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
@@ -365,49 +399,46 @@ class InterleavedValues(Codec):
         return self.rotation.backward(rotated, self.kernels)
 
     def _codes(self) -> Iterator[tuple[slice, U8]]:
-        """Neighbouring heads of as many bits, and their codes (heads, blocks, 2 * bits, head_dim, 4)."""
-        for heads, planes in runs_of_heads(self.bits, self.arrays["codes"]):
+        """Yields neighbouring heads of equal bits, and their codes (heads, blocks, 2 * bits, head_dim, 4)."""
+        for heads, planes in heads_of_equal_bits(self.bits, self.arrays["codes"]):
             yield heads, planes.reshape(*planes.shape[:2], -1, self.head_dim, 4)
 
     def _levels(self, block: int) -> F32:
-        """(n_kv_heads, BLOCK, head_dim) of a block, the middle taken off."""
-        heads = ((_unpacked(codes[:, block]), MIDDLES[codes.shape[2] // 2]) for _, codes in self._codes())
+        """Returns the levels (n_kv_heads, BLOCK, head_dim) of a block: codes less their middle."""
+        heads = ((_unpacked(codes[:, block]), MIDDLE_CODE[codes.shape[2] // 2]) for _, codes in self._codes())
         return np.concatenate([codes.astype(np.float32) - middle for codes, middle in heads])
 
 
-PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that divide a byte
+FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
+"""By bits of a code: the bits of its fields, divisors of 8."""
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
-    """Stores x (G, n, D), n and t0 multiples of 64, in codes of b bits at blocks of 64 tokens; any D.
+    """Stores x (G, n, D) as tokens t0.. in codes (G, blocks, 2 * B, D, 4); n, t0 are multiples of 64, D is any.
 
-    codes (G, cap / 64, 2 * b, D, 4). For 4, 2 and 1 bits, byte [q, d, i] has element d of the tokens
-    t = 4 * q + i, t + 8 * b, t + 16 * b, ... of the block, from its low bits up: four tokens lie side by side,
-    as the dot product instructions of 8-bit integers want them. 3 bits are the upper 2 bits (4 rows q)
-    followed by the lowest (2 rows).
-    The codes are those of the best uniform step for a Gaussian of the token's mean square; scale (G, cap) is
-    then |x| ** 2 / (x . levels), so that the stored vector has the inner product |x| ** 2 with x: sums of
-    many values are not shrunk.
+    Four tokens lie side by side, as dot products of 8-bit integers want them. The codes are those of the best
+    uniform step for a Gaussian of the token's mean square; scale (G, capacity) is then |x| ** 2 / (x . levels), so
+    that the stored vector has the inner product |x| ** 2 with x: sums of many values are not shrunk.
     """
     g, n, d = x.shape
     bits = codes.shape[2] // 2
     levels, step = gauss_levels(x, bits)
     scale[:, t0 : t0 + n] = to_half(step)
     blocks = levels.reshape(g, n // BLOCK, BLOCK, d)
-    row, left = 0, bits
-    for part in PARTS[bits]:
-        left -= part
-        piece = blocks >> left & (1 << part) - 1
-        spread = piece.reshape(g, n // BLOCK, 8 // part, 2 * part, 4, d).transpose(0, 1, 2, 3, 5, 4)
-        packed = np.zeros(spread.shape[:2] + spread.shape[3:], np.uint8)  # (G, blocks, 2 * part, D, 4)
-        for i in range(8 // part):
-            packed |= spread[:, :, i] << part * i
-        codes[:, t0 // BLOCK : (t0 + n) // BLOCK, row : row + 2 * part] = packed
-        row += 2 * part
+    line, lower_bits = 0, bits
+    for field in FIELDS[bits]:
+        lower_bits -= field
+        field_codes = blocks >> lower_bits & (1 << field) - 1
+        quads = field_codes.reshape(g, n // BLOCK, 8 // field, 2 * field, 4, d).transpose(0, 1, 2, 3, 5, 4)
+        packed = np.zeros(quads.shape[:2] + quads.shape[3:], np.uint8)  # (G, blocks, 2 * field, D, 4)
+        for i in range(8 // field):
+            packed |= quads[:, :, i] << field * i
+        codes[:, t0 // BLOCK : (t0 + n) // BLOCK, line : line + 2 * field] = packed
+        line += 2 * field
 
 
 def gauss_levels(x: F32, bits: int) -> tuple[U8, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
-    """Codes of x (..., D) in `bits` bits, and the scale that keeps x's length along x."""
+    """Returns codes (..., D) of x in ``bits`` bits, and the scale (...) that keeps x's length along x."""
     square = np.square(x, dtype=np.float64).sum(axis=-1)
     step = (np.sqrt(square / x.shape[-1]) * GAUSS_STEP[bits]).astype(np.float32)
     half = 2 ** (bits - 1)
@@ -417,21 +448,20 @@ def gauss_levels(x: F32, bits: int) -> tuple[U8, np.ndarray[tuple[int, ...], np.
 
 
 def _unpacked(codes: U8) -> U8:
-    """(G, 64, D) of a block (G, 2 * bits, D, 4)."""
+    """Returns the codes (G, BLOCK, D) of a packed block (G, 2 * bits, D, 4)."""
     g, n_lines, d, _ = codes.shape
-    bits, levels = n_lines // 2, np.zeros_like(codes, shape=(g, BLOCK, d))
-    row = 0
-    for part in PARTS[bits]:
-        rows = codes[:, row : row + 2 * part]
-        pieces = [rows >> part * i & (1 << part) - 1 for i in range(8 // part)]  # each (G, 2 * part, D, 4)
-        stacked = np.stack(pieces, axis=1).transpose(0, 1, 2, 4, 3)
-        levels = levels << part | stacked.reshape(g, BLOCK, d)
-        row += 2 * part
-    return levels
+    unpacked, line = np.zeros_like(codes, shape=(g, BLOCK, d)), 0
+    for field in FIELDS[n_lines // 2]:
+        lines = codes[:, line : line + 2 * field]
+        quads = [lines >> field * i & (1 << field) - 1 for i in range(8 // field)]  # each (G, 2 * field, D, 4)
+        tokens = np.stack(quads, axis=1).transpose(0, 1, 2, 4, 3)
+        unpacked = unpacked << field | tokens.reshape(g, BLOCK, d)
+        line += 2 * field
+    return unpacked
 
 
 def to_half(x: npt.NDArray[np.floating]) -> U16:
-    """Returns the bits of the nearest finite float16 of x >= 0, shape (*x.shape,)."""
+    """Returns the bits of the nearest finite float16 of x >= 0, of the shape of x."""
     bits: U16 = np.minimum(x, LARGEST_F16).astype(np.float32).astype(np.float16).view(np.uint16)
     return bits
 

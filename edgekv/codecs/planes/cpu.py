@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from edgekv.codecs.planes import CENTRE, CENTRES, GAUSS_STEP
+from edgekv.codecs.planes import GAUSS_STEP, N_CENTRES, RUN
 from edgekv.codecs.planes.cpu_keys import KEYS
 from edgekv.codecs.planes.cpu_values import VALUES
 from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
@@ -20,7 +20,7 @@ MIDDLE, HIGHEST = np.array([7.5, 15], np.float32)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
-    """Stores means of x (G, n, D) and takes them off; codes (G, cap / 64, CENTRES, D / 2)."""
+    """Stores means of x (G, n, D) and takes them off; codes (G, cap / 64, N_CENTRES, D / 2)."""
     n_items = x.shape[0] * x.shape[1] // BLOCK
     args = x, codes, step, t0, np.empty((n_items, x.shape[2]), np.float32)
     run(_centre_items, n_items, 8 * x.size, args)
@@ -33,11 +33,10 @@ def _centre_items(first: int, last: int, args: Args) -> None:
     x, codes, step, scratch = x.reshape(-1), codes.reshape(-1), step.reshape(-1), scratch.reshape(-1)
     groups = n // BLOCK
     for item in range(first, last):
-        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
-        row, mean = item * BLOCK * width, item * width
-        _encode_mean(x, row, BLOCK, width, step, codes, target, scratch, mean)
-        for i in range(1, CENTRES):
-            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i, scratch, mean)
+        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * N_CENTRES
+        for i in range(N_CENTRES):
+            token, n_tokens = (item * BLOCK, BLOCK) if i == 0 else (item * BLOCK + (i - 1) * RUN, RUN)
+            _encode_mean(x, token * width, n_tokens, width, step, codes, target + i, scratch, item * width)
 
 
 @jit

@@ -1,14 +1,17 @@
-"""Keys as a centre per 16 tokens and a few bits per element, in planes that are scored by tables of sums.
+"""Scores of keys in planes on a CPU: a query row against blocks of 64 tokens, in LLVM code.
 
-Centres are in 4 bits, queries in two bytes: x86 multiplies pairs of 16 bits, to which the codes are widened; Arm
-multiplies bytes in dot products, a query's high and low bytes apart.
+`edgekv.codecs.planes` draws a block and defines its words: run, group, column, plane, centre. The score of row m
+with token t of run r, `CentredPlanes.scores` in NumPy, is
 
-Planes are looked up: four sign bits choose one of 16 entries of a table, many tokens at a time. A block of 64
-tokens is stored in four groups of 16, so ordered that the sums come out in order: token t lies in group t % 16
-// 4, at byte 4 * (t % 4) + (0, 2, 1, 3)[t // 16]. A vector holds the bytes that as many groups as it has room
-for have of the same eight channels; the table of a byte's lower four bits and that of its upper four bits lie in
-each 16 bytes of a vector, so that one shuffle within 16 bytes, which nearly every processor has, looks up all of
-its tokens.
+    s[m, t] = q[m] . (centres[0] + centres[1 + r]) + factor[m] * scale[t] * sum over planes p and channels c of
+              2 ** (bits - 1 - p) * (+- rounded[m, c], by the sign bit of c in plane p)
+
+Centres (`_emit_centre_scores`): q is taken in integers of two bytes. x86 multiplies pairs of 16 bits, to which the
+codes are widened; Arm multiplies bytes in dot products, a query's high and low bytes apart.
+
+Planes (`_emit_plane_sums`): for each four channels of the rounded query a table has the 16 signed sums that four
+sign bits can choose, as bytes. A vector of bytes holds a column of as many groups as it has room for, a byte for
+each token. One shuffle within 16 bytes looks up the lower four bits of all its tokens, another one the upper four.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from edgekv.codecs.planes import CENTRES, LARGEST_FOUR
+from edgekv.codecs.planes import GROUP, LARGEST_FOUR, N_CENTRES, N_GROUPS, N_RUNS, RUN
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.emit import Value, at
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     CodecKernels,
@@ -40,38 +44,29 @@ from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, round_to_ev
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8
 
-NEAR = CENTRES - 1  # scores of a row, each that of as many of a block's tokens
-PAIRS_AT_ONCE = 4 if emit.REGISTER == 16 else 2  # of a row and a block whose products are made together
-ROWS = {1: 1, 2: 2, 4: PAIRS_AT_ONCE}  # of those that a scan takes together, and
-BLOCKS = {1: PAIRS_AT_ONCE, 2: PAIRS_AT_ONCE // 2, 4: 1}  # blocks: by a scan's rows, what is done together
-CENTRES_AHEAD = 4
-IN_BYTES = emit.IS_ARM
-LEVELS, MIDDLE = 15, 7.5
-
-Value = Any  # an llvmlite value
-N = emit.REGISTER
-STEP = 4 * N if IN_BYTES else 2 * N  # bytes of codes
-INTS, CODES, WORDS = emit.vector(emit.I32, N), emit.vector(emit.I8, STEP), emit.vector(emit.I16, 2 * N)
-NUMBERS = emit.vector(emit.F32, 4 * PAIRS_AT_ONCE)
-# Behind near, for each pair: sums of the other centres in fours of lanes, those of the first centre, the steps.
-NEAR_BYTES, FIRST_AT, STEPS_AT, PAIR_BYTES = 64, 4 * N, 8 * N, 8 * N + 64
-CENTRE_SCRATCH = NEAR_BYTES + PAIRS_AT_ONCE * PAIR_BYTES
-# By bytes of a vector: what a processor needs for its products, and their name.
-PRODUCTS = {
-    64: ("+avx512bw", "llvm.x86.avx512.pmaddw.d.512"),
-    32: ("+avx2", "llvm.x86.avx2.pmadd.wd"),
-    16: ("", "llvm.x86.sse2.pmadd.wd"),
-}
+ROW_COUNTS = 4, 2, 1  # rows that are scored together: fours while there are, then a pair, then one
+BLOCKS_AHEAD = 4  # whose planes, scales and centres are fetched
+N = emit.REGISTER  # int32 or float32 of a register
 
 
 class Queries(NamedTuple):
-    """Rows of queries inside a kernel: addresses of what `_prepare` put, and the channels of a row."""
+    """Prepared query rows inside a kernel: addresses of what `_prepare` has stored, and the channels of a row."""
 
-    tables: Value
-    words: Value
-    sizes: Value
-    factors: Value
+    tables: Value  # uint8 (rows, 4 * width): of each 4 channels the 16 signed sums, see `_put_tables`
+    integers: Value  # (rows, width) in two bytes, see `_in_two_bytes`
+    sizes: Value  # float32 (rows, 2): what an integer of 1 stands for, and the sum of the integers
+    factors: Value  # float32 (rows,): what a plane sum of 1 stands for, before a token's scale
     width: Value
+
+    def row(self, b: Any, m: Value | int) -> Queries:
+        """Returns the rows from row m on."""
+        return Queries(
+            at(b, self.tables, (m, 4, self.width)),
+            at(b, self.integers, (m, 2, self.width)),
+            at(b, self.sizes, (m, 8)),
+            at(b, self.factors, (m, 4)),
+            self.width,
+        )
 
 
 class Keys(NamedTuple):
@@ -84,139 +79,159 @@ class Keys(NamedTuple):
     steps: Value
     n_blocks: Value
 
+    def blocks(self, b: Any, width: Value, first: Value, n_blocks: Value) -> Keys:
+        """Returns ``n_blocks`` blocks from block ``first`` on."""
+        return Keys(
+            at(b, self.planes, (first, self.bits, width, BLOCK // 8)),
+            self.bits,
+            at(b, self.scale, (first, 2 * BLOCK)),
+            at(b, self.centres, (first, N_CENTRES, b.lshr(width, emit.I64(1)))),
+            at(b, self.steps, (first, 2 * N_CENTRES)),
+            n_blocks,
+        )
 
-def _put_near(b: Any, n_rows: int, queries: Queries, keys: Keys, near: Value) -> None:
-    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of keys' blocks.
 
-    Behind near lies room for what they are made of.
+# Scores of centres.
+
+PAIRS = 4 if N == 16 else 2  # of a row and a block, whose products with centres are finished together
+CENTRE_ROWS = {1: 1, 2: 2, 4: PAIRS}  # of a pass, by the rows that are scored together, and
+CENTRE_BLOCKS = {n_rows: PAIRS // n for n_rows, n in CENTRE_ROWS.items()}  # blocks
+BYTE_PRODUCTS = emit.IS_ARM
+CODE_BYTES = 4 * N if BYTE_PRODUCTS else 2 * N  # of a centre, that are multiplied at once
+HIGHEST_CODE, MIDDLE_CODE = 15, 7.5
+INTS, CODES, WORDS = emit.vector(emit.I32, N), emit.vector(emit.I8, CODE_BYTES), emit.vector(emit.I16, 2 * N)
+# The scratch of a pass: the results, float32 (rows, blocks, N_RUNS); then of each pair int32 sums of the products
+# with the runs' centres, in fours of lanes, those with the block's centre, and float32 steps, the block's last.
+RESULT_BYTES, BLOCK_SUMS_AT, STEPS_AT, PAIR_BYTES = 64, 4 * N, 8 * N, 8 * N + 64
+CENTRE_SCRATCH = RESULT_BYTES + PAIRS * PAIR_BYTES
+
+
+def _emit_centre_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, scratch: Value) -> None:
+    """scratch[row, block, r] float32 = q . (centres[0] + centres[1 + r]), of n_rows rows and the blocks of a pass.
+
+    q = size * integers and centre = step * (codes - 7.5) make
+    q . centre = size * step * (integers . codes - 7.5 * sum(integers)).
     """
-    (_, words, sizes, _, width), (_, _, _, codes, steps, n_blocks) = queries, keys
-    rows, together = ROWS[n_rows], BLOCKS[n_rows]
-    starts = [b.add(words, b.mul(width, emit.I64(2 * r))) for r in range(rows)]
-    half = b.lshr(width, emit.I64(1))
-    block_bytes = b.mul(half, emit.I64(CENTRES))
-    with emit.loop(b, emit.I64(0), n_blocks, 1) as block:
-        first = b.add(codes, b.mul(block.i, block_bytes))
-        ahead = b.add(first, b.mul(block_bytes, emit.I64(CENTRES_AHEAD)))
-        with emit.loop(b, ahead, b.add(ahead, block_bytes), emit.LINE // 2) as line:
+    n_blocks = PAIRS // n_rows
+    half, rows = b.lshr(queries.width, emit.I64(1)), [queries.row(b, m) for m in range(n_rows)]
+    with emit.loop(b, 0, keys.n_blocks, 1) as block:
+        codes, steps = at(b, keys.centres, (block.i, N_CENTRES, half)), at(b, keys.steps, (block.i, 2 * N_CENTRES))
+        ahead = at(b, codes, (BLOCKS_AHEAD, N_CENTRES, half))
+        with emit.loop(b, ahead, at(b, ahead, (N_CENTRES, half)), emit.LINE // 2) as line:
             emit.prefetch(b, line.i, 1)
-        sums = _sums(b, starts, width, half, first)
-        place, of_block = b.add(near, b.mul(block.i, emit.I64(PAIR_BYTES))), b.mul(block.i, emit.I64(2 * CENTRES))
-        step = widen(b, emit.load(b, emit.vector(emit.I16, NEAR), b.add(steps, of_block), 2))
-        first_step = widen(b, emit.load(b, emit.I16, b.add(steps, of_block)))
-        for r in range(rows):
-            own = sums[r * CENTRES : (r + 1) * CENTRES]
-            offset = NEAR_BYTES + PAIR_BYTES * r * together
-            emit.store(b, emit.in_fours(b, emit.add, own[1:]), place, offset)
-            emit.store(b, own[0], place, offset + FIRST_AT)
-            emit.store(b, step, place, offset + STEPS_AT)
-            emit.store(b, first_step, place, offset + STEPS_AT + 4 * NEAR)
-    pairs = [NEAR_BYTES + PAIR_BYTES * i for i in range(PAIRS_AT_ONCE)]
-    firsts = emit.all_lanes(b, emit.add, ([emit.load(b, INTS, near, i + FIRST_AT) for i in pairs] * 2)[:4])
-    firsts = b.sitofp(emit.lanes(b, firsts, range(PAIRS_AT_ONCE)), emit.vector(emit.F32, PAIRS_AT_ONCE))
-    each = b.sitofp(_joined_sums(b, [emit.load(b, INTS, near, i) for i in pairs]), NUMBERS)
-    own = [(emit.load(b, emit.F32, sizes, 8 * r), emit.load(b, emit.F32, sizes, 8 * r + 4)) for r in range(rows)]
-    size, total = (emit.row(b, [own[r][i] for r in range(rows) for _ in range(together)]) for i in (0, 1))
-    middle = b.fmul(total, emit.constant(total.type, MIDDLE))
-    first_steps = emit.row(b, [emit.load(b, emit.F32, near, i + STEPS_AT + 4 * NEAR) for i in pairs])
-    common = b.fmul(first_steps, b.fsub(firsts, middle))
-    four = emit.vector(emit.F32, NEAR)
-    step = emit.tree(b, emit.joined, [emit.load(b, four, near, i + STEPS_AT) for i in pairs])
-    wide = [i for i in range(PAIRS_AT_ONCE) for _ in range(NEAR)]
-    size, middle, common = (emit.lanes(b, x, wide) for x in (size, middle, common))
-    emit.store(b, b.fmul(size, emit.multiply_add(b, step, b.fsub(each, middle), common)), near)
+        dots = _emit_centre_dots(b, [row.integers for row in rows], queries.width, half, codes)
+        run_steps = widen(b, emit.load(b, emit.vector(emit.I16, N_RUNS), steps, 2))
+        block_step = widen(b, emit.load(b, emit.I16, steps))
+        for m, (of_block, *of_runs) in enumerate(dots):
+            pair = at(b, scratch, RESULT_BYTES + PAIR_BYTES * m * n_blocks, (block.i, PAIR_BYTES))
+            emit.store(b, emit.in_fours(b, emit.add, of_runs), pair)
+            emit.store(b, of_block, pair, BLOCK_SUMS_AT)
+            emit.store(b, run_steps, pair, STEPS_AT)
+            emit.store(b, block_step, pair, STEPS_AT + 4 * N_RUNS)
+    pairs = [at(b, scratch, RESULT_BYTES + PAIR_BYTES * i) for i in range(PAIRS)]
+    sums = [emit.load(b, INTS, pair, BLOCK_SUMS_AT) for pair in pairs]
+    block_dots = emit.lanes(b, emit.all_lanes(b, emit.add, (sums * 2)[:4]), range(PAIRS))
+    block_dots = b.sitofp(block_dots, emit.vector(emit.F32, PAIRS))
+    run_dots = _all_lanes_in_fours(b, [emit.load(b, INTS, pair) for pair in pairs])
+    run_dots = b.sitofp(run_dots, emit.vector(emit.F32, N_RUNS * PAIRS))
+    sizes, totals = (
+        emit.row(b, [emit.load(b, emit.F32, row.sizes, i) for row in rows for _ in range(n_blocks)])
+        for i in (0, 4)
+    )
+    middles = b.fmul(totals, emit.constant(totals.type, MIDDLE_CODE))
+    block_steps = emit.row(b, [emit.load(b, emit.F32, pair, STEPS_AT + 4 * N_RUNS) for pair in pairs])
+    of_block = b.fmul(block_steps, b.fsub(block_dots, middles))
+    four = emit.vector(emit.F32, N_RUNS)
+    run_steps = emit.tree(b, emit.joined, [emit.load(b, four, pair, STEPS_AT) for pair in pairs])
+    every_run = [pair for pair in range(PAIRS) for _ in range(N_RUNS)]
+    sizes, middles, of_block = (emit.lanes(b, x, every_run) for x in (sizes, middles, of_block))
+    scores = emit.multiply_add(b, run_steps, b.fsub(run_dots, middles), of_block)
+    emit.store(b, b.fmul(sizes, scores), scratch)
 
 
-def _sums(b: Any, queries: Sequence[Value], width: Value, half: Value, block: Value) -> list[Value]:
-    """For each row and centre a vector whose lanes add up to their product."""
-    count = len(queries) * CENTRES
-    zeros = [emit.constant(INTS, 0)] * (2 * count if IN_BYTES else count)
-    with emit.loop(b, emit.I64(0), half, STEP, zeros) as turn:
-        parts = [_parts_of(b, query, turn.i, width, half) for query in queries]
+def _emit_centre_dots(b: Any, rows: Sequence[Value], width: Value, half: Value, codes: Value) -> list[list[Value]]:
+    """Returns [row][centre]: int32 vectors whose lanes add up to integers . codes.
+
+    rows: of each the address of its integers; codes (N_CENTRES, width / 2) bytes: the block's centres.
+    """
+    n_parts = 2 if BYTE_PRODUCTS else 1  # high and low bytes have sums of their own
+    zeros = [emit.constant(INTS, 0)] * (n_parts * len(rows) * N_CENTRES)
+    with emit.loop(b, 0, half, CODE_BYTES, zeros) as turn:
+        factors = [_load_integers(b, row, turn.i, width, half) for row in rows]
         sums = list(turn.values)
-        for centre in range(CENTRES):
-            address = b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))
-            lower, upper = _levels(b, emit.load(b, CODES, address))
-            for r, (low, high) in enumerate(parts):
-                for which, (x, y) in enumerate(zip(low, high, strict=True)):
-                    place = r * CENTRES + centre + which * count
-                    sums[place] = _add_products(b, upper, y, _add_products(b, lower, x, sums[place]))
+        for centre in range(N_CENTRES):
+            low, high = _codes_of_centre(b, emit.load(b, CODES, at(b, codes, turn.i, (half, centre))))
+            for m, row in enumerate(factors):
+                for part, (of_low, of_high) in enumerate(row):
+                    i = (part * len(rows) + m) * N_CENTRES + centre
+                    sums[i] = _add_code_products(b, high, of_high, _add_code_products(b, low, of_low, sums[i]))
         turn.following = sums
-    if not IN_BYTES:
-        return list(turn.values)
-    eight = emit.constant(INTS, 8)
-    return [b.add(b.shl(x, eight), y) for x, y in zip(turn.values[:count], turn.values[count:], strict=True)]
+    sums = turn.values
+    if BYTE_PRODUCTS:
+        eight = emit.constant(INTS, 8)
+        both = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
+        sums = [b.add(b.shl(high, eight), low) for high, low in both]
+    return [sums[i : i + N_CENTRES] for i in range(0, len(sums), N_CENTRES)]
 
 
-def _parts_of(b: Any, query: Value, i: Value, width: Value, half: Value) -> tuple[list[Value], list[Value]]:
-    """What lower and upper codes of bytes i.. are multiplied with: one vector, or high and low bytes."""
-    if IN_BYTES:
-        starts = [b.add(query, b.add(i, offset)) for offset in (emit.I64(0), width)]
-        return [emit.load(b, INTS, x) for x in starts], [emit.load(b, INTS, b.add(x, half)) for x in starts]
-    start = b.add(query, b.mul(i, emit.I64(2)))
-    return [emit.load(b, WORDS, start)], [emit.load(b, WORDS, b.add(start, width))]
+def _load_integers(b: Any, row: Value, i: Value, width: Value, half: Value) -> list[tuple[Value, Value]]:
+    """Returns what the low and the high codes of a centre's bytes i.. are multiplied with: one or two pairs."""
+    if BYTE_PRODUCTS:
+        starts = [at(b, row, i), at(b, row, i, width)]  # the high bytes, the low ones
+        return [(emit.load(b, INTS, x), emit.load(b, INTS, at(b, x, half))) for x in starts]
+    start = at(b, row, (i, 2))
+    return [(emit.load(b, WORDS, start), emit.load(b, WORDS, at(b, start, width)))]
 
 
-def _levels(b: Any, codes: Value) -> tuple[Value, Value]:
-    if IN_BYTES:
-        both = b.and_(codes, emit.constant(CODES, LEVELS)), b.lshr(codes, emit.constant(CODES, 4))
-        lower, upper = (b.bitcast(x, INTS) for x in both)
-        return lower, upper
-    wide = b.zext(codes, WORDS)
-    return b.and_(wide, emit.constant(WORDS, LEVELS)), b.lshr(wide, emit.constant(WORDS, 4))
+def _codes_of_centre(b: Any, codes: Value) -> tuple[Value, Value]:
+    """Returns the low and the high nibbles: as bytes in int32, or as words."""
+    wide = codes if BYTE_PRODUCTS else b.zext(codes, WORDS)
+    both = b.and_(wide, emit.constant(wide.type, HIGHEST_CODE)), b.lshr(wide, emit.constant(wide.type, 4))
+    low, high = (b.bitcast(x, INTS) for x in both) if BYTE_PRODUCTS else both
+    return low, high
 
 
-def _add_products(b: Any, codes: Value, query: Value, so_far: Value) -> Value:
-    if IN_BYTES:
-        return emit.add_products(b, codes, query, so_far, "s")
-    if "+avx512vnni" in CPU_FEATURES and N == 16:
-        codes, query = b.bitcast(codes, INTS), b.bitcast(query, INTS)
-        return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, so_far, codes, query)
-    return b.add(so_far, _pairs(b, codes, query))
+def _add_code_products(b: Any, codes: Value, integers: Value, so_far: Value) -> Value:
+    """Returns so_far (N int32) + products with codes: four of bytes to a lane, or two of words."""
+    if BYTE_PRODUCTS:
+        return emit.add_products(b, codes, integers, so_far, "s")
+    if emit.HAS_VNNI and N == 16:
+        codes, integers = b.bitcast(codes, INTS), b.bitcast(integers, INTS)
+        return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, so_far, codes, integers)
+    name = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd", 4: "llvm.x86.sse2.pmadd.wd"}[N]
+    return b.add(so_far, emit.call(b, name, INTS, codes, integers))
 
 
-def _pairs(b: Any, x: Value, y: Value) -> Value:
-    """x * y, two neighbours' products added up."""
-    feature, name = PRODUCTS[2 * x.type.count]
-    if feature in CPU_FEATURES:
-        return emit.call(b, name, emit.vector(emit.I32, x.type.count // 2), x, y)
-    return emit.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
-
-
-def _joined_sums(b: Any, vectors: list[Value]) -> Value:
-    """Four lanes of each of `emit.in_fours`: its sums over all."""
-    while vectors[0].type.count > 4 and len(vectors) > 1:
-        vectors = [_added(b, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+def _all_lanes_in_fours(b: Any, vectors: list[Value]) -> Value:
+    """Returns four int32 for each vector of `emit.in_fours`: the sums over all its fours of lanes."""
+    while (n := vectors[0].type.count) > 4 and len(vectors) > 1:
+        first = [i + j for i in range(0, 2 * n, 8) for j in range(4)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [
+            b.add(emit.lanes(b, x, first, y), emit.lanes(b, x, [i + 4 for i in first], y)) for x, y in pairs
+        ]
     return emit.tree(b, emit.joined, vectors)
 
 
-def _added(b: Any, x: Value, y: Value) -> Value:
-    """Four lanes and the next four of x added up, then those of y."""
-    n = x.type.count
-    first = [i + j for i in range(0, 2 * n, 8) for j in range(4)]
-    return b.add(emit.lanes(b, x, first, y), emit.lanes(b, x, [i + 4 for i in first], y))
+# Sums of planes.
 
-
-GROUP, RUN = 16, 16  # bytes of a group's channels, tokens that neighbour each other in a score
-GROUPS = 4 if "+avx512bw" in CPU_FEATURES else 2 if "+avx2" in CPU_FEATURES else 1  # in a vector
-COLUMNS, VECTOR = GROUPS, GROUPS * GROUP  # of eight channels, in what is loaded at once; its bytes
-PARTS = 4 // GROUPS  # vectors of a block
-# By rows, parts whose sums are made together: what the registers hold.
-TOGETHER = {1: PARTS, 2: PARTS, 4: min(PARTS, 1 if emit.FEW_REGISTERS else 2)}
-ROW_COUNTS = 4, 2, 1
-MIDDLE_ENTRY = 64  # added to an entry, so that it is at least 0
+GROUPS = N // 4  # of a block's N_GROUPS, in a vector of bytes; likewise columns, where a group's are loaded
+VECTOR_BYTES, N_VECTORS = GROUPS * GROUP, N_GROUPS // GROUPS  # of a block's columns
+# Vectors of a block whose sums are made together, by the rows that are: what the registers hold.
+VECTORS_AT_ONCE = {1: N_VECTORS, 2: N_VECTORS, 4: min(N_VECTORS, 1 if emit.FEW_REGISTERS else 2)}
 CHUNK = 128  # channels whose sums fit 16 bits in four planes
-BLOCKS_AHEAD = 4
-
-BYTES, PAIRS = emit.vector(emit.I8, GROUPS * GROUP), emit.vector(emit.I16, GROUPS * GROUP // 2)
-TABLE, TOKENS = emit.vector(emit.I8, 16), 4 * GROUPS  # tokens of a run that a part has
+MIDDLE_ENTRY = 64  # added to each entry of a table, so that it is at least 0
+TOKENS = 4 * GROUPS  # of a run, that a vector has: they neighbour each other in a score
+BYTES, BYTE_PAIRS, TABLE = (
+    emit.vector(kind, n) for kind, n in ((emit.I8, VECTOR_BYTES), (emit.I16, VECTOR_BYTES // 2), (emit.I8, 16))
+)
 FLOATS, WHOLE = emit.vector(emit.F32, TOKENS), emit.vector(emit.I32, TOKENS)
 
 
 @jit
 def place_of_table(column: int) -> int:
-    """Of the table of a column's lower four channels; that of its upper four lies VECTOR bytes behind it."""
-    return column // COLUMNS * 2 * VECTOR + column % COLUMNS * GROUP
+    """Returns where the table of a column's lower four channels is; VECTOR_BYTES on is that of the upper four."""
+    return column // GROUPS * 2 * VECTOR_BYTES + column % GROUPS * 16
 
 
 @intrinsic
@@ -242,236 +257,193 @@ def store_table(context: Any, x: Any, i: Any, tables: Any, table: Any) -> Any:
     return types.none(x, types.intp, tables, types.intp), build
 
 
-def sums(
-    b: Any, n_rows: int, n_parts: int, tables: Value, width: Value, planes: Value, bits: Value, channels: Value
+def _emit_plane_sums(
+    b: Any, n_rows: int, n_vectors: int, tables: Value, width: Value, planes: Value, bits: Value, channels: Value
 ) -> list[tuple[Value, Value]]:
-    """Of each part and row, 16 bits wide: sums of even bytes (with the odd ones' above them), and of odd bytes."""
-    alone = n_rows == 1  # then columns are added up at the end, else groups are brought together before
-    n_sums = n_parts * n_rows * (GROUPS if alone else 1)
-    zeros = [emit.constant(PAIRS, 0)] * (2 * n_sums)
-    group_bytes, row_bytes = b.mul(width, emit.I64(2)), b.mul(width, emit.I64(4))
-    with emit.loop(b, emit.I64(0), bits, 1, zeros) as plane:
+    """Returns for each vector and row, as 16-bit lanes, the sums over planes and columns of the tokens' entries.
+
+    sum over planes p and columns c of 2 ** (bits - 1 - p) * (low table[byte & 15] + high table[byte >> 4]).
+    Two sums for each pair of bytes: that of the first byte plus 256 times that of the second, and of the second.
+    """
+    # One row: a vector has GROUPS columns of one group, and sums of columns are added up at the end. More rows:
+    # it has one column of GROUPS groups, which rows share.
+    is_row = n_rows == 1
+    n_sums = n_vectors * n_rows * (GROUPS if is_row else 1)
+    zeros = [emit.constant(BYTE_PAIRS, 0)] * (2 * n_sums)
+    with emit.loop(b, 0, bits, 1, zeros) as plane:
         values = plane.values
         doubled = emit.either(
             b, b.icmp_signed(">", plane.i, emit.I64(0)), lambda: [b.add(x, x) for x in values], lambda: values
         )
-        code = b.add(planes, b.mul(plane.i, b.mul(width, emit.I64(8))))
-        with emit.loop(b, emit.I64(0), b.lshr(channels, emit.I64(3)), COLUMNS, doubled) as column:
+        codes = at(b, planes, (plane.i, width, BLOCK // 8))
+        with emit.loop(b, 0, b.lshr(channels, emit.I64(3)), GROUPS, doubled) as column:
             sums = list(column.values)
-            table = b.add(tables, b.mul(column.i, emit.I64(2 * GROUP)))
-            for p in range(n_parts):
-                place = b.add(code, b.mul(column.i, emit.I64(GROUP)))
-                place = b.add(place, b.mul(group_bytes, emit.I64(p * GROUPS)))
-                apart = [b.mul(group_bytes, emit.I64(group)) for group in range(GROUPS)]
-                groups = [emit.load(b, BYTES, b.add(place, offset)) for offset in apart]
-                for i, x in enumerate(groups if alone else _transposed(b, groups)):
-                    lower = b.and_(x, emit.constant(BYTES, 15))
-                    upper = b.lshr(x, emit.constant(BYTES, 4))
-                    for r in range(n_rows):
-                        own = b.add(table, b.mul(row_bytes, emit.I64(r)))
-                        kind, offset = (BYTES, 0) if alone else (TABLE, GROUP * i)
+            table = at(b, tables, (column.i, 2 * 16))
+            for v in range(n_vectors):
+                first = at(b, codes, (column.i, GROUP))
+                groups = [
+                    emit.load(b, BYTES, at(b, first, (v * GROUPS + group, width, 2))) for group in range(GROUPS)
+                ]
+                for i, x in enumerate(groups if is_row else _transposed(b, groups)):
+                    low, high = b.and_(x, emit.constant(BYTES, 15)), b.lshr(x, emit.constant(BYTES, 4))
+                    for m in range(n_rows):
+                        row_table = at(b, table, (m, width, 4))
+                        kind, offset = (BYTES, 0) if is_row else (TABLE, 16 * i)
                         entries = b.add(
-                            _look_up(b, emit.load(b, kind, own, offset), lower),
-                            _look_up(b, emit.load(b, kind, own, offset + VECTOR), upper),
+                            emit.look_up(b, emit.load(b, kind, row_table, offset), low),
+                            emit.look_up(b, emit.load(b, kind, row_table, offset + VECTOR_BYTES), high),
                         )
-                        at, pairs = 2 * (p * GROUPS + i if alone else p * n_rows + r), b.bitcast(entries, PAIRS)
-                        sums[at] = b.add(sums[at], pairs)
-                        sums[at + 1] = b.add(sums[at + 1], b.lshr(pairs, emit.constant(PAIRS, 8)))
+                        pairs, k = (
+                            b.bitcast(entries, BYTE_PAIRS),
+                            2 * (v * GROUPS + i if is_row else v * n_rows + m),
+                        )
+                        sums[k] = b.add(sums[k], pairs)
+                        sums[k + 1] = b.add(sums[k + 1], b.lshr(pairs, emit.constant(BYTE_PAIRS, 8)))
             column.following = sums
         plane.following = column.values
-    first, second = plane.values[::2], plane.values[1::2]
-    if alone:
-        starts = range(0, n_sums, GROUPS)
-        first, second = ([_columns_added(b, x[i : i + GROUPS]) for i in starts] for x in (first, second))
-    return list(zip(first, second, strict=True))
+    both, seconds = plane.values[::2], plane.values[1::2]
+    if is_row:
+        both, seconds = (
+            [_columns_added(b, sums[i : i + GROUPS]) for i in range(0, n_sums, GROUPS)] for sums in (both, seconds)
+        )
+    return list(zip(both, seconds, strict=True))
 
 
 def _columns_added(b: Any, groups: list[Value]) -> Value:
-    """For each of as many groups as columns the sums over columns."""
+    """Returns the sums over columns of GROUPS groups, whose vectors have a column in each 16 bytes."""
     while len(groups) > 1:
         pairs = zip(groups[::2], groups[1::2], strict=True)
-        groups = [b.add(*(_every_other(b, x, y, i) for i in (0, 1))) for x, y in pairs]
+        groups = [b.add(*(_chunks(b, x, y, range(i, 2 * GROUPS, 2)) for i in (0, 1))) for x, y in pairs]
     return groups[0]
 
 
-def _every_other(b: Any, x: Value, y: Value, first: int) -> Value:
-    """16 bytes each: the first, third, ... of x, then of y; or the second, fourth, ..."""
-    size = PAIRS.count // GROUPS
-    return emit.lanes(b, x, [size * i + j for i in range(first, 2 * GROUPS, 2) for j in range(size)], y)
+def _transposed(b: Any, xs: list[Value]) -> list[Value]:
+    """Returns vectors of which the i-th has the i-th 16 bytes of each of GROUPS vectors."""
+    if GROUPS == 4:
+        xs = [_chunks(b, xs[j], xs[j + 1], (i, i + 1, 4 + i, 5 + i)) for i in (0, 2) for j in (0, 2)]
+    if GROUPS == 1:
+        return xs
+    return [_chunks(b, xs[i], xs[i + 1], range(j, 2 * GROUPS, 2)) for i in range(0, GROUPS, 2) for j in (0, 1)]
 
 
-def _transposed(b: Any, xs: Sequence[Value]) -> list[Value]:
-    """Vector i of the result has the i-th 16 bytes of each of xs."""
-    n = len(xs)
-    if n == 1:
-        return list(xs)
-    if n == 2:
-        return [_chosen(b, xs[0], xs[1], (i, 2 + i)) for i in range(2)]
-    result = []
-    for i in (0, 2):
-        x, y = (_chosen(b, xs[j], xs[j + 1], (i, i + 1, 4 + i, 5 + i)) for j in (0, 2))
-        result += [_chosen(b, x, y, range(j, 8, 2)) for j in (0, 1)]
-    return result
-
-
-def _chosen(b: Any, x: Value, y: Value, which: Sequence[int]) -> Value:
-    """16 bytes each of x, and of y behind it."""
-    return emit.lanes(b, x, [GROUP * i + byte for i in which for byte in range(GROUP)], y)
-
-
-def _look_up(b: Any, table: Value, index: Value) -> Value:
-    """The entries of a table, or of one in each 16 bytes, that the bytes of ``index`` choose."""
-    name = {
-        (False, 4): "llvm.x86.avx512.pshuf.b.512",
-        (False, 2): "llvm.x86.avx2.pshuf.b",
-        (False, 1): "llvm.x86.ssse3.pshuf.b.128" if "+ssse3" in CPU_FEATURES else "",
-        (True, 1): "llvm.aarch64.neon.tbl1.v16i8",
-    }[emit.IS_ARM, GROUPS]
-    if not name:
-        return _look_up_one_by_one(b, table, index)
-    if table.type != index.type:
-        table = emit.lanes(b, table, list(range(16)) * GROUPS)
-    return emit.call(b, name, BYTES, table, index)
-
-
-def _look_up_one_by_one(b: Any, table: Value, index: Value) -> Value:
-    result = ir.Constant(BYTES, ir.Undefined)
-    for i in range(BYTES.count):
-        entry = b.extract_element(table, b.extract_element(index, emit.I32(i)))
-        result = b.insert_element(result, entry, emit.I32(i))
-    return result
+def _chunks(b: Any, x: Value, y: Value, which: Sequence[int]) -> Value:
+    """Returns 16 bytes each of x, and of y behind it."""
+    size = x.type.count // GROUPS
+    return emit.lanes(b, x, [size * i + lane for i in which for lane in range(size)], y)
 
 
 @intrinsic
-def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: Any, near: Any) -> Any:
+def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: Any, scratch: Any) -> Any:
     """s[m * gap + t] = the score of row m with token t of blocks; `Queries` of the rows, and `Keys`.
 
-    near: room of `CENTRE_SCRATCH` bytes.
+    scratch: CENTRE_SCRATCH bytes.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        rows, given, stored, s, gap, near = args
-        q, keys, done = (
-            Queries(*cgutils.unpack_tuple(b, given)),
-            Keys(*cgutils.unpack_tuple(b, stored)),
-            emit.I64(0),
-        )
-        for together in ROW_COUNTS:
-            with emit.loop(b, done, rows, together) as turn:
-                queries, target = _row(b, q, turn.i), b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
-                write = functools.partial(_score_rows, together)
-                emit.call_own(b, f"score_planes_{together}", write, queries, keys, target, gap, near)
-            done = turn.i
+        rows, queries, keys, s, gap, scratch = args
+        queries, keys = Queries(*cgutils.unpack_tuple(b, queries)), Keys(*cgutils.unpack_tuple(b, keys))
+        done = emit.I64(0)
+        for n_rows in ROW_COUNTS:
+            with emit.loop(b, done, rows, n_rows) as row:
+                args = queries.row(b, row.i), keys, at(b, s, (row.i, gap, 4)), gap, scratch
+                emit.call_own(b, f"score_planes_{n_rows}", functools.partial(_emit_scores, n_rows), *args)
+            done = row.i
         return context.get_dummy_value()
 
     whole = types.intp
-    given, stored = (types.UniTuple(whole, len(each._fields)) for each in (Queries, Keys))
-    return types.none(whole, given, stored, whole, whole, whole), build
+    of_queries, of_keys = (types.UniTuple(whole, len(each._fields)) for each in (Queries, Keys))
+    return types.none(whole, of_queries, of_keys, whole, whole, whole), build
 
 
-def _row(b: Any, q: Queries, row: Value) -> Queries:
-    """The queries from a row on."""
-    tables, words = (b.add(x, b.mul(row, b.mul(q.width, emit.I64(n)))) for x, n in ((q.tables, 4), (q.words, 2)))
-    sizes, factors = (b.add(x, b.mul(row, emit.I64(n))) for x, n in ((q.sizes, 8), (q.factors, 4)))
-    return Queries(tables, words, sizes, factors, q.width)
+def _emit_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, gap: Value, scratch: Value) -> None:
+    """s (n_rows, tokens of all blocks) float32 = scores; rows are ``gap`` float32 apart."""
+    together = CENTRE_BLOCKS[n_rows]
+    with emit.loop(b, 0, at(b, keys.n_blocks, together - 1), together) as first:
+        n_blocks = emit.smaller(b, b.sub(keys.n_blocks, first.i), together)
+        some = keys.blocks(b, queries.width, first.i, n_blocks)
+        for m in range(0, n_rows, CENTRE_ROWS[n_rows]):
+            _emit_centre_scores(CENTRE_ROWS[n_rows], b, queries.row(b, m), some, at(b, scratch, 4 * N_RUNS * m))
+        with emit.loop(b, first.i, b.add(first.i, n_blocks), 1) as block:
+            centre_scores = at(b, scratch, (b.sub(block.i, first.i), 4 * N_RUNS))
+            one, target = keys.blocks(b, queries.width, block.i, emit.I64(1)), at(b, s, (block.i, 4 * BLOCK))
+            _emit_block_scores(n_rows, b, queries, one, centre_scores, target, gap)
 
 
-def _block(b: Any, keys: Keys, width: Value, block: Value, n_blocks: Value) -> Keys:
-    """n_blocks of the keys, from a block on."""
-    block_bytes = b.mul(b.mul(keys.bits, width), emit.I64(BLOCK // 8))
-    centres = b.mul(b.lshr(b.mul(width, emit.I64(CENTRES)), emit.I64(1)), block)
-    return Keys(
-        planes=b.add(keys.planes, b.mul(block, block_bytes)),
-        bits=keys.bits,
-        scale=b.add(keys.scale, b.mul(block, emit.I64(2 * BLOCK))),
-        centres=b.add(keys.centres, centres),
-        steps=b.add(keys.steps, b.mul(block, emit.I64(2 * CENTRES))),
-        n_blocks=n_blocks,
-    )
+def _emit_block_scores(
+    n_rows: int, b: Any, queries: Queries, keys: Keys, centre_scores: Value, s: Value, gap: Value
+) -> None:
+    """s (n_rows, BLOCK) = centre scores of the tokens' runs + factor * scale * sums over the block's planes.
 
-
-def _score_rows(n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, gap: Value, near: Value) -> None:
-    width, together = queries.width, BLOCKS[n_rows]
-    with emit.loop(b, emit.I64(0), b.add(keys.n_blocks, emit.I64(together - 1)), together) as few:
-        left = b.sub(keys.n_blocks, few.i)
-        some = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
-        stored = _block(b, keys, width, few.i, some)
-        for row in range(0, n_rows, ROWS[n_rows]):
-            _put_near(b, n_rows, _row(b, queries, emit.I64(row)), stored, b.add(near, emit.I64(4 * NEAR * row)))
-        with emit.loop(b, few.i, b.add(few.i, some), 1) as block:
-            at = b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * NEAR)))
-            target = b.add(s, b.mul(block.i, emit.I64(4 * BLOCK)))
-            _scan_block(n_rows, b, queries, _block(b, keys, width, block.i, emit.I64(1)), at, target, gap)
-
-
-def _scan_block(n_rows: int, b: Any, queries: Queries, keys: Keys, near: Value, s: Value, gap: Value) -> None:
-    """s = near + factor * scale * (sums over all planes of a block), for n_rows rows.
-
-    The products of a row with the block's centres lie BLOCKS * NEAR float32 behind those of the row before.
+    The centre scores of a row lie CENTRE_BLOCKS * N_RUNS float32 behind those of the row before.
     """
-    (tables, _, _, factors, width), (planes, bits, scale, _, _, _) = queries, keys
+    planes, bits, scale, width = keys.planes, keys.bits, keys.scale, queries.width
+    emit.prefetch(b, at(b, scale, 2 * BLOCK * BLOCKS_AHEAD), 2 * BLOCK)
     block_bytes = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8))
-    emit.prefetch(b, b.add(scale, emit.I64(2 * BLOCK * BLOCKS_AHEAD)), 2 * BLOCK)
-    ahead = b.add(planes, b.mul(block_bytes, emit.I64(BLOCKS_AHEAD)))
-    with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
+    ahead = at(b, planes, (block_bytes, BLOCKS_AHEAD))
+    with emit.loop(b, ahead, at(b, ahead, block_bytes), 4 * emit.LINE) as lines:
         emit.prefetch(b, lines.i, 4 * emit.LINE)
-    targets = [b.add(s, b.mul(gap, emit.I64(4 * r))) for r in range(n_rows)]
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
-    each = [emit.splat(b, b.fmul(emit.load(b, emit.F32, factors, 4 * r), unit), TOKENS) for r in range(n_rows)]
-    below = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))
-    with emit.loop(b, emit.I64(0), b.add(width, emit.I64(CHUNK - 1)), CHUNK) as chunk:
-        left = b.sub(width, chunk.i)
-        channels = b.select(b.icmp_signed("<", left, emit.I64(CHUNK)), left, emit.I64(CHUNK))
-        less = b.trunc(b.mul(b.mul(below, channels), emit.I64(MIDDLE_ENTRY // 4)), emit.I16)
-        less = emit.splat(b, less, PAIRS.count)
-        with emit.loop(b, emit.I64(0), emit.I64(PARTS), TOGETHER[n_rows]) as part:
-            first = b.add(planes, b.mul(part.i, b.mul(width, emit.I64(2 * GROUPS))))
-            first = b.add(first, b.mul(chunk.i, emit.I64(2)))
-            entries = b.add(tables, b.mul(chunk.i, emit.I64(4)))
-            totals = sums(b, n_rows, TOGETHER[n_rows], entries, width, first, bits, channels)
-            for p in range(TOGETHER[n_rows]):
-                place = b.add(part.i, emit.I64(p))
-                scales = b.add(scale, b.mul(place, emit.I64(2 * TOKENS)))
-                widths = [
-                    widen(b, emit.load(b, emit.vector(emit.I16, TOKENS), scales, 2 * RUN * run))
-                    for run in range(BLOCK // RUN)
+    factors = [b.fmul(emit.load(b, emit.F32, queries.factors, 4 * m), unit) for m in range(n_rows)]
+    factors = [emit.splat(b, factor, TOKENS) for factor in factors]
+    weight = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))  # of all planes together
+    with emit.loop(b, 0, at(b, width, CHUNK - 1), CHUNK) as chunk:
+        channels = emit.smaller(b, b.sub(width, chunk.i), CHUNK)
+        middle = b.trunc(b.mul(b.mul(weight, channels), emit.I64(MIDDLE_ENTRY // 4)), emit.I16)
+        middle = emit.splat(b, middle, BYTE_PAIRS.count)
+        with emit.loop(b, 0, N_VECTORS, VECTORS_AT_ONCE[n_rows]) as vector:
+            first = at(b, planes, (vector.i, width, 2 * GROUPS), (chunk.i, 2))
+            tables = at(b, queries.tables, (chunk.i, 4))
+            sums = _emit_plane_sums(b, n_rows, VECTORS_AT_ONCE[n_rows], tables, width, first, bits, channels)
+            for v in range(VECTORS_AT_ONCE[n_rows]):
+                place = at(b, vector.i, v)
+                scales_at = at(b, scale, (place, 2 * TOKENS))
+                scales = [
+                    widen(b, emit.load(b, emit.vector(emit.I16, TOKENS), scales_at, 2 * RUN * run))
+                    for run in range(N_RUNS)
                 ]
-                for r, target in enumerate(targets):
-                    at = b.add(target, b.mul(place, emit.I64(4 * TOKENS)))
+                for m in range(n_rows):
+                    target = at(b, s, (gap, 4, m), (place, 4 * TOKENS))
                     so_far = emit.either(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
-                        functools.partial(_so_far, b, at),
-                        functools.partial(_near, b, b.add(near, emit.I64(4 * BLOCKS[n_rows] * NEAR * r))),
+                        functools.partial(_load_runs, b, target),
+                        functools.partial(
+                            _spread_centre_scores, b, centre_scores, 4 * CENTRE_BLOCKS[n_rows] * N_RUNS * m
+                        ),
                     )
-                    for run, x in enumerate(_in_runs(b, totals[p * n_rows + r], less)):
-                        product = b.fmul(b.sitofp(x, FLOATS), widths[run])
-                        total = emit.multiply_add(b, product, each[r], so_far[run])
-                        emit.store(b, total, at, 4 * RUN * run)
+                    for run, x in enumerate(_split_by_run(b, *sums[v * n_rows + m], middle)):
+                        product = b.fmul(b.sitofp(x, FLOATS), scales[run])
+                        total = emit.multiply_add(b, product, factors[m], so_far[run])
+                        emit.store(b, total, target, 4 * RUN * run)
 
 
-def _so_far(b: Any, s: Value) -> list[Value]:
-    return [emit.load(b, FLOATS, s, 4 * RUN * run) for run in range(BLOCK // RUN)]
+def _load_runs(b: Any, s: Value) -> list[Value]:
+    """Returns a vector's tokens of each run of a row's scores."""
+    return [emit.load(b, FLOATS, s, 4 * RUN * run) for run in range(N_RUNS)]
 
 
-def _near(b: Any, near: Value) -> list[Value]:
-    """The scores of a row with the centres of the runs."""
-    return [emit.splat(b, emit.load(b, emit.F32, near, 4 * run), TOKENS) for run in range(BLOCK // RUN)]
+def _spread_centre_scores(b: Any, scores: Value, offset: int) -> list[Value]:
+    """Returns the centre score of each run, in every lane."""
+    return [emit.splat(b, emit.load(b, emit.F32, scores, offset + 4 * run), TOKENS) for run in range(N_RUNS)]
 
 
-def _in_runs(b: Any, pair: tuple[Value, Value], less: Value) -> list[Value]:
-    """Sums, less ``less``, times 2 ** 16: of the tokens that a part has of each run."""
-    first, second = pair
-    even = b.sub(first, b.shl(second, emit.constant(PAIRS, 8)))
-    result = []
-    for x in (even, second):
-        whole = b.bitcast(b.sub(x, less), WHOLE)
-        result += [b.shl(whole, emit.constant(WHOLE, 16)), b.and_(whole, emit.constant(WHOLE, 0xFFFF0000))]
-    return result
+def _split_by_run(b: Any, both: Value, second: Value, middle: Value) -> list[Value]:
+    """Returns a vector's tokens of each run: int32 sums less ``middle``, times 2 ** 16.
 
+    both, second: of `_emit_plane_sums`. Bytes 0 to 3 of each four are of the runs 0, 2, 1 and 3.
+    """
+    first = b.sub(both, b.shl(second, emit.constant(BYTE_PAIRS, 8)))
+    runs = []
+    for x in (first, second):
+        words = b.bitcast(b.sub(x, middle), WHOLE)
+        runs += [b.shl(words, emit.constant(WHOLE, 16)), b.and_(words, emit.constant(WHOLE, 0xFFFF0000))]
+    return runs
+
+
+# The loops.
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
-MOST, LARGEST_SPLIT = np.array([LARGEST_FOUR, 127 * 256], np.float32)
+LARGEST_QUAD, LARGEST_INTEGER = np.array([LARGEST_FOUR, 127 * 256], np.float32)
 
 
 class KeyNumbers(NamedTuple):
@@ -496,77 +468,121 @@ class KeyNumbers(NamedTuple):
 AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 
-# What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
-# (rows, width) float32; what it was rounded to, likewise; P q in two bytes (rows, 2 * width); their size and sum
-# (rows, 2), then the rounding's step times the head's key_scale (rows,), float32.
-
-
 @jit
-def _query_parts(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int]:
-    """Addresses of the parts of prepared queries."""
-    rotated = prepared + 4 * rows * width
-    rounded = rotated + 4 * rows * width
-    words = rounded + 4 * rows * width
-    return prepared, rotated, rounded, words, words + 2 * rows * width
+def _query_parts(prepared: int, rows: int, width: int) -> tuple[int, int, int]:
+    """Returns where a head's prepared queries have their integers, their sizes and their factors.
+
+    One behind the other: tables uint8 (rows, 4 * width), integers of two bytes (rows, width), float32 sizes
+    (rows, 2) and factors (rows,), and room for two float32 rows (width,).
+    """
+    integers = prepared + 4 * rows * width
+    sizes = integers + 2 * rows * width
+    return integers, sizes, sizes + 8 * rows
 
 
 @prepare_loop
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
+    """Rotates and rounds the queries (rows, head_dim) of head g, and makes their tables and integers."""
     x = numbers(store)
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
-    factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
+    query_factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
     key_scale = get(floats(get(x, AT.key_scale)), g)
-    tables_at, rotated, rounded, words, sizes = _query_parts(prepared, rows, width)
+    integers, sizes, factors = _query_parts(prepared, rows, width)
+    rotated, rounded = floats(factors + 4 * rows), floats(factors + 4 * (rows + width))
     for m in range(rows):
-        row = m * width
         for d in range(head_dim):
-            put(floats(rounded), row + d, get(floats(q), m * head_dim + d) * get(factors, d))
-        rotate_row(
-            *(floats(rounded), row, head_dim, matrix, matrix, get(x, AT.is_hadamard)),
-            *(width, floats(rotated), row),
-        )
-        step = _round_query(floats(rotated), row, width, floats(rounded))
-        _put_tables(floats(rounded), row, width, chars(tables_at), 4 * row)
-        for d in range(row, row + width):
-            put(floats(rounded), d, get(floats(rounded), d) * step)
-        size, total = _in_two_bytes(floats(rotated), row, width, chars(words), 2 * row)
+            put(rounded, d, get(floats(q), m * head_dim + d) * get(query_factors, d))
+        rotate_row(rounded, 0, head_dim, matrix, matrix, get(x, AT.is_hadamard), width, rotated, 0)
+        step = _round_query(rotated, width, rounded)
+        _put_tables(rounded, width, chars(prepared), 4 * m * width)
+        size, total = _in_two_bytes(rotated, width, chars(integers), 2 * m * width)
         put(floats(sizes), 2 * m, size)
         put(floats(sizes), 2 * m + 1, np.float32(total))
-        put(floats(sizes), 2 * rows + m, key_scale * step)
+        put(floats(factors), m, key_scale * step)
+
+
+@jit
+def _round_query(q: F32, width: int, rounded: F32) -> Scalar:
+    """rounded (width,) = `edgekv.codecs.planes.round_queries` of q (width,); returns the step."""
+    largest = ZERO
+    for d in range(0, width, 4):
+        four = abs(get(q, d)) + abs(get(q, d + 1)) + abs(get(q, d + 2)) + abs(get(q, d + 3))
+        largest = maximum(largest, four)
+    step = largest / LARGEST_QUAD
+    divisor = ONE if step == ZERO else step
+    for d in range(width):
+        put(rounded, d, np.float32(np.floor(get(q, d) / divisor)) + HALF)
+    return step
+
+
+@jit
+def _put_tables(rounded: F32, width: int, entries: U8, target: int) -> None:
+    """Stores from ``target`` on, for each four elements, the 16 sums of + (bit 1) or - (bit 0) each element."""
+    for column in range(width // 8):
+        table = target + place_of_table(column)
+        store_table(rounded, 8 * column, entries, table)
+        store_table(rounded, 8 * column + 4, entries, table + VECTOR_BYTES)
+
+
+@jit
+def _in_two_bytes(x: F32, n: int, integers: U8, target: int) -> tuple[Scalar, int]:
+    """Stores x (n,) ~ size * integers from ``target`` on; returns the size and the integers' sum.
+
+    For Arm n high bytes, then n low bytes, which have signs (integer = 256 * high + low); else words of two bytes,
+    which have a sign. The error is at most 2 ** -16 of the largest element.
+    """
+    largest, total = ZERO, 0
+    for d in range(n):
+        largest = maximum(largest, abs(get(x, d)))
+    size = largest / LARGEST_INTEGER
+    divisor = ONE if size == ZERO else size
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, d) / divisor))
+        total += whole
+        if BYTE_PRODUCTS:
+            put(integers, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
+            put(integers, target + n + d, np.uint8(whole & 255))
+        else:
+            put(integers, target + 2 * d, np.uint8(whole & 255))
+            put(integers, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
+    return size, total
 
 
 @score_loop
 def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    """Whole blocks go to s; of others the scores of all tokens go to scratch first."""
     done = 0
     while done < n:
-        i = (t + done) % BLOCK
+        i, block = (t + done) % BLOCK, (t + done) // BLOCK
         if i == 0 and n - done >= BLOCK:
-            few = (n - done) // BLOCK * BLOCK
-            scan_blocks(store, prepared, rows, g, (t + done) // BLOCK, few // BLOCK, s + 4 * done, gap, scratch)
+            n_blocks = (n - done) // BLOCK
+            _score_head(store, prepared, rows, g, block, n_blocks, s + 4 * done, gap, scratch)
+            done += n_blocks * BLOCK
         else:
-            few, part = min(BLOCK - i, n - done), scratch + CENTRE_SCRATCH
-            scan_blocks(store, prepared, rows, g, (t + done) // BLOCK, 1, part, BLOCK, scratch)
+            n_tokens, scores = min(BLOCK - i, n - done), scratch + CENTRE_SCRATCH
+            _score_head(store, prepared, rows, g, block, 1, scores, BLOCK, scratch)
             for m in range(rows):
-                for k in range(few):
-                    put(floats(s), m * gap + done + k, get(floats(part), m * BLOCK + i + k))
-        done += few
+                for k in range(n_tokens):
+                    put(floats(s), m * gap + done + k, get(floats(scores), m * BLOCK + i + k))
+            done += n_tokens
 
 
 @fast_jit
-def scan_blocks(
+def _score_head(
     store: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, gap: int, scratch: int
 ) -> None:
+    """`score_blocks` of head g's blocks from ``block`` on."""
     x = numbers(store)
     width, bits, of_head = get(x, AT.width), get(numbers(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
     first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
-    tables_at, _, _, words, sizes = _query_parts(prepared, rows, width)
-    queries = tables_at, words, sizes, sizes + 8 * rows, width
+    integers, sizes, factors = _query_parts(prepared, rows, width)
+    queries = prepared, integers, sizes, factors, width
     keys = (
         get(x, AT.planes) + first * width * BLOCK // 8,
         bits,
         get(x, AT.scale) + 2 * BLOCK * of_head,
-        get(x, AT.centres) + of_head * CENTRES * width // 2,
-        get(x, AT.centre_step) + 2 * CENTRES * of_head,
+        get(x, AT.centres) + of_head * N_CENTRES * width // 2,
+        get(x, AT.centre_step) + 2 * N_CENTRES * of_head,
         n_blocks,
     )
     score_blocks(rows, queries, keys, s, gap, scratch)
@@ -583,7 +599,7 @@ def _store_numbers(codec: Any) -> KeyNumbers:
 
 
 def _prepared_bytes(codec: Any, rows: int) -> int:
-    size: int = rows * (14 * codec.width + 12)
+    size: int = rows * (6 * codec.width + 12) + 8 * codec.width
     return size
 
 
@@ -595,50 +611,3 @@ KEYS = CodecKernels(
     scratch=lambda codec, rows: CENTRE_SCRATCH + 4 * rows * BLOCK,
     at_once=AT_ONCE,
 )
-
-
-@jit
-def _in_two_bytes(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
-    """x[start:][:n] ~ size * (256 * high + low), from `target` on; returns size, and the sum of 256 * high + low.
-
-    For Arm n bytes high, then n bytes low, which have signs; else words of two bytes, which have a sign. The error
-    is at most 2 ** -16 of the largest element.
-    """
-    largest, total = ZERO, 0
-    for d in range(start, start + n):
-        largest = maximum(largest, abs(get(x, d)))
-    size = largest / LARGEST_SPLIT
-    divisor = ONE if size == ZERO else size
-    for d in range(n):
-        whole = np.int32(round_to_even(get(x, start + d) / divisor))
-        total += whole
-        if IN_BYTES:
-            put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
-            put(halves, target + n + d, np.uint8(whole & 255))
-        else:
-            put(halves, target + 2 * d, np.uint8(whole & 255))
-            put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
-    return size, total
-
-
-@jit
-def _round_query(q: F32, row: int, width: int, rounded: F32) -> Scalar:
-    """rounded[row:][:width] = `edgekv.codecs.planes.round_queries` of q[row:][:width]; returns the step."""
-    largest = ZERO
-    for d in range(row, row + width, 4):
-        four = abs(get(q, d)) + abs(get(q, d + 1)) + abs(get(q, d + 2)) + abs(get(q, d + 3))
-        largest = maximum(largest, four)
-    step = largest / MOST
-    divisor = ONE if step == ZERO else step
-    for d in range(row, row + width):
-        put(rounded, d, np.float32(np.floor(get(q, d) / divisor)) + HALF)
-    return step
-
-
-@jit
-def _put_tables(rounded: F32, row: int, width: int, entries: U8, target: int) -> None:
-    """Per four elements the 16 sums of + (bit 1) or - (bit 0) each, plus a middle, as `tables` wants them."""
-    for column in range(width // 8):
-        at = target + place_of_table(column)
-        store_table(rounded, row + 8 * column, entries, at)
-        store_table(rounded, row + 8 * column + 4, entries, at + VECTOR)

@@ -1,17 +1,16 @@
-"""Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products.
+"""Sums of values on a CPU: rows of weights times blocks of codes of 1 to 4 bits, in integer dot products.
 
-    row       a query's probabilities p, and its sums (head_dim,); rows share what is unpacked of codes
-    block     BLOCK tokens; their codes are 2 * bits lines
-    line      head_dim words of 32 bits, one for each channel: a byte for each token of a quad. A part's line i has
-              quad i in its bytes' lowest bits, quad i + 2 * part in the next ones, and so on
-    quad      four tokens, one behind the other
-    part      bits of a code that are stored together, a divisor of 8 (`PARTS`)
-    column    as many channels as a vector has lanes
+`edgekv.codecs.planes` draws a block and defines its words: quad, field, line. A row m is one query's probabilities
+p. A block adds to a channel d of the row's sums, `InterleavedValues.sums` in NumPy,
 
-Weights are p * scale, rounded: scale is one float16 of a token's value. A rounded weight stands for itself times
-the step of its row and block. What is no whole block is copied to scratch first, and channels behind the last
-whole column follow one by one.
+    out[m, d] += step[m] * (sum over tokens t of weight[m, t] * code[t, d] - middle * sum over t of weight[m, t])
+
+where weight = p * scale / step, rounded to bytes, step = (the block's largest p * scale) / 255 and middle is what
+codes have for 0. Rows share what is unpacked of codes. A column is as many channels as a vector has lanes. Tokens
+that are no whole block are copied to scratch first.
 """
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable
@@ -20,40 +19,57 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from edgekv.codecs.planes import LEAST_WEIGHT
+from edgekv.codecs.planes import FIELDS, LEAST_WEIGHT, MIDDLE_CODE, TOP_WEIGHT
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.byte_products import INTS, products
-from edgekv.kernels.cpu.compile import fast_jit, intrinsic
-from edgekv.kernels.cpu.emit import LANES, Value
+from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
+from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     CodecKernels,
+    Loop,
     add_loop,
     address_of,
-    chars,
+    call,
     finish_loop,
     floats,
+    halves,
     numbers,
 )
 from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import ROUND, get, put, widen
 from edgekv.kernels.interface import BLOCK
-from edgekv.types import F32
+from edgekv.types import F32, U16
 
-ROW_COUNTS = 1, 2, 4  # rows that are added together: fours while there are, then a pair, then one
-# Bits of a code, in parts that divide a byte: (bits, lines of the block before them).
-PARTS = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 0), (1, 4)), 4: ((4, 0),)}
+ROW_COUNTS = 4, 2, 1  # rows that are summed together: fours while there are, then a pair, then one
+MOST_ROWS = max(ROW_COUNTS)
+BLOCKS_AHEAD = 4  # whose codes are fetched
+# By the rows that are summed together: rows and blocks whose weights are rounded together. Four share their ways
+# across lanes, where registers hold them.
+WEIGHT_ROWS = {n: n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
+WEIGHT_BLOCKS = {n: MOST_ROWS // n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
+# By the rows, columns at a time: as many sums as hide a product's latency, and fit the registers.
+COLUMNS_AT_ONCE = {
+    1: (2, 1) if emit.IS_ARM else (4, 1),
+    2: (2, 1),
+    4: (1,) if emit.IS_ARM or emit.FEW_REGISTERS else (2, 1),
+}
+# A loop's scratch: weights uint8 [row][block][BLOCK]; float32 steps [row][block], then as many shifts; copies of
+# float16 scales and of probabilities, float32 [row], of tokens that are no whole block.
+STEPS_AT = MOST_ROWS * BLOCK
+TO_SHIFTS = 4 * MOST_ROWS  # bytes from a step to its shift
+SCALES_AT = STEPS_AT + 2 * TO_SHIFTS
+P_AT = SCALES_AT + 2 * BLOCK
+SCRATCH = P_AT + 4 * MOST_ROWS * BLOCK
+ZERO, ONE, NO_SCALE = np.float32(0), np.float32(1), np.uint16(0)
 ROUND_BITS = int(ROUND.view(np.int32))
-ROWS = 4  # at most, that share each unpacked code
-TO_SHIFTS = 4 * ROWS  # bytes from a step to its shift: behind the steps of all rows
-TOP_WEIGHT = 255  # the largest one that is rounded to a byte
 WEIGHT_LANES = 16
-WEIGHTS, WEIGHT_INTS, HALVES, BYTES = (
+WEIGHTS, WEIGHT_INTS, WEIGHT_HALVES, WEIGHT_BYTES = (
     emit.vector(kind, WEIGHT_LANES) for kind in (emit.F32, emit.I32, emit.I16, emit.I8)
 )
+INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
 
 
-class TokensAt(NamedTuple):
+class Tokens(NamedTuple):
     """Blocks of tokens inside a kernel: the first token's probability and scale, and how many blocks there are."""
 
     p: Value  # float32
@@ -62,112 +78,7 @@ class TokensAt(NamedTuple):
     n_blocks: Value
 
 
-def _copying(kind: Any, n_bytes: int) -> Callable[..., None]:
-    @intrinsic
-    def copy(context: Any, x: Any, i: Any, n: Any, y: Any) -> Any:
-        """y = n numbers x for the tokens i.. of a block, 0 for its others."""
-
-        def write(b: Any, x: Any, i: Any, n: Any, y: Any) -> None:
-            for offset in range(0, n_bytes * BLOCK, WEIGHT_LANES):
-                emit.store(b, emit.constant(BYTES, 0), y, offset)
-            first = b.add(y, b.mul(i, emit.I64(n_bytes)))
-            with emit.loop(b, emit.I64(0), n, 1) as turn:
-                at = b.mul(turn.i, emit.I64(n_bytes))
-                emit.store(b, emit.load(b, kind, b.add(x, at)), b.add(first, at))
-
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit.call_own(builder, f"copy_{n_bytes}", write, *args)
-            return context.get_dummy_value()
-
-        return types.none(*[types.intp] * 4), build
-
-    return copy
-
-
-copy_floats, copy_halves = _copying(emit.F32, 4), _copying(emit.I16, 2)
-
-
-def scaled(builder: Any, p: Value, scale: Value) -> list[Value]:
-    """p * scale of a block's tokens: BLOCK float32 in vectors of WEIGHT_LANES."""
-    parts = range(0, BLOCK, WEIGHT_LANES)
-    weights = (emit.load(builder, WEIGHTS, p, 4 * t) for t in parts)
-    scales = (widen(builder, emit.load(builder, HALVES, scale, 2 * t)) for t in parts)
-    return [builder.fmul(weight, width) for weight, width in zip(weights, scales, strict=True)]
-
-
-def all_rounded(builder: Any, blocks: list[list[Value]]) -> tuple[list[list[Value]], Value]:
-    """Rounds the scaled weights of one block, or of four, to integers up to TOP_WEIGHT; also returns their step.
-
-    The steps of four blocks are a vector.
-    """
-    top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
-    least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT))
-    factors = builder.fdiv(most, emit.maximum(builder, top, least))
-    shifted, round_ = [], emit.constant(WEIGHTS, ROUND)
-    for i, weights in enumerate(blocks):
-        if len(blocks) == 1:
-            factor = emit.splat(builder, factors, WEIGHT_LANES)
-        else:
-            factor = emit.lanes(builder, factors, [i] * WEIGHT_LANES)
-        shifted.append([emit.multiply_add(builder, weight, factor, round_) for weight in weights])
-    return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / TOP_WEIGHT)))
-
-
-def round_blocks(
-    n_rows: int, together: int, b: Any, tokens: TokensAt, middle: Value, weights: Value, steps: Value
-) -> None:
-    """weights (n_rows, together, BLOCK) uint8 = p * scale, rounded, of blocks; of missing ones the last is taken.
-
-    steps (n_rows, together) float32, and TO_SHIFTS bytes behind each its shift: what the sum of p * scale times
-    (code - middle) has beyond that of p * scale times codes. n_rows * together is 1 or 4.
-    """
-    p, gap, scale, n_blocks = tokens
-    last = b.sub(n_blocks, emit.I64(1))
-    numbers = [emit.I64(i) for i in range(together)]
-    blocks = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers] if together > 1 else numbers
-    exact = [
-        scaled(
-            b,
-            b.add(p, b.add(b.mul(gap, emit.I64(4 * r)), b.mul(block, emit.I64(4 * BLOCK)))),
-            b.add(scale, b.mul(block, emit.I64(2 * BLOCK))),
-        )
-        for r in range(n_rows)
-        for block in blocks
-    ]
-    shifted, step = all_rounded(b, exact)
-    for i, x in enumerate(shifted):
-        for j, part in enumerate(x):  # ROUND's lowest byte is 0
-            emit.store(b, b.trunc(b.bitcast(part, WEIGHT_INTS), BYTES), weights, BLOCK * i + WEIGHT_LANES * j)
-    sums = [emit.tree(b, emit.add, [b.bitcast(x, WEIGHT_INTS) for x in block]) for block in shifted]
-    total = emit.all_lanes(b, emit.add, sums)
-    total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
-    middles = middle if len(exact) == 1 else emit.splat(b, middle, len(exact))
-    shift = b.fmul(b.fmul(step, middles), b.sitofp(total, step.type))
-    emit.store(b, step, steps)
-    emit.store(b, b.fneg(shift), steps, TO_SHIFTS)
-
-
-Parts = tuple[tuple[int, int], ...]  # of a code: (bits, lines of a block before it)
-
-# By rows, blocks whose weights are rounded before they are used, and rows of which this is done at once: four
-# rounded together share their ways across lanes, where registers hold them.
-BLOCKS_TOGETHER = {1: 4, 2: 2, 4: 1} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
-ROWS_TOGETHER = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
-# In a loop's scratch: bytes before the rounded weights [row][block], of a block of them, and before their steps,
-# [row][block] float32 with shifts TO_SHIFTS bytes behind; bytes in all.
-WEIGHTS_AT, WEIGHTS_BYTES, STEPS_AT = 0, BLOCK, ROWS * BLOCK
-SUMS_SCRATCH = STEPS_AT + 2 * TO_SHIFTS
-BLOCKS_AHEAD = 4  # whose codes are fetched
-# By rows, columns at a time: as many sums as hide a product's latency, and fit the registers.
-COLUMNS = {
-    1: (2, 1) if emit.IS_ARM else (4, 1),
-    2: (2, 1),
-    4: (1,) if emit.IS_ARM or emit.FEW_REGISTERS else (2, 1),
-}
-FLOATS = emit.vector(emit.F32, LANES)
-
-
-class ChannelsAt(NamedTuple):
+class Channels(NamedTuple):
     """Codes of blocks inside a kernel, and the sums that they are added to: addresses, and channels of a token."""
 
     codes: Value
@@ -175,127 +86,185 @@ class ChannelsAt(NamedTuple):
     out: Value  # (rows, head_dim) float32
 
 
-def emit_add_blocks(
-    parts: Parts, n_rows: int, b: Any, tokens: TokensAt, channels: ChannelsAt, scratch: Value
+def _emit_weights(
+    n_rows: int, n_blocks: int, b: Any, tokens: Tokens, middle: Value, weights: Value, steps: Value
 ) -> None:
-    """out (n_rows, head_dim) += p * scale times (codes - their middle) of all blocks of tokens.
+    """weights (n_rows, n_blocks, BLOCK) uint8, steps (n_rows, n_blocks) = p * scale of blocks, rounded.
 
-    Channels behind the last whole column are left out. In scratch remains what `round_blocks` put there last.
+    TO_SHIFTS bytes behind each step its shift, -step * middle * sum(weights). Of missing blocks the last one is
+    taken. n_rows * n_blocks is 1 or 4.
     """
-    p, gap, scale, n_blocks = tokens
-    codes, head_dim, out = channels
-    bits, together = sum(part for part, _ in parts), BLOCKS_TOGETHER[n_rows]
-    middle = emit.F32(((1 << bits) - 1) / 2)
-    block_bytes = b.mul(head_dim, emit.I64(8 * bits))
-    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as group:
-        left = b.sub(n_blocks, group.i)
-        n_group = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
-        group_p = b.add(p, b.mul(group.i, emit.I64(4 * BLOCK)))
-        group_scale = b.add(scale, b.mul(group.i, emit.I64(2 * BLOCK)))
-        n_rounded = ROWS_TOGETHER[n_rows]
-        for row in range(0, n_rows, n_rounded):
-            row_p = b.add(group_p, b.mul(gap, emit.I64(4 * row)))
-            write = functools.partial(round_blocks, n_rounded, together)
-            weights, steps = b.add(scratch, emit.I64(row * BLOCK)), b.add(scratch, emit.I64(STEPS_AT + 4 * row))
-            these = TokensAt(row_p, gap, group_scale, n_group)
-            emit.call_own(b, f"round_weights_{n_rounded}", write, these, middle, weights, steps)
-        with emit.loop(b, emit.I64(0), n_group, 1) as block:
-            weights = b.add(scratch, b.mul(block.i, emit.I64(BLOCK)))
-            steps = b.add(scratch, b.add(emit.I64(STEPS_AT), b.mul(block.i, emit.I64(4))))
-            block_codes = b.add(codes, b.mul(b.add(group.i, block.i), block_bytes))
-            write = functools.partial(_emit_add_block, parts, n_rows)
-            to = ChannelsAt(block_codes, head_dim, out)
-            emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, steps, to)
-
-
-def _emit_add_block(parts: Parts, n_rows: int, b: Any, weights: Value, steps: Value, channels: ChannelsAt) -> None:
-    """out (n_rows, head_dim) += step * (weights times the block's codes) + shift."""
-    codes, head_dim, out = channels
-    together, bits = BLOCKS_TOGETHER[n_rows], sum(part for part, _ in parts)
-    words = [_quad_weights(b, b.add(weights, emit.I64(r * together * BLOCK))) for r in range(n_rows)]
-    steps_and_shifts = [
-        [emit.splat(b, emit.load(b, emit.F32, steps, 4 * r * together + i), LANES) for i in (0, TO_SHIFTS)]
-        for r in range(n_rows)
+    blocks = [emit.I64(i) for i in range(n_blocks)]
+    if n_blocks > 1:
+        last = b.sub(tokens.n_blocks, emit.I64(1))
+        blocks = [emit.smaller(b, i, last) for i in blocks]
+    scaled = [
+        _emit_scaled(
+            b, at(b, tokens.p, (tokens.gap, 4 * m), (block, 4 * BLOCK)), at(b, tokens.scale, (block, 2 * BLOCK))
+        )
+        for m in range(n_rows)
+        for block in blocks
     ]
+    top = emit.all_lanes(b, emit.maximum, [emit.tree(b, emit.maximum, parts) for parts in scaled])
+    least, most, inverse = (
+        emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
+    )
+    factors = b.fdiv(most, emit.maximum(b, top, least))
+    step, sums = b.fmul(top, inverse), []
+    for i, parts in enumerate(scaled):
+        if len(scaled) == 1:
+            factor = emit.splat(b, factors, WEIGHT_LANES)
+        else:
+            factor = emit.lanes(b, factors, [i] * WEIGHT_LANES)
+        round_ = emit.constant(WEIGHTS, ROUND)
+        shifted = [b.bitcast(emit.multiply_add(b, part, factor, round_), WEIGHT_INTS) for part in parts]
+        for j, part in enumerate(shifted):  # ROUND's lowest byte is 0
+            emit.store(b, b.trunc(part, WEIGHT_BYTES), weights, BLOCK * i + WEIGHT_LANES * j)
+        sums.append(emit.tree(b, emit.add, shifted))
+    total = emit.all_lanes(b, emit.add, sums)
+    total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
+    middles = middle if len(scaled) == 1 else emit.splat(b, middle, len(scaled))
+    shift = b.fmul(b.fmul(step, middles), b.sitofp(total, step.type))
+    emit.store(b, step, steps)
+    emit.store(b, b.fneg(shift), steps, TO_SHIFTS)
+
+
+def _emit_scaled(b: Any, p: Value, scale: Value) -> list[Value]:
+    """Returns p * scale of a block's tokens: BLOCK float32 in vectors of WEIGHT_LANES."""
+    parts = range(0, BLOCK, WEIGHT_LANES)
+    weights = (emit.load(b, WEIGHTS, p, 4 * t) for t in parts)
+    scales = (widen(b, emit.load(b, WEIGHT_HALVES, scale, 2 * t)) for t in parts)
+    return [b.fmul(weight, width) for weight, width in zip(weights, scales, strict=True)]
+
+
+def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channels, scratch: Value) -> None:
+    """out (n_rows, head_dim) += p * scale times (codes - their middle) of all blocks of tokens."""
+    together, n_weight_rows = WEIGHT_BLOCKS[n_rows], WEIGHT_ROWS[n_rows]
+    with emit.loop(b, 0, at(b, tokens.n_blocks, together - 1), together) as first:
+        n_blocks = emit.smaller(b, b.sub(tokens.n_blocks, first.i), together)
+        scale = at(b, tokens.scale, (first.i, 2 * BLOCK))
+        for m in range(0, n_rows, n_weight_rows):
+            some = Tokens(at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.gap, 4 * m)), tokens.gap, scale, n_blocks)
+            places = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
+            write = functools.partial(_emit_weights, n_weight_rows, together)
+            emit.call_own(
+                b, f"round_weights_{n_weight_rows}", write, some, emit.F32(float(MIDDLE_CODE[bits])), *places
+            )
+        with emit.loop(b, 0, n_blocks, 1) as block:
+            weights, steps = at(b, scratch, (block.i, BLOCK)), at(b, scratch, STEPS_AT, (block.i, 4))
+            codes = at(b, channels.codes, (b.add(first.i, block.i), channels.head_dim, 8 * bits))
+            write = functools.partial(_emit_block_sums, bits, n_rows)
+            of_block = Channels(codes, channels.head_dim, channels.out)
+            emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, steps, of_block)
+            n_left = b.srem(channels.head_dim, emit.I64(LANES))
+            with b.if_then(b.icmp_signed(">", n_left, emit.I64(0))):
+                left_at = b.mul(b.sub(channels.head_dim, n_left), emit.I64(4))
+                line_bytes = b.mul(channels.head_dim, emit.I64(4))
+                for m in range(n_rows):
+                    row = at(b, weights, m * together * BLOCK), at(b, steps, 4 * m * together)
+                    target = at(b, channels.out, (line_bytes, m), left_at)
+                    write = functools.partial(_emit_last_channels, bits)
+                    last = at(b, codes, left_at), line_bytes, target, n_left
+                    emit.call_own(b, f"add_last_channels_{bits}", write, *row, *last)
+
+
+def _emit_block_sums(bits: int, n_rows: int, b: Any, weights: Value, steps: Value, channels: Channels) -> None:
+    """out (n_rows, head_dim) += step * (weights times the block's codes) + shift, for whole columns."""
+    codes, head_dim, out = channels
+    gap = WEIGHT_BLOCKS[n_rows]  # from a row's weights and step to the next row's
+    rows = [_load_row(b, at(b, weights, m * gap * BLOCK), at(b, steps, 4 * m * gap)) for m in range(n_rows)]
     line_bytes, done = b.mul(head_dim, emit.I64(4)), emit.I64(0)
-    ahead = b.mul(line_bytes, emit.I64(2 * bits * BLOCKS_AHEAD))
-    for n_columns in COLUMNS[n_rows]:
+    for n_columns in COLUMNS_AT_ONCE[n_rows]:
         with emit.loop(b, done, head_dim, n_columns * LANES) as channel:
-            start = b.add(codes, b.mul(channel.i, emit.I64(4)))
-            sums = _emit_integer_sums(parts, b, start, line_bytes, ahead, n_columns, words)
-            for r, (step, shift) in enumerate(steps_and_shifts):
-                to = b.add(out, b.mul(b.add(b.mul(head_dim, emit.I64(r)), channel.i), emit.I64(4)))
-                for c in range(n_columns):
-                    so_far = b.fadd(emit.load(b, FLOATS, to, 4 * LANES * c), shift)
-                    so_far = emit.multiply_add(b, b.sitofp(sums[r][c], FLOATS), step, so_far)
-                    emit.store(b, so_far, to, 4 * LANES * c)
+            targets = [at(b, out, (b.add(b.mul(head_dim, emit.I64(m)), channel.i), 4)) for m in range(n_rows)]
+            _emit_columns(bits, n_columns, b, rows, at(b, codes, (channel.i, 4)), line_bytes, targets, None)
         if n_columns > 1:
             done = b.sub(head_dim, b.srem(head_dim, emit.I64(n_columns * LANES)))
 
 
-def _quad_weights(b: Any, weights: Value) -> Callable[[int], Value]:
-    """quad -> its four weights in every lane; weights: BLOCK bytes."""
+def _emit_last_channels(
+    bits: int, b: Any, weights: Value, step: Value, codes: Value, line_bytes: Value, out: Value, n: Value
+) -> None:
+    """`_emit_block_sums` of one row for the n channels behind the last whole column."""
+    _emit_columns(bits, 1, b, [_load_row(b, weights, step)], codes, line_bytes, [out], n)
+
+
+class Row(NamedTuple):
+    """A row's rounded weights of a block inside a kernel."""
+
+    weights: Callable[[int], Value]  # (quad): its four bytes, in every lane
+    step: Value  # float32 in every lane, as the shift
+    shift: Value
+
+
+def _load_row(b: Any, weights: Value, step: Value) -> Row:
+    """Returns a row whose weights (BLOCK bytes) and step are at these addresses."""
+    step, shift = (emit.splat(b, emit.load(b, emit.F32, step, offset), LANES) for offset in (0, TO_SHIFTS))
     if emit.IS_ARM:  # products take a lane of a register
         four = emit.vector(emit.I32, 4)
         registers = [emit.load(b, four, weights, 16 * j) for j in range(BLOCK // 16)]
-        return lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES)
-    return lambda quad: emit.splat(b, emit.load(b, emit.I32, weights, 4 * quad), LANES)
+        return Row(lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES), step, shift)
+    return Row(lambda quad: emit.splat(b, emit.load(b, emit.I32, weights, 4 * quad), LANES), step, shift)
+
+
+def _emit_columns(
+    bits: int,
+    n_columns: int,
+    b: Any,
+    rows: list[Row],
+    codes: Value,
+    line_bytes: Value,
+    targets: list[Value],
+    n_channels: Value | None,
+) -> None:
+    """targets[m] (n_columns * LANES,) float32 += step * (weights times codes) + shift, of each row m.
+
+    codes: of the first column in the block's first line. n_channels: of a single column, None for all.
+    """
+    sums = _emit_integer_sums(bits, n_columns, b, rows, codes, line_bytes, n_channels)
+    for row, target, totals in zip(rows, targets, sums, strict=True):
+        for c, total in enumerate(totals):
+            so_far = b.fadd(emit.load_some(b, FLOATS, target, 4 * LANES * c, n_channels), row.shift)
+            so_far = emit.multiply_add(b, b.sitofp(total, FLOATS), row.step, so_far)
+            emit.store_some(b, so_far, target, 4 * LANES * c, n_channels)
 
 
 def _emit_integer_sums(
-    parts: Parts,
-    b: Any,
-    start: Value,
-    line_bytes: Value,
-    ahead: Value,
-    n_columns: int,
-    words: list[Callable[[int], Value]],
+    bits: int, n_columns: int, b: Any, rows: list[Row], start: Value, line_bytes: Value, n_channels: Value | None
 ) -> list[list[Value]]:
-    """sums[r][c] (LANES int32) of the weights of row r, words[r](quad), times the codes of column c.
-
-    start: of the first column in the block's first line; ahead: bytes to what is fetched.
-    """
-    n_rows, zero = len(words), emit.constant(INTS, 0)
-    low = [[zero] * n_columns for _ in range(n_rows)]
-    high = [[zero] * n_columns for _ in range(n_rows)]  # of codes that stay where they lie, times 2 ** part
-    for part, first_line in parts:
+    """Returns sums[m][c], LANES int32: over a block's tokens, weights of row m times codes of column c."""
+    zero = emit.constant(INTS, 0)
+    low = [[zero] * n_columns for _ in rows]
+    high = [[zero] * n_columns for _ in rows]  # of codes that are not shifted down: 2 ** field times too large
+    ahead, first_line = b.mul(line_bytes, emit.I64(2 * bits * BLOCKS_AHEAD)), 0
+    for field in FIELDS[bits]:
         if first_line:
             low = [[b.shl(x, emit.constant(INTS, 1)) for x in row] for row in low]
-        in_place = part < 4 and not (emit.IS_ARM and n_rows == 4)  # every second code of a byte is
-        for line in range(2 * part):
-            address = b.add(start, b.mul(line_bytes, emit.I64(first_line + line)))
+        # Where registers suffice, every second code of a byte is not shifted.
+        in_place = field < 4 and not (emit.IS_ARM and len(rows) == 4)
+        for line in range(2 * field):
+            address = at(b, start, (line_bytes, first_line + line))
             emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)
-            packed = [emit.load(b, INTS, address, 4 * LANES * c) for c in range(n_columns)]
-            for i in range(8 // part):  # codes of a byte, the lowest first
-                above = part if in_place and i % 2 else 0  # bits that stay below the code
-                shift, mask = i * part - above, ((1 << part) - 1 << above) * 0x01010101
-                codes = [
-                    b.and_(
-                        b.lshr(x, emit.constant(INTS, shift)) if shift else x,
-                        emit.constant(INTS, mask),
-                    )
-                    for x in packed
-                ]
+            packed = [emit.load_some(b, INTS, address, 4 * LANES * c, n_channels) for c in range(n_columns)]
+            for i in range(8 // field):  # codes of a byte, the lowest first
+                above = field if in_place and i % 2 else 0  # bits that stay below the code
+                shift, mask = i * field - above, ((1 << field) - 1 << above) * 0x01010101
+                shifted = [b.lshr(x, emit.constant(INTS, shift)) if shift else x for x in packed]
+                codes = [b.and_(x, emit.constant(INTS, mask)) for x in shifted]
                 sums = high if above else low
-                for r in range(n_rows):
-                    word = words[r](line + i * 2 * part)
-                    sums[r] = [products(b, word, code, x) for code, x in zip(codes, sums[r], strict=True)]
+                for m, row in enumerate(rows):
+                    weights = row.weights(line + i * 2 * field)
+                    sums[m] = [
+                        emit.add_products(b, weights, code, x, "u") for code, x in zip(codes, sums[m], strict=True)
+                    ]
+        first_line += 2 * field
     if high[0][0] is zero:
         return low
-    places = parts[-1][0] if len(parts) == 1 else 1
+    field_bits = emit.constant(INTS, FIELDS[bits][-1])
     return [
-        [b.add(x, b.lshr(y, emit.constant(INTS, places))) for x, y in zip(*pair, strict=True)]
+        [b.add(x, b.lshr(y, field_bits)) for x, y in zip(*pair, strict=True)]
         for pair in zip(low, high, strict=True)
     ]
-
-
-# Behind that in scratch: copies of scales, float16, and of p, float32, of what is no whole block.
-SCALES_AT = SUMS_SCRATCH
-P_AT = SCALES_AT + 2 * BLOCK
-SCRATCH = P_AT + 4 * ROWS * BLOCK
-
-
-BLOCKS_OF_1_ROW, BLOCKS_OF_2_ROWS, BLOCKS_OF_4_ROWS = (BLOCKS_TOGETHER[n] for n in ROW_COUNTS)
 
 
 class ValueNumbers(NamedTuple):
@@ -311,6 +280,10 @@ class ValueNumbers(NamedTuple):
     matrix: int  # of the rotation; its signs if it is a Hadamard transform
     inverse: int
     first_plane: int
+    add_1: int  # the address of `add_loop_of` a head's bits; 0 where no head has as many
+    add_2: int
+    add_3: int
+    add_4: int
 
 
 AT = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
@@ -330,59 +303,70 @@ def _add_blocks(
     out: Any,
     scratch: Any,
 ) -> Any:
-    """`emit_add_blocks` for bits of `PARTS` and rows of ROW_COUNTS."""
+    """`_emit_sums` for a constant number of bits and a number of rows of ROW_COUNTS."""
+    if not isinstance(bits, types.IntegerLiteral):
+        return None
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        bits, rows, p, gap, scale, n_blocks, codes, head_dim, out, scratch = args
-        tokens, channels = TokensAt(p, gap, scale, n_blocks), ChannelsAt(codes, head_dim, out)
-        end = b.append_basic_block("end")
-        cases = b.switch(b.add(b.mul(bits, emit.I64(8)), rows), end)
-        for n_bits, parts in PARTS.items():
-            for n_rows in ROW_COUNTS:
-                case = b.append_basic_block("case")
-                cases.add_case(emit.I64(8 * n_bits + n_rows), case)
-                b.position_at_end(case)
-                write = functools.partial(emit_add_blocks, parts, n_rows)
-                emit.call_own(b, f"add_blocks_{n_bits}_{n_rows}", write, tokens, channels, scratch)
-                b.branch(end)
-        b.position_at_end(end)
+        _, rows, p, gap, scale, n_blocks, codes, head_dim, out, scratch = args
+        given = Tokens(p, gap, scale, n_blocks), Channels(codes, head_dim, out), scratch
+        for n_rows in ROW_COUNTS:
+            with b.if_then(b.icmp_signed("==", rows, emit.I64(n_rows))):
+                write = functools.partial(_emit_sums, bits.literal_value, n_rows)
+                emit.call_own(b, f"add_blocks_{n_rows}", write, *given)
         return context.get_dummy_value()
 
-    return types.none(*[types.intp] * 10), build
+    return types.none(bits, *[types.intp] * 9), build
+
+
+@functools.cache
+def add_loop_of(bits: int) -> Loop:
+    """Returns the loop that adds the tokens of a head whose values have so many bits."""
+
+    def add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+        x = numbers(store)
+        head_dim, scales = get(x, AT.head_dim), get(x, AT.scale) + 2 * g * get(x, AT.capacity)
+        done = 0
+        while done < n:
+            i = (t + done) % BLOCK
+            n_tokens, p_at, p_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, scales + 2 * (t + done - i)
+            if n_tokens < BLOCK:
+                _copy_tokens(halves(scale + 2 * i), i, n_tokens, halves(scratch + SCALES_AT), NO_SCALE)
+                scale = scratch + SCALES_AT
+            else:  # all whole blocks at once
+                n_tokens = (n - done) // BLOCK * BLOCK
+            line = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
+            codes, m = get(x, AT.codes) + 8 * head_dim * line, 0
+            while m < rows:
+                n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
+                row_p, target = p_at + 4 * gap * m, out + 4 * m * head_dim
+                if n_tokens < BLOCK:
+                    for r in range(n_rows):
+                        copy = floats(scratch + P_AT + 4 * BLOCK * r)
+                        _copy_tokens(floats(row_p + 4 * gap * r), i, n_tokens, copy, ZERO)
+                    row_p, p_gap = scratch + P_AT, BLOCK
+                n_blocks = max(n_tokens // BLOCK, 1)
+                _add_blocks(bits, n_rows, row_p, p_gap, scale, n_blocks, codes, head_dim, target, scratch)
+                m += n_rows
+            done += n_tokens
+
+    return add_loop(add)
 
 
 @add_loop
 def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    bits, head_dim, scales = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), get(x, AT.scale)
-    scales += 2 * g * get(x, AT.capacity)
-    has_whole_columns, done = head_dim % LANES == 0, 0
-    while done < n:
-        i = (t + done) % BLOCK
-        n_tokens, p_at, p_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, scales + 2 * (t + done - i)
-        if n_tokens < BLOCK:
-            copy_halves(scale + 2 * i, i, n_tokens, scratch + SCALES_AT)
-            scale = scratch + SCALES_AT
-        elif has_whole_columns:  # all whole blocks at once; else the last rounded weights are needed of each
-            n_tokens = (n - done) // BLOCK * BLOCK
-        plane = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
-        codes, m = get(x, AT.codes) + 8 * head_dim * plane, 0
-        while m < rows:
-            n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
-            row_p, target = p_at + 4 * gap * m, out + 4 * m * head_dim
-            if n_tokens < BLOCK:
-                for r in range(n_rows):
-                    copy_floats(row_p + 4 * gap * r, i, n_tokens, scratch + P_AT + 4 * BLOCK * r)
-                row_p, p_gap = scratch + P_AT, BLOCK
-            n_blocks = max(n_tokens // BLOCK, 1)
-            _add_blocks(bits, n_rows, row_p, p_gap, scale, n_blocks, codes, head_dim, target, scratch)
-            for d in range(head_dim // LANES * LANES, head_dim):
-                for r in range(n_rows):
-                    _add_channel(
-                        bits, scratch, r, n_rows, codes + 4 * d, head_dim, floats(target), r * head_dim + d
-                    )
-            m += n_rows
-        done += n_tokens
+    loop = get(x, AT.add_1 - 1 + get(numbers(get(x, AT.bits)), g))
+    call(loop, (store, p, gap, rows, g, t, n, out, scratch))
+
+
+@jit
+def _copy_tokens(x: F32 | U16, i: int, n: int, y: F32 | U16, zero: Scalar) -> None:
+    """y (BLOCK,) = n numbers x for the tokens i.. of a block, 0 for its others."""
+    for k in range(BLOCK):
+        put(y, k, zero)
+    for k in range(n):
+        put(y, i + k, get(x, k))
 
 
 @finish_loop
@@ -400,6 +384,7 @@ def _store_numbers(codec: Any) -> ValueNumbers:
         **{name: address_of(a[name]) for name in ("codes", "scale")},
         **{name: address_of(getattr(codec, name)) for name in ("bits", "first_plane")},
         **{"capacity": codec.capacity, "n_blocks": a["codes"].shape[1], "head_dim": codec.head_dim},
+        **{f"add_{bits}": add_loop_of(bits).address if bits in codec.bits else 0 for bits in FIELDS},
         **rotation_numbers(codec.rotation),
     )
 
@@ -407,24 +392,3 @@ def _store_numbers(codec: Any) -> ValueNumbers:
 VALUES = CodecKernels(
     _store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE
 )
-
-
-@fast_jit
-def _add_channel(
-    bits: int, scratch: int, r: int, rows: int, codes: int, head_dim: int, out: F32, target: int
-) -> None:
-    """out[target] += row r of ``rows`` times a channel of the block rounded last; codes: that channel's words."""
-    place = r * (BLOCKS_OF_1_ROW if rows == 1 else BLOCKS_OF_2_ROWS if rows == 2 else BLOCKS_OF_4_ROWS)
-    packed, steps = chars(codes), floats(scratch + STEPS_AT + 4 * place)
-    weights = chars(scratch + WEIGHTS_AT + place * WEIGHTS_BYTES)
-    part, worth = (2, 2) if bits == 3 else (bits, 1)
-    first_line = total = 0
-    while first_line < 2 * bits:
-        for line in range(2 * part):
-            for i in range(4):
-                byte = np.int64(get(packed, (first_line + line) * 4 * head_dim + i))
-                for field in range(8 // part):
-                    weight = np.int64(get(weights, 4 * (line + field * 2 * part) + i))
-                    total += worth * weight * (byte >> field * part & (1 << part) - 1)
-        first_line, part, worth = first_line + 2 * part, 1, 1
-    put(out, target, get(out, target) + get(steps, 0) * np.float32(total) + get(steps, ROWS))

@@ -1,11 +1,13 @@
-"""Inner loops written in LLVM's instructions: what a block of tokens needs, as one `intrinsic`.
+"""Helpers that write LLVM's instructions: the vocabulary of all inner loops that are an `intrinsic`.
 
 A loop of plain Numba passes through type inference and a dozen small functions; emitted by llvmlite's builder it
 compiles in a fraction of the time, unrolls what the kernel says and keeps its sums in registers. Addresses and
-sizes are values of 64 bits, offsets are bytes.
+sizes are values of 64 bits, offsets are bytes. Functions take the builder first; what they return is a value of
+the compiled program, not yet a number.
 """
 
 import functools
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,8 @@ I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 _VOID = ir.VoidType()
 IS_ARM = platform.machine() == "aarch64"
-REGISTER = 16 if "+avx512f" in CPU_FEATURES else 8 if "+avx" in CPU_FEATURES else 4  # float32 in one register
+# float32 in one register: of AVX-512 with its products of bytes, of AVX2, or of Arm and of any other x86.
+REGISTER = 16 if "+avx512bw" in CPU_FEATURES else 8 if "+avx2" in CPU_FEATURES else 4
 LANES = 16 if REGISTER == 16 else 8  # float32 that are worked on side by side
 FEW_REGISTERS = not (IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
 LINE = 64
@@ -56,6 +59,24 @@ def address(context: Any, builder: Any, array: Any, args: Sequence[Value]) -> Va
     return builder.ptrtoint(pointer_to(context, builder, array, args), I64)
 
 
+def at(builder: Any, start: Value, *offsets: Value | int | tuple[Value | int, ...]) -> Value:
+    """Returns the address ``start`` + the offsets in bytes; a tuple is the product of its factors."""
+    for offset in offsets:
+        factors = offset if isinstance(offset, tuple) else (offset,)
+        constant_part = math.prod(factor for factor in factors if isinstance(factor, int))
+        values = [factor for factor in factors if not isinstance(factor, int)]
+        if constant_part != 1 or not values:
+            values.append(I64(constant_part))
+        start = builder.add(start, functools.reduce(builder.mul, values)) if constant_part else start
+    return start
+
+
+def smaller(builder: Any, x: Value, y: Value | int) -> Value:
+    """Returns the smaller of two whole numbers of 64 bits."""
+    y = I64(y) if isinstance(y, int) else y
+    return builder.select(builder.icmp_signed("<", x, y), x, y)
+
+
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
     """A number or vector ``offset`` bytes behind an address, which need not be aligned."""
     return builder.load(_pointer(builder, kind, address, offset), align=1)
@@ -64,6 +85,35 @@ def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
 def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
     """x, a number or vector, to ``offset`` bytes behind an address, which need not be aligned."""
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
+
+
+def load_some(builder: Any, kind: Kind, address: Value, offset: int, n: Value | None, each: int = 1) -> Value:
+    """Returns a vector ``offset`` bytes behind an address; with n its first n * each lanes, and zeros, unread."""
+    if n is None:
+        return load(builder, kind, address, offset)
+    pointer, mask = _pointer(builder, kind, address, offset), _first_lanes(builder, kind, n, each)
+    name = f"llvm.masked.load.{_name(kind)}.p0"
+    return call(builder, name, kind, pointer, I32(1), mask, constant(kind, 0))
+
+
+def store_some(builder: Any, x: Value, address: Value, offset: int, n: Value | None) -> None:
+    """Stores a vector ``offset`` bytes behind an address; with n its first n lanes alone."""
+    if n is None:
+        store(builder, x, address, offset)
+        return
+    pointer, mask = _pointer(builder, x.type, address, offset), _first_lanes(builder, x.type, n, 1)
+    call(builder, f"llvm.masked.store.{_name(x.type)}.p0", _VOID, x, pointer, I32(1), mask)
+
+
+def _first_lanes(builder: Any, kind: Kind, n: Value, each: int) -> Value:
+    """Returns a mask: true in the first n * each lanes."""
+    end = splat(builder, builder.trunc(builder.mul(n, I64(each)), I32), kind.count)
+    return builder.icmp_signed("<", ir.Constant(vector(I32, kind.count), list(range(kind.count))), end)
+
+
+def _name(kind: Kind) -> str:
+    """Returns a vector type as LLVM's intrinsics have it in their names."""
+    return f"v{kind.count}" + ("f32" if kind.element == F32 else f"i{kind.element.width}")
 
 
 def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> None:
@@ -178,7 +228,6 @@ def _pairwise(builder: Any, operation: Any, x: Value, y: Value) -> Value:
     return operation(builder, lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
 
 
-# What Arm processors have: products of bytes, register by register.
 SUM_OF_PRODUCTS = """
 define i32 @f(<16 x i8> %a, <16 x i8> %b) {
   %x = zext <16 x i8> %a to <16 x i32>
@@ -193,7 +242,7 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 
 @functools.cache
 def has_dot() -> bool:
-    """Whether LLVM multiplies bytes in dot products for the processor that Numba compiles for.
+    """Returns whether LLVM multiplies bytes in dot products for the Arm processor that Numba compiles for.
 
     On Linux the processor's name tells it; LLVM's list of features never does.
     """
@@ -205,11 +254,36 @@ def has_dot() -> bool:
     return "udot" in machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
 
 
+HAS_VNNI = ("+avx512vnni" if LANES == 16 else "+avxvnni") in CPU_FEATURES
+SUMS_PAIRS_IN_16_BITS = not (IS_ARM or HAS_VNNI or REGISTER == 4)
+"""Whether `add_products` sums two products in 16 bits, where they must fit."""
+
+
 def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> Value:
-    """so_far + the products of four bytes to a lane; sign is "u" or "s". Those of b, or of a, are at most 127."""
-    return by_register(
-        builder, functools.partial(_dot if has_dot() else _added_pairs, builder, sign), a, b, so_far
-    )
+    """Returns ``so_far`` (int32) + four products of the bytes of ``a`` and ``b`` in each lane.
+
+    Arm takes both unsigned (sign "u") or both signed ("s"); x86 takes a as unsigned and b as signed. The bytes of
+    one of them are at most 127.
+    """
+    if IS_ARM:
+        write = functools.partial(_dot if has_dot() else _added_pairs, builder, sign)
+        return by_register(builder, write, a, b, so_far)
+    kind = so_far.type
+    if HAS_VNNI:
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * kind.count}", kind, so_far, a, b)
+    if SUMS_PAIRS_IN_16_BITS:
+        in_bytes, in_words = vector(I8, 4 * kind.count), vector(I16, 2 * kind.count)
+        twos, fours = {
+            8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+            16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+        }[kind.count]
+        pairs = call(builder, twos, in_words, builder.bitcast(a, in_bytes), builder.bitcast(b, in_bytes))
+        return builder.add(so_far, call(builder, fours, kind, pairs, constant(in_words, 1)))
+    for shift in range(0, 32, 8):  # x86 without AVX2
+        x = builder.and_(builder.lshr(a, constant(kind, shift)), constant(kind, 255))
+        y = builder.ashr(builder.shl(b, constant(kind, 24 - shift)), constant(kind, 24))
+        so_far = builder.add(so_far, builder.mul(x, y))
+    return so_far
 
 
 def _dot(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
@@ -226,6 +300,33 @@ def _added_pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> 
         products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", vector(I16, 8), low, high))
     pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", vector(I16, 8), *products)
     return builder.add(so_far, call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", vector(I32, 4), pairs))
+
+
+# By float32 in a register: the instruction that looks bytes up in a table within 16 bytes.
+_LOOK_UP = {
+    16: "llvm.x86.avx512.pshuf.b.512",
+    8: "llvm.x86.avx2.pshuf.b",
+    4: "llvm.aarch64.neon.tbl1.v16i8" if IS_ARM else "",
+}[REGISTER]
+
+
+def look_up(builder: Any, table: Value, index: Value) -> Value:
+    """Returns entry i of ``table`` for each byte i, 0 to 15, of ``index``: byte vectors.
+
+    The table has 16 entries, or for each 16 bytes of ``index`` other ones.
+    """
+    n = index.type.count
+    if table.type.count < n:
+        table = lanes(builder, table, list(range(16)) * (n // 16))
+    if _LOOK_UP and n > 4 * REGISTER:
+        return by_register(builder, functools.partial(look_up, builder), table, index)
+    if _LOOK_UP:
+        return call(builder, _LOOK_UP, index.type, table, index)
+    result = index  # x86 without AVX2: one by one
+    for i in range(n):
+        place = builder.add(builder.zext(builder.extract_element(index, I32(i)), I32), I32(i // 16 * 16))
+        result = builder.insert_element(result, builder.extract_element(table, place), I32(i))
+    return result
 
 
 def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
@@ -266,11 +367,14 @@ class Turn:
 
 
 @contextmanager
-def loop(builder: Any, start: Value, stop: Value, step: int, values: Sequence[Value] = ()) -> Iterator[Turn]:
-    """The body runs for start, start + step, ... as long as a whole step fits below stop.
+def loop(
+    builder: Any, start: Value | int, stop: Value | int, step: int, values: Sequence[Value] = ()
+) -> Iterator[Turn]:
+    """Writes a loop: the body runs for start, start + step, ... as long as a whole step fits below stop.
 
     ``values`` are those before the first pass; after the loop, the turn's values are those after the last.
     """
+    start, stop = (I64(end) if isinstance(end, int) else end for end in (start, stop))
     head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     before = builder.block
     builder.branch(head)

@@ -1,15 +1,18 @@
-"""Kernels of products of activations with quantized weights, their formats and codes.
+"""Products of activations with quantized weights, their formats and codes, in LLVM code.
 
-    row         activations of one token, (columns,) float32; a product has n of them
+    y[m, o] = sum over blocks k of row_scale[m, k] * (
+                  scale[o, k] * (sum over i of (code[o, k, i] - zero point) * x[m, k, i])
+                  + correction[o, k] * (sum over i of x[m, k, i]))
+
+    row         activations of one token, (columns,) float32; a product has n of them. x is a row rounded to bytes
     output      one row of the weights, (columns,), or the number that it gives for a row
     block       elements of a row, or of an output, with one scale: 32 or 128
     unit        the blocks whose codes fill a vector of VECTOR bytes, or a block of several vectors
-    activation  a unit of a row, rounded to bytes
     tile        OUTPUTS outputs, multiplied with few rows (gemv)
     panel       PANEL outputs, unpacked once, side by side, for many rows (gemm)
     correction  what an output's zero points or offsets add to it
 
-A rounded row (`matmul.prepare_rows`) is a run of activation units:
+A rounded row (`matmul.prepare_rows`) has its units one behind the other:
 
     elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
     sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
@@ -27,6 +30,8 @@ correction is this times the sum of the block's rounded elements. Kernels of all
 they have just multiplied, while its scales are in the first cache. LANES blocks of an output go through a vector.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,10 +39,9 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from edgekv.kernels.cpu import byte_products, emit
-from edgekv.kernels.cpu.byte_products import signed_products
-from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
-from edgekv.kernels.cpu.emit import LANES, Value
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import fast_jit, intrinsic
+from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call
 
 VECTOR = 4 * LANES  # bytes
@@ -48,7 +52,7 @@ E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such 
 
 
 class CodeLayout(NamedTuple):
-    """A weight format: bits of a code, elements of a block; e2m1: codes are floating-point numbers (`E2M1`)."""
+    """A weight format: bits of a code, elements of a block, whether codes are floating-point numbers (`E2M1`)."""
 
     bits: int
     block: int
@@ -56,7 +60,7 @@ class CodeLayout(NamedTuple):
 
     @property
     def zero_point(self) -> int:
-        """What codes, as they are multiplied, are more than they stand for."""
+        """The code, as it is multiplied, that stands for 0."""
         return E2M1[0] if self.e2m1 else ZERO_POINTS[self.bits]
 
     @property
@@ -66,12 +70,12 @@ class CodeLayout(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        """Vectors of a unit's codes."""
+        """Vectors of codes in a unit."""
         return max(1, self.block_bytes // VECTOR)
 
     @property
     def blocks(self) -> int:
-        """Blocks of a unit."""
+        """Blocks in a unit."""
         return max(1, VECTOR // self.block_bytes)
 
     @property
@@ -81,17 +85,17 @@ class CodeLayout(NamedTuple):
 
     @property
     def sums_at(self) -> int:
-        """Bytes before an activation's sums."""
+        """Bytes of a rounded row's unit before its sums."""
         return self.vectors * self.parts * VECTOR
 
     @property
     def scales_at(self) -> int:
-        """Bytes before an activation's scales."""
+        """Bytes of a rounded row's unit before its scales."""
         return self.sums_at + VECTOR
 
     @property
-    def activation_bytes(self) -> int:
-        """Bytes of an activation."""
+    def unit_bytes(self) -> int:
+        """Bytes of a rounded row's unit."""
         return self.scales_at + VECTOR
 
     @property
@@ -100,20 +104,20 @@ class CodeLayout(NamedTuple):
         return self.bits == 4 and not self.e2m1
 
     def gap(self, blocks: int) -> int:
-        """Bytes of a rounded row: its activations, and its blocks' sums."""
-        return -(-blocks // self.blocks) * self.activation_bytes + (
+        """Bytes of a rounded row: its units, and its blocks' sums."""
+        return -(-blocks // self.blocks) * self.unit_bytes + (
             -(-blocks // LANES) * VECTOR if self.has_corrections else 0
         )
 
 
 class Product(NamedTuple):
-    """One product as kernels get it: addresses and sizes. They are compiled for the class, hence its layout."""
+    """One product as kernels get it: addresses and sizes. Kernels are compiled for the class, hence its layout."""
 
     x: int  # (n, columns) float32
     n: int  # rows
     columns: int
     is_panel: int  # 0: tiles
-    activations: int  # rounded rows; behind the last of them room for a block of float32 of each
+    rounded: int  # rows, rounded; behind the last of them room for a block of float32 of each
     outputs: int
     y: int  # (n, outputs) float32
     panels: int  # scratch of each thread, PANEL_BYTES
@@ -151,7 +155,7 @@ PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In
 
 
 def layout_of(product: Any) -> CodeLayout:
-    """Of the Numba type of a `Product`."""
+    """Returns the layout of a `Product`, from its Numba type."""
     layout: CodeLayout = product.instance_class.layout
     return layout
 
@@ -163,8 +167,12 @@ class RowsAt(NamedTuple):
     gap: Value
 
     def row(self, b: Any, m: int) -> Value:
-        """The address of row m."""
-        return b.add(self.first, b.mul(self.gap, emit.I64(m)))
+        """Returns the address of row m."""
+        return at(b, self.first, (self.gap, m))
+
+    def behind(self, b: Any, *offsets: Any) -> RowsAt:
+        """Returns the rows from so many bytes behind their beginnings on (`emit.at`)."""
+        return RowsAt(at(b, self.first, *offsets), self.gap)
 
 
 class OutputsAt(NamedTuple):
@@ -177,12 +185,12 @@ class OutputsAt(NamedTuple):
 
 
 def fields(b: Any, product: Value, *names: str) -> list[Value]:
-    """Of a `Product` inside a kernel."""
+    """Returns fields of a `Product` inside a kernel."""
     return [b.extract_value(product, Product._fields.index(name)) for name in names]
 
 
 def before_sums(b: Any, product: Value) -> Value:
-    """Bytes of a rounded row before the sums of its blocks."""
+    """Returns the bytes of a rounded row before the sums of its blocks."""
     gap, blocks = fields(b, product, "gap", "blocks")
     vectors = b.sdiv(b.add(blocks, emit.I64(LANES - 1)), emit.I64(LANES))
     return b.sub(gap, b.mul(vectors, emit.I64(VECTOR)))
@@ -198,14 +206,13 @@ def row_groups(
     done = emit.I64(0)
     for count in counts:
         with emit.loop(b, done, n, count) as turn:
-            x_first, y_first = b.add(x.first, b.mul(turn.i, x.gap)), b.add(y.first, b.mul(turn.i, y.gap))
-            yield count, RowsAt(x_first, x.gap), RowsAt(y_first, y.gap)
+            yield count, x.behind(b, (turn.i, x.gap)), y.behind(b, (turn.i, y.gap))
         done = turn.i
 
 
 @intrinsic
 def product_at(context: Any, product: Any, numbers: Any) -> Any:
-    """The `Product` of a class, whose fields are int64 at an address."""
+    """Returns the `Product` of a class whose fields are int64 at an address."""
     kind = types.NamedUniTuple(types.intp, len(Product._fields), product.instance_class)
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -217,7 +224,7 @@ def product_at(context: Any, product: Any, numbers: Any) -> Any:
 
 @intrinsic
 def put_product(context: Any, product: Any, numbers: Any) -> Any:
-    """The fields of a `Product` to an address, for `product_at`."""
+    """Stores the fields of a `Product` at an address, for `product_at`."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         for i, field in enumerate(fields(b, args[0], *Product._fields)):
@@ -230,72 +237,37 @@ def put_product(context: Any, product: Any, numbers: Any) -> Any:
 INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
 LOW = 0x0F0F0F0F  # the lower four bits of every byte
 SIGN = -0x7F7F7F80  # 0x80 in every byte
-SHUFFLES = {  # the instruction that looks bytes up within 16, by the bytes of a vector; "": one by one
-    64: "llvm.x86.avx512.pshuf.b.512" if "+avx512bw" in CPU_FEATURES else "",
-    32: "llvm.x86.avx2.pshuf.b" if "+avx2" in CPU_FEATURES else "",
-    16: "llvm.aarch64.neon.tbl1.v16i8",
-}
-# Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
-IN_HALVES = byte_products.in_pairs
-
-
-def load_some(b: Any, kind: Any, place: Value, offset: int, n: Value | None, each: int) -> Value:
-    """A vector, ``offset`` bytes behind a place; with n its first n * each lanes, the others 0 and not read."""
-    if n is None:
-        return emit.load(b, kind, place, offset)
-    numbers = emit.vector(emit.I32, kind.count)
-    end = emit.splat(b, b.trunc(b.mul(n, emit.I64(each)), emit.I32), kind.count)
-    mask = b.icmp_signed("<", ir.Constant(numbers, list(range(kind.count))), end)
-    pointer = b.inttoptr(b.add(place, emit.I64(offset)), kind.as_pointer())
-    element = "f32" if kind.element == emit.F32 else f"i{kind.element.width}"
-    name = f"llvm.masked.load.v{kind.count}{element}.p0"
-    return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
 
 
 def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
-    """Codes, a byte each, as `add_products` takes them: of 4 bits a vector of low ones, and one of high ones."""
+    """Returns codes, a byte each, as `add_products` takes them: of 4 bits a vector of low and one of high ones."""
     if layout.bits == 8:
         return [b.xor(packed, emit.constant(INTS, SIGN)) if emit.IS_ARM else packed]
     nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
-    return [look_up(b, E2M1, each) for each in nibbles] if layout.e2m1 else nibbles
-
-
-def look_up(b: Any, table: Sequence[int], nibbles: Value) -> Value:
-    """table[nibble] for each byte."""
-    if emit.IS_ARM:
-        return emit.by_register(b, functools.partial(_shuffle, b, table), nibbles)
-    return _shuffle(b, table, nibbles)
-
-
-def _shuffle(b: Any, table: Sequence[int], nibbles: Value) -> Value:
-    n = 4 * nibbles.type.count
-    kind = emit.vector(emit.I8, n)
-    entries, index = ir.Constant(kind, list(table) * (n // 16)), b.bitcast(nibbles, kind)
-    if SHUFFLES[n]:
-        return b.bitcast(emit.call(b, SHUFFLES[n], kind, entries, index), nibbles.type)
-    result = entries
-    for i in range(n):
-        entry = b.extract_element(entries, b.zext(b.extract_element(index, emit.I32(i)), emit.I32))
-        result = b.insert_element(result, entry, emit.I32(i))
-    return b.bitcast(result, nibbles.type)
+    if not layout.e2m1:
+        return nibbles
+    in_bytes = emit.vector(emit.I8, VECTOR)
+    table = ir.Constant(in_bytes, list(E2M1) * (VECTOR // 16))
+    return [b.bitcast(emit.look_up(b, table, b.bitcast(each, in_bytes)), INTS) for each in nibbles]
 
 
 def high(b: Any, packed: Value) -> Value:
-    """The upper four bits of every byte."""
+    """Returns the upper four bits of every byte."""
     return b.and_(b.lshr(packed, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
 
 
 def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
-    """so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
-    if bits == 4 or not IN_HALVES:
-        return signed_products(b, codes, x, so_far)
-    upper = signed_products(b, high(b, codes), x, emit.constant(INTS, 0))
-    so_far = signed_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far)
+    """Returns so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
+    if bits == 4 or not emit.SUMS_PAIRS_IN_16_BITS:
+        return emit.add_products(b, codes, x, so_far, "s")
+    # Codes of 8 bits would overflow sums in 16 bits: they are multiplied as 4 and 4.
+    upper = emit.add_products(b, high(b, codes), x, emit.constant(INTS, 0), "s")
+    so_far = emit.add_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far, "s")
     return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))
 
 
 def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
-    """Vector i of the result holds lane i of each of as many vectors as they have lanes."""
+    """Returns vectors of which the i-th has lane i of each of ``rows``, as many vectors as they have lanes."""
     n, rows = len(rows), list(rows)
     half = n // 2
     while half:  # swaps the blocks off the diagonal, of half the size each time
@@ -324,7 +296,7 @@ PANEL_BYTES = CORRECTIONS_AT + STRETCH // 32 * PANEL * 4
 
 @fast_jit
 def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
-    """Panels first..last of the whole ones, stretch by stretch; memory: PANEL_BYTES of scratch.
+    """Multiplies panels first..last of the whole ones, stretch by stretch; memory: PANEL_BYTES of scratch.
 
     Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
     thread has to do both.
@@ -343,7 +315,7 @@ def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int,
 
 @intrinsic
 def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
-    """Blocks start..start + n of PANEL outputs.
+    """Unpacks blocks start..start + n of PANEL outputs into ``memory``.
 
     codes as [unit][vector][part][lane][output] words of four codes, scales [block][output].
     """
@@ -352,9 +324,8 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
         p, output, start, n, memory = args
         codes, row_bytes, scales, blocks = fields(b, p, "codes", "row_bytes", "scales", "blocks")
         layout = layout_of(product)
-        codes_before = b.add(b.mul(output, row_bytes), b.mul(start, emit.I64(layout.block_bytes)))
-        scales_before = b.mul(b.add(b.mul(output, blocks), start), emit.I64(4))
-        outputs = OutputsAt(b.add(codes, codes_before), row_bytes, b.add(scales, scales_before), blocks)
+        codes = at(b, codes, (output, row_bytes), (start, layout.block_bytes))
+        outputs = OutputsAt(codes, row_bytes, at(b, scales, (output, blocks, 4), (start, 4)), blocks)
         emit.call_own(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
         return context.get_dummy_value()
 
@@ -363,17 +334,15 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
 
 @intrinsic
 def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
-    """y of PANEL outputs = or, with start above 0, += what the rows x make of blocks start..start + n."""
+    """y[:, output..output + PANEL] = or, with start above 0, += rows times unpacked blocks start..start + n."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n_blocks, memory = args
-        n, x, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
+        n, x, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
         layout, four = layout_of(product), emit.I64(4)
-        activations = RowsAt(
-            b.add(x, b.mul(b.sdiv(start, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), gap
-        )
-        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
-        for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, activations, results):
+        units = RowsAt(at(b, x, (b.sdiv(start, emit.I64(layout.blocks)), layout.unit_bytes)), gap)
+        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, four))
+        for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, units, results):
             write = functools.partial(_emit_panel_products, layout, count)
             emit.call_own(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
         return context.get_dummy_value()
@@ -382,42 +351,34 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
 
 
 def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: OutputsAt, n: Value, memory: Value) -> None:
-    """n blocks of PANEL outputs."""
-    scales_to = b.add(memory, emit.I64(SCALES_AT))
-    unit = functools.partial(_emit_unpack_unit, layout, b, outputs, memory, scales_to)
-    with emit.loop(b, emit.I64(0), n, layout.blocks) as turn:
-        unit(turn.i, None)
+    """Unpacks n blocks of PANEL outputs into ``memory``."""
+    with emit.loop(b, 0, n, layout.blocks) as turn:
+        _emit_unpack_unit(layout, b, outputs, memory, turn.i, None)
     if layout.blocks > 1:
-        with emit.loop(b, turn.i, b.add(n, emit.I64(layout.blocks - 1)), layout.blocks) as last:
-            unit(last.i, b.sub(n, last.i))
+        with emit.loop(b, turn.i, at(b, n, layout.blocks - 1), layout.blocks) as last:
+            _emit_unpack_unit(layout, b, outputs, memory, last.i, b.sub(n, last.i))
 
 
 def _emit_unpack_unit(
-    layout: CodeLayout,
-    b: Any,
-    outputs: OutputsAt,
-    codes_to: Value,
-    scales_to: Value,
-    block: Value,
-    n_blocks: Value | None,
+    layout: CodeLayout, b: Any, outputs: OutputsAt, memory: Value, block: Value, n_blocks: Value | None
 ) -> None:
-    """The unit that begins with a block, of PANEL outputs; n_blocks: how many it has, None: all."""
+    """Unpacks the unit of PANEL outputs that begins with a block; n_blocks: how many it has, None: all."""
     size = layout.vectors * layout.parts * VECTOR * PANEL // layout.blocks  # of a block's codes
-    codes = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
-    target = b.add(codes_to, b.mul(block, emit.I64(size)))
+    codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
-        places = [b.add(codes, b.mul(outputs.row_bytes, emit.I64(i * LANES + o))) for o in range(LANES)]
+        places = [at(b, codes, (outputs.row_bytes, i * LANES + o)) for o in range(LANES)]
         for v in range(layout.vectors):
-            words = [load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places]
+            words = [
+                emit.load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places
+            ]
             for lane, word in enumerate(transposed(b, words)):
                 for part, some in enumerate(unpack(b, layout, word)):
                     index = ((v * layout.parts + part) * LANES + lane) * PANEL_VECTORS + i
                     emit.store(b, some, target, index * VECTOR)
-    with emit.loop(b, emit.I64(0), emit.I64(PANEL), 1) as output:
-        kind = emit.vector(emit.F32, layout.blocks)
-        place = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, output.i)), emit.I64(4)))
-        scales = load_some(b, kind, place, 0, n_blocks, 1)
-        target = b.add(scales_to, b.mul(b.add(b.mul(block, emit.I64(PANEL)), output.i), emit.I64(4)))
+    with emit.loop(b, 0, PANEL, 1) as output:
+        place = at(b, outputs.scales, (b.add(block, b.mul(outputs.blocks, output.i)), 4))
+        scales = emit.load_some(b, emit.vector(emit.F32, layout.blocks), place, 0, n_blocks)
+        target = at(b, memory, SCALES_AT, (b.add(b.mul(block, emit.I64(PANEL)), output.i), 4))
         for i in range(layout.blocks):
             emit.store(b, b.extract_element(scales, emit.I32(i)), target, 4 * PANEL * i)
 
@@ -426,55 +387,56 @@ def _emit_panel_products(
     layout: CodeLayout, n: int, b: Any, x: RowsAt, start: Value, n_blocks: Value, memory: Value, y: RowsAt
 ) -> None:
     """y (n, PANEL) = or += n rows times n_blocks unpacked blocks, to which x begins; = if start is 0."""
-    panel_scales = b.add(memory, emit.I64(SCALES_AT))
-    end = b.add(n_blocks, emit.I64(layout.blocks - 1))  # what a unit lacks is 0
+    panel_scales = at(b, memory, SCALES_AT)
+    end = at(b, n_blocks, layout.blocks - 1)  # what a unit lacks is 0
     zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
-    with emit.loop(b, emit.I64(0), end, layout.blocks, zeros) as turn:
+    with emit.loop(b, 0, end, layout.blocks, zeros) as turn:
         unit = b.sdiv(turn.i, emit.I64(layout.blocks))
-        at = RowsAt(b.add(x.first, b.mul(unit, emit.I64(layout.activation_bytes))), x.gap)
-        activations = [at.row(b, m) for m in range(n)]
-        codes = b.add(memory, b.mul(unit, emit.I64(layout.vectors * layout.parts * VECTOR * PANEL)))
-        scales = b.add(panel_scales, b.mul(turn.i, emit.I64(4 * PANEL)))
+        of_unit = x.behind(b, (unit, layout.unit_bytes))
+        units = [of_unit.row(b, m) for m in range(n)]
+        codes = at(b, memory, (unit, layout.vectors * layout.parts * VECTOR * PANEL))
+        scales = at(b, panel_scales, (turn.i, 4 * PANEL))
         for i in range(layout.blocks):
-            turn.following = _emit_block_products(layout, b, i, activations, codes, scales, turn.following)
+            turn.following = _emit_block_products(layout, b, i, units, codes, scales, turn.following)
     is_first = b.icmp_signed("==", start, emit.I64(0))
-    for m in range(n):
-        row = y.row(b, m)
-        for i in range(PANEL_VECTORS):
-            to = b.add(row, emit.I64(VECTOR * i))
-            total = turn.values[m * PANEL_VECTORS + i]
-            with b.if_else(is_first) as (then, otherwise):
-                with then:
-                    emit.store(b, total, to)
-                with otherwise:
-                    emit.store(b, b.fadd(emit.load(b, FLOATS, to), total), to)
+    for i, total in enumerate(turn.values):
+        m, vector = divmod(i, PANEL_VECTORS)
+        target = at(b, y.row(b, m), VECTOR * vector)
+        with b.if_else(is_first) as (then, otherwise):
+            with then:
+                emit.store(b, total, target)
+            with otherwise:
+                emit.store(b, b.fadd(emit.load(b, FLOATS, target), total), target)
 
 
 def _emit_block_products(
     layout: CodeLayout,
     b: Any,
     block: int,
-    activations: Sequence[Value],
+    units: Sequence[Value],
     codes: Value,
     scales: Value,
     sums: Sequence[Value],
 ) -> list[Value]:
-    """sums (rows, PANEL_VECTORS) of LANES float32 after a block of a unit, whose codes and scales are unpacked."""
+    """Returns sums (rows, PANEL_VECTORS), LANES float32 each, after a block of a unit.
+
+    units: of each row, rounded; codes, scales: of the unit, unpacked.
+    """
     lanes = LANES // layout.blocks
     first = block * lanes  # lane of each vector at which the block begins
     dots = []
-    for activation in activations:
-        start = emit.splat(b, emit.load(b, emit.I32, activation, layout.sums_at + 4 * first), LANES)
+    for unit in units:
+        start = emit.splat(b, emit.load(b, emit.I32, unit, layout.sums_at + 4 * first), LANES)
         dots += [start] * PANEL_VECTORS
     for vector in range(layout.vectors * layout.parts):
-        with emit.loop(b, emit.I64(first), emit.I64(first + lanes), 4, dots) as turn:
-            lane_codes = b.add(codes, b.mul(turn.i, emit.I64(VECTOR * PANEL_VECTORS)))
+        with emit.loop(b, first, first + lanes, 4, dots) as turn:
+            lane_codes = at(b, codes, (turn.i, VECTOR * PANEL_VECTORS))
             for j in range(4):
                 offset = (vector * LANES + j) * VECTOR * PANEL_VECTORS
                 words = [emit.load(b, INTS, lane_codes, offset + VECTOR * i) for i in range(PANEL_VECTORS)]
                 following = []
-                for m, activation in enumerate(activations):
-                    place = b.add(activation, b.mul(turn.i, emit.I64(4)))
+                for m, unit in enumerate(units):
+                    place = at(b, unit, (turn.i, 4))
                     four = emit.splat(b, emit.load(b, emit.I32, place, vector * VECTOR + 4 * j), LANES)
                     for i, word in enumerate(words):
                         so_far = turn.following[m * PANEL_VECTORS + i]
@@ -482,8 +444,8 @@ def _emit_block_products(
                 turn.following = following
         dots = turn.values
     result = []
-    for m, activation in enumerate(activations):
-        row_scale = emit.splat(b, emit.load(b, emit.F32, activation, layout.scales_at + 4 * first), LANES)
+    for m, unit in enumerate(units):
+        row_scale = emit.splat(b, emit.load(b, emit.F32, unit, layout.scales_at + 4 * first), LANES)
         for i in range(PANEL_VECTORS):
             output_scales = emit.load(b, FLOATS, scales, 4 * (PANEL * block + LANES * i))
             dot = b.sitofp(dots[m * PANEL_VECTORS + i], FLOATS)
@@ -499,7 +461,7 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 @fast_jit
 def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int) -> None:
-    """Tiles or panels first..last of the product whose numbers are at a place, with the part's scratch.
+    """Multiplies tiles or panels first..last of the product whose numbers are at a place, with a part's scratch.
 
     step: blocks of a STRETCH.
     """
@@ -522,7 +484,7 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, codes, scales, y = args
         x, n, gap, row_bytes, blocks, n_outputs = fields(
-            b, p, "activations", "n", "gap", "row_bytes", "blocks", "outputs"
+            b, p, "rounded", "n", "gap", "row_bytes", "blocks", "outputs"
         )
         outputs = OutputsAt(codes, row_bytes, scales, blocks)
         results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
@@ -537,17 +499,14 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
 def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
     """y (n, OUTPUTS) = n rows times a tile."""
     scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
-    with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
-        ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
-        emit.prefetch(b, b.add(outputs.scales, ahead), emit.LINE, locality=2)
+    with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
+        ahead = at(b, outputs.scales, turn.i, (scale_bytes, OUTPUTS * TILES_AHEAD))
+        emit.prefetch(b, ahead, emit.LINE, locality=2)
     if n == 1:  # waits for memory, which is fastest in order
         sums, write = [], functools.partial(_emit_row_product, layout)
-        for o in map(emit.I64, range(OUTPUTS)):
-            codes = b.add(outputs.codes, b.mul(outputs.row_bytes, o))
-            scales = b.add(outputs.scales, b.mul(scale_bytes, o))
-            sums.append(
-                emit.call_own(b, "multiply_row", write, x.first, codes, scales, outputs.blocks, result=FLOATS)
-            )
+        for o in range(OUTPUTS):
+            places = at(b, outputs.codes, (outputs.row_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
+            sums.append(emit.call_own(b, "multiply_row", write, x.first, *places, outputs.blocks, result=FLOATS))
     else:  # share what is loaded of rows
         unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
         sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
@@ -557,7 +516,7 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
 
 
 def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
-    """One row times one output: LANES float32, to be added up."""
+    """Returns one row times one output: LANES float32, to be added up."""
     zero = emit.I64(0)
     x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
     unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
@@ -567,20 +526,19 @@ def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales
 def _emit_sums(
     layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
 ) -> list[Value]:
-    """n sums of LANES float32 over all blocks, so many units at a time while there are.
+    """Returns n sums of LANES float32 over all blocks, so many units at a time while there are.
 
-    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` has it.
+    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` returns them.
     """
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
     for at_a_time in sorted({units, 1}, reverse=True):
         with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
             turn.following = turn.values
             for i in range(at_a_time):
-                turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
+                turn.following = unit(at(b, turn.i, i * layout.blocks), turn.following, None)
         first, sums = turn.i, turn.values
     if layout.blocks > 1:  # what is no whole unit
-        end = b.add(blocks, emit.I64(layout.blocks - 1))
-        with emit.loop(b, first, end, layout.blocks, sums) as last:
+        with emit.loop(b, first, at(b, blocks, layout.blocks - 1), layout.blocks, sums) as last:
             last.following = unit(last.i, last.values, b.sub(blocks, last.i))
         sums = last.values
     return sums
@@ -597,34 +555,35 @@ def _emit_unit(
     sums: list[Value],
     n_blocks: Value | None,
 ) -> list[Value]:
-    """sums (n * n_outputs) after the unit that begins with a block; n_blocks: how many it has, None: all."""
-    activations = RowsAt(
-        b.add(x.first, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), x.gap
-    )
-    codes_at = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
+    """Returns sums (n, n_outputs) after the unit that begins with a block; n_blocks: its blocks, None: all."""
+    units = x.behind(b, (b.sdiv(block, emit.I64(layout.blocks)), layout.unit_bytes))
+    codes_at = at(b, outputs.codes, (block, layout.block_bytes))
     codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
     for o in range(n_outputs):
-        start = b.add(codes_at, b.mul(outputs.row_bytes, emit.I64(o)))
+        start = at(b, codes_at, (outputs.row_bytes, o))
         if n_blocks is None:
-            emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
+            emit.prefetch(b, at(b, start, AHEAD), layout.vectors * VECTOR, locality=2)
         vectors = (
-            load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
+            emit.load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks)
+            for v in range(layout.vectors)
         )
         codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
-        scale_at = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, emit.I64(o))), emit.I64(4)))
-        each = load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks, 1)
+        scale_at = at(b, outputs.scales, (b.add(block, b.mul(outputs.blocks, emit.I64(o))), 4))
+        each = emit.load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks)
         scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
     following = list(sums)
     for m in range(n):
-        activation = activations.row(b, m)
-        elements = [emit.load(b, INTS, activation, VECTOR * i) for i in range(layout.vectors * layout.parts)]
-        activation_sums = emit.load(b, INTS, activation, layout.sums_at)
-        activation_scales = emit.load(b, FLOATS, activation, layout.scales_at)
+        unit = units.row(b, m)
+        elements = [emit.load(b, INTS, unit, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        row_sums, row_scales = (
+            emit.load(b, INTS, unit, layout.sums_at),
+            emit.load(b, FLOATS, unit, layout.scales_at),
+        )
         for o in range(n_outputs):
-            dots = activation_sums
+            dots = row_sums
             for codes_of, elements_of in zip(codes[o], elements, strict=True):
                 dots = add_products(b, layout.bits, codes_of, elements_of, dots)
-            scaled = b.fmul(b.sitofp(dots, FLOATS), activation_scales, flags=emit.CONTRACT)
+            scaled = b.fmul(b.sitofp(dots, FLOATS), row_scales, flags=emit.CONTRACT)
             i = m * n_outputs + o
             following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
     return following
@@ -638,7 +597,7 @@ CODE_OF_ZERO = 8  # the code of the zero point 0
 class CorrectionsAt(NamedTuple):
     """Where corrections of outputs are from a block on: addresses in the store, and how many blocks outputs have.
 
-    Of offsets (float32) or zero points (half a byte) only one is there; zeros is 0 where there are none.
+    They come from offsets (float32) or from zero points (half a byte); zeros is 0 where there are offsets.
     """
 
     offsets: Value
@@ -664,13 +623,13 @@ Of a tile all blocks; of a panel blocks start..start + n, with the panel's scrat
 
 @intrinsic
 def _correct_tile(context: Any, product: Any, output: Any) -> Any:
-    """y[:, output..output + OUTPUTS] += the share of all blocks."""
+    """y[:, output..output + OUTPUTS] += the corrections of all blocks."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output = args
-        n, activations, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
-        sums, four = RowsAt(b.add(activations, before_sums(b, p)), gap), emit.I64(4)
-        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
+        n, rounded, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
+        sums = RowsAt(at(b, rounded, before_sums(b, p)), gap)
+        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
         corrections = _corrections_at(b, p, output, emit.I64(0))
         for count, x, to in row_groups(b, n, CORRECTION_ROW_COUNTS, sums, results):
             _emit_tile_corrections(count, b, x, corrections, to)
@@ -681,15 +640,15 @@ def _correct_tile(context: Any, product: Any, output: Any) -> Any:
 
 @intrinsic
 def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
-    """y[:, output..output + PANEL] += the share of blocks start..start + n."""
+    """y[:, output..output + PANEL] += the corrections of blocks start..start + n."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n_blocks, memory = args
-        n, activations, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
-        four, table = emit.I64(4), b.add(memory, emit.I64(CORRECTIONS_AT))
+        n, rounded, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
+        table = at(b, memory, CORRECTIONS_AT)
         _emit_panel_table(b, _corrections_at(b, p, output, start), n_blocks, table)
-        sums = RowsAt(b.add(b.add(activations, before_sums(b, p)), b.mul(start, four)), gap)
-        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
+        sums = RowsAt(at(b, rounded, before_sums(b, p), (start, 4)), gap)
+        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
         for count, x, to in row_groups(b, n, PANEL_ROW_COUNTS, sums, results):
             _emit_panel_corrections(count, b, x, n_blocks, table, to)
         return context.get_dummy_value()
@@ -698,107 +657,107 @@ def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, 
 
 
 def _corrections_at(b: Any, p: Value, output: Value, start: Value) -> CorrectionsAt:
-    """Those of outputs from ``output`` on, from block ``start`` on, an even one."""
+    """Returns the corrections of outputs from ``output`` on, from block ``start`` on, an even one."""
     offsets, zeros, scales, blocks = fields(b, p, "offsets", "zeros", "scales", "blocks")
     floats_before = b.mul(b.add(b.mul(output, blocks), start), emit.I64(4))
-    zeros_at = b.add(zeros, b.add(b.mul(output, _bytes_of_zeros(b, blocks)), b.sdiv(start, emit.I64(2))))
+    zeros_at = at(b, zeros, (output, _bytes_of_zeros(b, blocks)), b.sdiv(start, emit.I64(2)))
     has_zeros = b.icmp_signed("!=", zeros, emit.I64(0))
     return CorrectionsAt(
-        b.add(offsets, floats_before), b.select(has_zeros, zeros_at, zeros), b.add(scales, floats_before), blocks
+        at(b, offsets, floats_before), b.select(has_zeros, zeros_at, zeros), at(b, scales, floats_before), blocks
     )
 
 
 def _bytes_of_zeros(b: Any, blocks: Value) -> Value:
-    """Of an output's zero points."""
-    return b.sdiv(b.add(blocks, emit.I64(1)), emit.I64(2))
+    """Returns the bytes of the zero points of so many blocks."""
+    return b.sdiv(at(b, blocks, 1), emit.I64(2))
 
 
-def _emit_tile_corrections(n: int, b: Any, x: RowsAt, at: CorrectionsAt, y: RowsAt) -> None:
-    """y (n, OUTPUTS) += the share of a tile; x: the sums of n rows' blocks."""
+def _emit_tile_corrections(n: int, b: Any, x: RowsAt, outputs: CorrectionsAt, y: RowsAt) -> None:
+    """y (n, OUTPUTS) += the corrections of a tile; x: the sums of n rows' blocks."""
 
     def add_blocks(block: Value, totals: Sequence[Value], n_blocks: Value | None) -> list[Value]:
-        sums, result = RowsAt(b.add(x.first, b.mul(block, emit.I64(4))), x.gap), []
-        corrections = _corrections(b, OUTPUTS, at, block, n_blocks)
+        sums, result = x.behind(b, (block, 4)), []
+        corrections = _emit_corrections(b, OUTPUTS, outputs, block, n_blocks)
         for m in range(n):
-            row_sums = load_some(b, FLOATS, sums.row(b, m), 0, n_blocks, 1)
+            row_sums = emit.load_some(b, FLOATS, sums.row(b, m), 0, n_blocks)
             row_totals = totals[m * OUTPUTS : (m + 1) * OUTPUTS]
             pairs = zip(corrections, row_totals, strict=True)
             result += [emit.multiply_add(b, correction, row_sums, total) for correction, total in pairs]
         return result
 
     zeros = [emit.constant(FLOATS, 0.0)] * (n * OUTPUTS)
-    with emit.loop(b, emit.I64(0), at.blocks, LANES, zeros) as turn:
+    with emit.loop(b, 0, outputs.blocks, LANES, zeros) as turn:
         turn.following = add_blocks(turn.i, turn.values, None)
-    with emit.loop(b, turn.i, b.add(at.blocks, emit.I64(LANES - 1)), LANES, turn.values) as last:
-        last.following = add_blocks(last.i, last.values, b.sub(at.blocks, last.i))
+    with emit.loop(b, turn.i, at(b, outputs.blocks, LANES - 1), LANES, turn.values) as last:
+        last.following = add_blocks(last.i, last.values, b.sub(outputs.blocks, last.i))
     for m in range(n):
-        added = emit.totals(b, last.values[m * OUTPUTS : (m + 1) * OUTPUTS])
-        to = y.row(b, m)
-        emit.store(b, b.fadd(emit.load(b, added.type, to), added), to)
+        added, target = emit.totals(b, last.values[m * OUTPUTS : (m + 1) * OUTPUTS]), y.row(b, m)
+        emit.store(b, b.fadd(emit.load(b, added.type, target), added), target)
 
 
-def _emit_panel_table(b: Any, at: CorrectionsAt, n: Value, table: Value) -> None:
+def _emit_panel_table(b: Any, outputs: CorrectionsAt, n: Value, table: Value) -> None:
     """table [block][output] float32 = corrections of a panel's blocks 0..n."""
-    zeros_gap = b.select(b.icmp_signed("!=", at.zeros, emit.I64(0)), _bytes_of_zeros(b, at.blocks), emit.I64(0))
-    with emit.loop(b, emit.I64(0), emit.I64(PANEL), LANES) as output:
-        floats_before = b.mul(b.mul(output.i, at.blocks), emit.I64(4))
-        those = CorrectionsAt(
-            b.add(at.offsets, floats_before),
-            b.add(at.zeros, b.mul(output.i, zeros_gap)),
-            b.add(at.scales, floats_before),
-            at.blocks,
+    has_zeros = b.icmp_signed("!=", outputs.zeros, emit.I64(0))
+    zeros_gap = b.select(has_zeros, _bytes_of_zeros(b, outputs.blocks), emit.I64(0))
+    with emit.loop(b, 0, PANEL, LANES) as output:
+        floats_before = b.mul(b.mul(output.i, outputs.blocks), emit.I64(4))
+        some = CorrectionsAt(
+            at(b, outputs.offsets, floats_before),
+            at(b, outputs.zeros, (output.i, zeros_gap)),
+            at(b, outputs.scales, floats_before),
+            outputs.blocks,
         )
-        column = b.add(table, b.mul(output.i, emit.I64(4)))
-        with emit.loop(b, emit.I64(0), b.add(n, emit.I64(LANES - 1)), LANES) as block:
-            corrections = _corrections(b, LANES, those, block.i, b.sub(n, block.i))
+        column = at(b, table, (output.i, 4))
+        with emit.loop(b, 0, at(b, n, LANES - 1), LANES) as block:
+            corrections = _emit_corrections(b, LANES, some, block.i, b.sub(n, block.i))
             for i, of_outputs in enumerate(transposed(b, corrections)):
-                emit.store(b, of_outputs, b.add(column, b.mul(block.i, emit.I64(4 * PANEL))), 4 * PANEL * i)
+                emit.store(b, of_outputs, at(b, column, (block.i, 4 * PANEL)), 4 * PANEL * i)
 
 
 def _emit_panel_corrections(n: int, b: Any, x: RowsAt, n_blocks: Value, table: Value, y: RowsAt) -> None:
-    """y (n, PANEL) += the share of a panel; x: the sums of n rows' blocks, table: `_emit_panel_table`'s."""
+    """y (n, PANEL) += the corrections of a panel; x: the sums of n rows' blocks, table: `_emit_panel_table`'s."""
     zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
-    with emit.loop(b, emit.I64(0), n_blocks, 1, zeros) as block:
-        corrections_at, before = b.add(table, b.mul(block.i, emit.I64(4 * PANEL))), b.mul(block.i, emit.I64(4))
-        corrections = [emit.load(b, FLOATS, corrections_at, VECTOR * i) for i in range(PANEL_VECTORS)]
+    with emit.loop(b, 0, n_blocks, 1, zeros) as block:
+        place = at(b, table, (block.i, 4 * PANEL))
+        corrections = [emit.load(b, FLOATS, place, VECTOR * i) for i in range(PANEL_VECTORS)]
         block.following = []
         for m in range(n):
-            row_sum = emit.splat(b, emit.load(b, emit.F32, b.add(x.row(b, m), before)), LANES)
+            row_sum = emit.splat(b, emit.load(b, emit.F32, at(b, x.row(b, m), (block.i, 4))), LANES)
             totals = block.values[m * PANEL_VECTORS : (m + 1) * PANEL_VECTORS]
-            block.following += [
-                emit.multiply_add(b, row_sum, *pair) for pair in zip(corrections, totals, strict=True)
-            ]
+            pairs = zip(corrections, totals, strict=True)
+            block.following += [emit.multiply_add(b, row_sum, *pair) for pair in pairs]
     for i, total in enumerate(block.values):
         m, vector = divmod(i, PANEL_VECTORS)
-        to = b.add(y.row(b, m), emit.I64(VECTOR * vector))
-        emit.store(b, b.fadd(emit.load(b, FLOATS, to), total), to)
+        target = at(b, y.row(b, m), VECTOR * vector)
+        emit.store(b, b.fadd(emit.load(b, FLOATS, target), total), target)
 
 
-def _corrections(b: Any, n_outputs: int, at: CorrectionsAt, block: Value, n: Value | None) -> list[Value]:
-    """Of LANES blocks from an even one on, a vector for each output; n: how many blocks there are, None: all."""
-    gap, before = b.mul(at.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
+def _emit_corrections(
+    b: Any, n_outputs: int, outputs: CorrectionsAt, block: Value, n: Value | None
+) -> list[Value]:
+    """Returns for each output the corrections of n blocks from an even one on; None: of LANES blocks."""
+    gap, before = b.mul(outputs.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
 
     def floats(start: Value, o: int) -> Value:
-        return load_some(b, FLOATS, b.add(b.add(start, before), b.mul(gap, emit.I64(o))), 0, n, 1)
+        return emit.load_some(b, FLOATS, at(b, start, before, (gap, o)), 0, n)
 
     def of_zeros() -> list[Value]:
-        start, zeros_gap = b.add(at.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, at.blocks)
+        start, zeros_gap = at(b, outputs.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, outputs.blocks)
         n_bytes = None if n is None else _bytes_of_zeros(b, n)
         kind, order = emit.vector(emit.I8, LANES // 2), [i // 2 + i % 2 * LANES // 2 for i in range(LANES)]
-        found = []
+        corrections = []
         for o in range(n_outputs):
-            both = load_some(b, kind, b.add(start, b.mul(zeros_gap, emit.I64(o))), 0, n_bytes, 1)
+            both = emit.load_some(b, kind, at(b, start, (zeros_gap, o)), 0, n_bytes)
             low, high = b.and_(both, emit.constant(kind, 15)), b.lshr(both, emit.constant(kind, 4))
             codes = b.zext(emit.lanes(b, low, order, high), INTS)
             away = b.sitofp(b.sub(emit.constant(INTS, CODE_OF_ZERO), codes), FLOATS)
-            found.append(b.fmul(away, floats(at.scales, o), flags=emit.CONTRACT))
-        return found
+            corrections.append(b.fmul(away, floats(outputs.scales, o), flags=emit.CONTRACT))
+        return corrections
 
     def of_offsets() -> list[Value]:
         if n is None:
             for o in range(n_outputs):
-                ahead = b.add(b.add(at.offsets, before), b.mul(gap, emit.I64(o + OUTPUTS * TILES_AHEAD)))
-                emit.prefetch(b, ahead, VECTOR)
-        return [floats(at.offsets, o) for o in range(n_outputs)]
+                emit.prefetch(b, at(b, outputs.offsets, before, (gap, o + OUTPUTS * TILES_AHEAD)), VECTOR)
+        return [floats(outputs.offsets, o) for o in range(n_outputs)]
 
-    return emit.either(b, b.icmp_signed("!=", at.zeros, emit.I64(0)), of_zeros, of_offsets)
+    return emit.either(b, b.icmp_signed("!=", outputs.zeros, emit.I64(0)), of_zeros, of_offsets)

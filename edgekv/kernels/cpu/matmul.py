@@ -77,13 +77,13 @@ EXACT = ("nsz",)
 
 @fast_jit
 def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) -> None:
-    """Rows first..last of x into activations, padded with zeros; block: its elements, of_unit: a unit's blocks."""
+    """Rounds rows first..last of x, padded with zeros; block: elements of one, of_unit: blocks of a unit."""
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
-        row, target = p.x + 4 * m * p.columns, p.activations + m * p.gap
+        row, target = p.x + 4 * m * p.columns, p.rounded + m * p.gap
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b)
-        tail = p.activations + p.n * p.gap + 4 * block * m
+        tail = p.rounded + p.n * p.gap + 4 * block * m
         for b in range(n_whole, n_units * of_unit):
             for i in range(block):
                 column = b * block + i
@@ -93,7 +93,7 @@ def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) ->
 
 @intrinsic
 def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) -> Any:
-    """Block ``block`` of a row, x (block size,) float32, into the row's activations."""
+    """Rounds block ``block`` of a row, x (block size,) float32, into its place in the rounded row."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         layout, (p, x, row, block) = layout_of(product), args
@@ -131,13 +131,13 @@ def _emit_quantized_block(
     unit = b.sdiv(block, emit.I64(layout.blocks))
     run = layout.block_bytes // layout.vectors  # bytes of codes of the block in a vector
     inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
-    activation = b.add(b.add(row, b.mul(unit, emit.I64(layout.activation_bytes))), inside)
+    place = emit.at(b, row, (unit, layout.unit_bytes), inside)
     sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
     for v in range(layout.vectors):
         for part in range(layout.parts):
             start = v * run * layout.parts + part
             some = emit.lanes(b, rounded, range(start, start + run * layout.parts, layout.parts))
-            emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), activation, (v * layout.parts + part) * VECTOR)
+            emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), place, (v * layout.parts + part) * VECTOR)
             for i in range(0 if panel else 4):
                 sums = b.add(sums, emit.lanes(b, some, range(i, run, 4)))
     if panel or layout.has_corrections:
@@ -147,8 +147,8 @@ def _emit_quantized_block(
     if layout.has_corrections:
         emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), block_sum)
     minus_zero_point = emit.constant(sums.type, -layout.zero_point)
-    emit.store(b, b.mul(sums, minus_zero_point), activation, layout.sums_at)
-    emit.store(b, emit.splat(b, scale, run // 4), activation, layout.scales_at)
+    emit.store(b, b.mul(sums, minus_zero_point), place, layout.sums_at)
+    emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
 
 
 FEW_ROWS = 8  # more go through panels
@@ -256,7 +256,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             n=n,
             columns=p.columns,
             is_panel=int(is_panel),
-            activations=p.activations + row_bytes * first,
+            rounded=p.rounded + row_bytes * first,
             outputs=p.outputs,
             y=p.y + 4 * p.outputs * first,
             panels=p.panels,

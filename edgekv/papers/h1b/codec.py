@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.codecs.codec import WORD, Codec, Layout, in_package
-from edgekv.kernels import Kernels
+from edgekv.codecs.codec import Codec, Layout, in_package
+from edgekv.kernels import BLOCK, Kernels
 from edgekv.types import F32, U64, Array
 
 
@@ -37,8 +37,8 @@ class SignSketch(Codec):
             self.centre, self.is_centred = np.ascontiguousarray(centre, np.float32), True
 
     def layout(self) -> Layout:
-        blocks = -(-self.capacity // WORD)
-        return {"signs": ((self.n_kv_heads, blocks, self.bits // WORD, WORD), "uint64")}
+        blocks = -(-self.capacity // BLOCK)
+        return {"signs": ((self.n_kv_heads, blocks, self.bits // BLOCK, BLOCK), "uint64")}
 
     @property
     def token_bytes(self) -> int:
@@ -72,7 +72,7 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
     """
     tokens = np.arange(t0, t0 + x.shape[1])
     # two index arrays apart from each other bring the token axis to the front
-    codes[:, tokens // WORD, :, tokens % WORD] = pack_sign_rows(x).transpose(1, 0, 2)
+    codes[:, tokens // BLOCK, :, tokens % BLOCK] = pack_sign_rows(x).transpose(1, 0, 2)
 
 
 def scores_signs(
@@ -80,7 +80,7 @@ def scores_signs(
 ) -> None:
     """Sets s[:, :, s0:] = scale (G, M) times the products of signs of q_codes (G, M, W) with tokens t0..t1."""
     tokens = np.arange(t0, t1)
-    keys = codes[:, tokens // WORD, :, tokens % WORD].transpose(1, 0, 2)  # (G, T, W)
+    keys = codes[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
     n_bits = 64 * keys.shape[2]
     for m in range(q_codes.shape[1]):
         differing = np.ascontiguousarray(q_codes[:, m, None] ^ keys).view(np.uint8)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.codecs.codec import WORD, Codec
+from edgekv.codecs.codec import Codec
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
+from edgekv.kernels import BLOCK
 from edgekv.kvcache.config import Config, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span
@@ -107,7 +108,7 @@ class VisualPlanes(ImageSpans):
     paper = "ours; estimator of RaBitQ"
     summary = "image tokens in 1- to 4-bit keys and values as planes has them, text tokens in f16"
     tradeoff = "saves nothing on text: only spans that are marked visual are packed"
-    block = WORD
+    block = BLOCK
     Config = VisualPlanesConfig
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:

@@ -104,7 +104,7 @@ if HAS_PAPERS:
     from edgekv.papers.h1b.codec import SignSketch
     from edgekv.papers.int4 import Int4, Symmetric4
     from edgekv.papers.kivi import KiviValues
-    from edgekv.papers.visual.codec import ChannelLevels, LevelSpan
+    from edgekv.papers.visual.codec import LevelSpan
 
     def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
         keys = SignSketch(p.g, p.length, p.d, bits=128, seed=0)
@@ -116,7 +116,7 @@ if HAS_PAPERS:
         "signs and int4": signs_and_int4,
         "mikv": lambda p: (TokenKeys(*p.store, 2, p.d), KiviValues(*p.store, 2, p.d)),
         "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),
-        "visual1:group=channel": lambda p: (ChannelLevels(*p.store, 1), ChannelLevels(*p.store, 2)),
+        "visual1:group=channel": lambda p: (LevelSpan(*p.store, 1, "channel"), LevelSpan(*p.store, 2, "channel")),
     }
     VARIANTS += ("kivi2:bits=4,group=64,vgroup=16",)
 PAIRS = {text: of_scheme(text) for text in (*OF_CACHES, *VARIANTS)} | OWN

@@ -16,7 +16,7 @@ from edgekv.kernels.arrays import zeros
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.planes import KEY_SCALES
-from edgekv.papers.visual.codec import GROUPS, encode_levels
+from edgekv.papers.visual.codec import AXES, encode_levels
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
@@ -70,7 +70,7 @@ def attention(
 
 @pytest.mark.parametrize(
     ("group", "of_bits", "backend"),
-    pairs(group=GROUPS, of_bits=[(1, 0.2), (3, 0.02), (8, 0.0)], backend=BACKENDS),
+    pairs(group=tuple(AXES), of_bits=[(1, 0.2), (3, 0.02), (8, 0.0)], backend=BACKENDS),
 )
 def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, float], backend: str) -> None:
     bits, quantile = of_bits
@@ -245,7 +245,7 @@ def test_other_schemes_take_marks_and_ignore_them(name: str) -> None:
 
 
 def test_one_bit_is_the_nearer_end_and_more_bits_are_planes() -> None:
-    ends = np.array([[-1.0]], np.float16).view(np.uint16), np.array([[2.0]], np.float16).view(np.uint16)
+    ends = np.full((1, 1, 1), -1, np.float32), np.full((1, 1, 1), 2, np.float32)
     x = np.array([[[-5, -1, -0.1, 0, 0.1, 1, 5, 0, 0.2, -0.2]]], np.float32)  # the midpoint itself goes to even
     planes = np.full((1, 3, 1, 2), POISON, np.uint8)
     encode_levels(x, *ends, planes, 1)

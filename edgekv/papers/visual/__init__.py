@@ -14,7 +14,7 @@ from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import BLOCK
 from edgekv.kvcache.config import Config, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
-from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span
+from edgekv.papers.visual.codec import AXES, LevelSpan, encode_span
 from edgekv.papers.visual.image_spans import ImageSpans
 from edgekv.types import F32
 
@@ -37,7 +37,7 @@ class VisualConfig(Config):
     scheme: ClassVar[str] = "visual1"
 
     bits: int = number(1, 1, 8)
-    group: str = one_of("head", GROUPS)
+    group: str = one_of("head", AXES)
     quantile: float = number(0.1, 0, 0.499)
     k_range: float = number(1.0, 0.01, 1)
     v_range: float = number(1.0, 0.01, 1)
@@ -67,10 +67,8 @@ class Visual1(ImageSpans):
     Config = VisualConfig
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
-        shape, config = (n_kv_heads, n_tokens, head_dim), self.config
-        if config.group == "channel":
-            return ChannelLevels(*shape, config.bits), ChannelLevels(*shape, config.bits)
-        return LevelSpan(*shape, config.bits, config.group), LevelSpan(*shape, config.bits, config.group)
+        arguments = n_kv_heads, n_tokens, head_dim, self.config.bits, self.config.group
+        return LevelSpan(*arguments), LevelSpan(*arguments)
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
         """Packs a span's keys and values (n_kv_heads, n_tokens, head_dim)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.codecs.codec import Codec, Layout, in_package
-from edgekv.papers import from_half
-from edgekv.types import F32, U8, U16
+from edgekv.papers import from_half, to_half
+from edgekv.types import F32, U8
 
 AXES: dict[str, int | tuple[int, ...] | None] = {
     "layer": None,
@@ -16,14 +16,12 @@ AXES: dict[str, int | tuple[int, ...] | None] = {
     "channel": 1,
 }
 """Axes of (n_kv_heads, tokens, head_dim) that share a range of levels; "layer": of keys and values together."""
-GROUPS = tuple(AXES)
 
 
 class LevelSpan(Codec):
     """A span's keys or values as bit planes: bits * ceil(head_dim / 8) bytes per token and head.
 
-    The lowest level and the step are float16: one pair for all (groups "layer" and "tensor"), per head ("head")
-    or per head and token ("head+token").
+    The lowest level and the step are float16, a pair for each ``group`` of AXES.
     """
 
     kind = "levels"
@@ -34,8 +32,8 @@ class LevelSpan(Codec):
         self.bits, self.group = bits, group
 
     def layout(self) -> Layout:
-        heads = self.n_kv_heads if self.group in ("head", "head+token") else 1
-        ends = ((heads, self.capacity if self.group == "head+token" else 1), "uint16")
+        widths = {"head": 1, "head+token": self.capacity, "channel": self.head_dim}
+        ends = ((self.n_kv_heads, widths[self.group]) if self.group in widths else (1, 1)), "uint16"
         planes = (self.n_kv_heads, self.capacity, self.bits, -(-self.head_dim // 8))
         return {"planes": (planes, "uint8"), "low": ends, "step": ends}
 
@@ -47,67 +45,42 @@ class LevelSpan(Codec):
     def set_ends(self, lowest: F32, highest: F32) -> None:
         """Stores the lowest level, and the step to the highest; both broadcast to the shape of ``low``."""
         step = (highest - lowest) / np.float32(2**self.bits - 1)
-        for name, ends in (("low", lowest), ("step", step)):
-            self.arrays[name][:] = ends.astype(np.float16).view(np.uint16)
+        self.arrays["low"][:], self.arrays["step"][:] = to_half(lowest), to_half(step)
 
     def encode(self, x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0.., rounded to the nearest level."""
-        encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
+        encode_levels(x, *self._ends(t0, t0 + x.shape[1]), self.arrays["planes"], t0)
 
     def decode(self, t0: int, t1: int) -> F32:
         """Returns the levels of tokens t0..t1 (Visual 1-bit KV, equation 9)."""
         bits = np.unpackbits(self.arrays["planes"][:, t0:t1], axis=3, count=self.head_dim, bitorder="little")
         codes = (bits << np.arange(self.bits, dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
-        least, size = self._ends(t0, t1)
-        values: F32 = least + codes * size
+        low, step = self._ends(t0, t1)
+        values: F32 = low + codes * step
         return values
 
     def _ends(self, t0: int, t1: int) -> tuple[F32, F32]:
-        return _of_tokens(self.arrays["low"], t0, t1), _of_tokens(self.arrays["step"], t0, t1)
+        """Returns low and step of tokens t0..t1, which broadcast to (n_kv_heads, t1 - t0, head_dim)."""
+        low, step = from_half(self.arrays["low"]), from_half(self.arrays["step"])
+        if self.group == "channel":
+            return low[:, None], step[:, None]
+        if self.group == "head+token":
+            low, step = low[:, t0:t1], step[:, t0:t1]
+        return low[..., None], step[..., None]
 
 
-class ChannelLevels(LevelSpan):
-    """A `LevelSpan` with a lowest level and a step per head and channel."""
-
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim, bits, "channel")
-
-    def layout(self) -> Layout:
-        ends = ((self.n_kv_heads, self.head_dim), "uint16")
-        return {"planes": super().layout()["planes"], "low": ends, "step": ends}
-
-    def _ends(self, t0: int, t1: int) -> tuple[F32, F32]:
-        low, step = (from_half(self.arrays[name])[:, None] for name in ("low", "step"))
-        return low, step
-
-    def encode(self, x: F32, t0: int) -> None:
-        """Stores x (n_kv_heads, n, head_dim) as levels 0, 1, .. of (x - low) / step; 0 where step is 0."""
-        low, step = self._ends(t0, t0 + x.shape[1])
-        position = np.where(step > 0, (x - low) / np.where(step > 0, step, 1), 0)
-        zero, one = (np.full((1, 1), end, np.float16).view(np.uint16) for end in (0, 1))
-        encode_levels(position.astype(np.float32), zero, one, self.arrays["planes"], t0)
-
-
-def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
+def encode_levels(x: F32, low: F32, step: F32, planes: U8, t0: int) -> None:
     """Stores x (G, n, D) at tokens t0.. of planes (G, cap, n_bits, W), W = ceil(D / 8), as bit planes.
 
     The code is round((x - low) / step), halves to even, clipped to 0..2 ** n_bits - 1; 0 where step is 0. low and
-    step (1 or G, 1 or cap): all heads, or all tokens, share one, or each has its own. Bit e % 8 of byte e // 8 of
-    plane j is bit j of element e's code; bits beyond D are 0.
+    step broadcast to x. Bit e % 8 of byte e // 8 of plane j is bit j of element e's code; bits beyond D are 0.
     """
-    n_bits, t1 = planes.shape[2], t0 + x.shape[1]
-    least, size = _of_tokens(low, t0, t1), _of_tokens(step, t0, t1)
+    n_bits = planes.shape[2]
     with np.errstate(divide="ignore", invalid="ignore"):
-        position = np.where(size > 0, (x - least) / size, 0)
+        position = np.where(step > 0, (x - low) / step, 0)
     codes = np.clip(np.rint(position), 0, 2**n_bits - 1).astype(np.uint8)
     bits = codes[:, :, None] >> np.arange(n_bits, dtype=np.uint8)[:, None] & 1  # (G, n, n_bits, D)
-    planes[:, t0:t1] = np.packbits(bits, axis=3, bitorder="little")
-
-
-def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
-    """Returns the ends of tokens t0..t1 as float32 (1 or G, 1 or t1 - t0, 1)."""
-    part = ends if ends.shape[1] == 1 else ends[:, t0:t1]
-    return from_half(part[..., None])
+    planes[:, t0 : t0 + x.shape[1]] = np.packbits(bits, axis=3, bitorder="little")
 
 
 def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, quantile: float, ranges: tuple[float, float]) -> None:

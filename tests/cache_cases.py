@@ -1,4 +1,4 @@
-"""What the tests of KV schemes share: one layer of a scheme, what goes into it, and exact attention."""
+"""One layer of a KV scheme, tokens to put into it, and exact attention, for the tests of schemes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 
 
 def make(kv: str, heads: Heads, capacity: int, backend: str = "numba", **geometry: object) -> KVCache:
-    """An empty layer."""
+    """Returns an empty layer."""
     spec = CacheSpec.parse(kv)
     cache = spec.scheme(Geometry(*heads, capacity, **geometry), spec.config)
     cache.allocate(BACKENDS[backend](None), Workspace())
@@ -25,7 +25,7 @@ def make(kv: str, heads: Heads, capacity: int, backend: str = "numba", **geometr
 
 
 def normal(heads: Heads, n: int, seed: int) -> tuple[F32, F32, F32]:
-    """Queries, keys and values of n tokens, each element from N(0, 1)."""
+    """Draws queries, keys and values of n tokens, each element from N(0, 1)."""
     n_heads, n_kv_heads, head_dim = heads
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((h, n, head_dim)) for h in (n_heads, n_kv_heads, n_kv_heads))
@@ -33,14 +33,14 @@ def normal(heads: Heads, n: int, seed: int) -> tuple[F32, F32, F32]:
 
 
 def draw(heads: Heads, n: int, seed: int = 0, offset: float = 3) -> tuple[F32, F32, F32]:
-    """`normal` with what real ones have: scaled queries, and an offset of all keys that differs by channel."""
+    """Draws as `normal`, but queries are scaled and all keys have an offset that differs by channel."""
     q, k, v = normal(heads, n, seed)
     of_channel = np.random.default_rng([seed, 1]).standard_normal((heads[1], 1, heads[2]))
     return q * np.float32(2 / np.sqrt(heads[2])), k + np.float32(offset) * of_channel.astype(np.float32), v
 
 
 def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap: float | None = None) -> F64:
-    """Causal attention in float64; the last q.shape[1] of the keys are the queries' own tokens."""
+    """Computes causal attention in float64; the last q.shape[1] of the keys are the queries' own tokens."""
     group, n, total = q.shape[0] // k.shape[0], q.shape[1], k.shape[1]
     scores = q.astype(float) @ np.repeat(k, group, 0).astype(float).transpose(0, 2, 1)
     scores = scores if cap is None else cap * np.tanh(scores / cap)
@@ -51,5 +51,5 @@ def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap
 
 
 def relative(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> float:
-    """The error of a in relation to b."""
+    """Returns the norm of a's error in relation to b's norm."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: checkpoints on disk, right and wrong, and the check of an error's line."""
+"""Checkpoints on disk, right and wrong, and the check of an error's line, for the tests of checkpoints."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 4}
 
 
 def one_line(error: pytest.ExceptionInfo[EdgeKVError], *parts: object) -> None:
-    """The message is one line and names every part."""
+    """Asserts that the message is one line and names every part."""
     message = str(error.value)
     assert "\n" not in message
     for part in parts:
@@ -24,7 +24,7 @@ def one_line(error: pytest.ExceptionInfo[EdgeKVError], *parts: object) -> None:
 
 
 def raw_file(path: Path, header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> Path:
-    """A file with this header and data, however wrong, and this header length instead of the true one."""
+    """Writes a file with this header and data, however wrong, and this header length instead of the true one."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
@@ -35,7 +35,7 @@ def entry(start: int, end: int, dtype: str = "F32", shape: tuple[int, ...] = (2,
 
 
 def write_folder(folder: Path, files: dict[str, dict[str, np.ndarray]], config: object = CONFIG) -> Path:
-    """A Hugging Face folder; with several files, an index too."""
+    """Writes a Hugging Face folder; with several files, an index too."""
     folder.mkdir(exist_ok=True)
     for name, tensors in files.items():
         save_file(tensors, folder / name)

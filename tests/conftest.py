@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the optional material folder, and a private cache folder."""
+"""Fixtures of all tests: the optional material folder and a cache folder of the run."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
-    """The folder of test material beside the checkout; tests that need it skip without it."""
+    """The folder of test material beside the checkout. Tests that need it skip without it."""
     path = pathlib.Path(os.environ.get("EDGEKV_SHARED", ROOT.parent / "shared"))
     if not path.is_dir():
         pytest.skip(f"needs the test material in {path} (or EDGEKV_SHARED)")
@@ -54,7 +54,7 @@ def shared() -> pathlib.Path:
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised stores made by a test go to a temporary folder, shared by the whole run."""
+    """Sends the quantized stores that tests make to a temporary folder of the whole run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
 
 

@@ -1,4 +1,4 @@
-"""Where the CUDA kernels run in tests, a GPU or a CPU in its place, and their comparison with the NumPy oracle."""
+"""Devices for the tests of CUDA kernels, a GPU or a CPU in its place, and comparisons with the NumPy reference."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ON_CUDA = [name for name, scheme in SCHEMES.items() if runs(CacheSpec(scheme, sc
 
 @dataclasses.dataclass
 class OnDevice:
-    """A driver, its kernels, and how arrays get there."""
+    """A driver, its kernels, and ways to bring arrays there."""
 
     driver: Any
     kernels: CudaKernels
 
     @classmethod
     def open(cls, name: str) -> OnDevice:
-        """Skips the test without a GPU, or without g++."""
+        """Opens the device of this name. Skips the test without a GPU, or without g++."""
         if name == "host":
             driver: Any = HostDriver()
         else:
@@ -55,7 +55,7 @@ class OnDevice:
         return self.driver.upload(x.copy())
 
     def check(self, name: str, *arguments: Any, tolerance: float = 2e-6, kind: str | None = None) -> list[Any]:
-        """Calls a kernel here and in the oracle, on copies, and compares every argument and the result afterwards.
+        """Calls a kernel here and in the reference, on copies, and compares every argument and result afterwards.
 
         int64 arguments are ranges and counts, which stay on the host. Floats may differ by `tolerance` of their
         largest, all else must be equal. kind: the kernel is one of its file. Returns the oracle's arguments.
@@ -77,7 +77,7 @@ class OnDevice:
         return expected
 
     def twin(self, codec: Any) -> Any:
-        """The codec with its arrays here."""
+        """Returns a copy of the codec with its arrays on the device."""
         there = copy.copy(codec)
         for name, x in vars(codec).items():
             if isinstance(x, np.ndarray):
@@ -92,14 +92,14 @@ class OnDevice:
         return there
 
     def check_scores(self, codec: Any, q: np.ndarray, t0: int, t1: int, s: np.ndarray) -> None:
-        """Scores into a slice of s (G, M, columns), here and in the oracle."""
+        """Compares scores that are written into a slice of s (G, M, columns) with the reference's."""
         expected, actual = s.copy(), self.up(s)
         reference.scores(codec, q, t0, t1, expected[:, :, 2 : 2 + t1 - t0])
         self.kernels.scores(self.twin(codec), self.up(q), t0, t1, actual[:, :, 2 : 2 + t1 - t0])
         assert_close(to_host(actual), expected)
 
     def check_sums(self, codec: Any, p: np.ndarray, t0: int, t1: int, out: np.ndarray) -> None:
-        """Sums of values weighted by a slice of p (G, M, columns), here and in the oracle."""
+        """Compares sums of values weighted by a slice of p (G, M, columns) with the reference's."""
         expected, actual = out.copy(), self.up(out)
         expected += codec.sums(p[:, :, 2 : 2 + t1 - t0], t0, t1)
         columns = self.up(p)[:, :, 2 : 2 + t1 - t0]
@@ -108,7 +108,7 @@ class OnDevice:
 
 
 def require_same_logits(model: Model, tokens: Sequence[int], device: OnDevice) -> None:
-    """Of a prompt and of a token behind it, by NumPy, on the CPU and on CUDA, in the weights' own format."""
+    """Compares logits of a prompt and a token behind it by NumPy, on the CPU and on CUDA."""
     form, n = model.weight_format("auto"), len(tokens)
     cuda = Decoder(CudaBackend(DeviceWeights(model.store(form), device.driver, None), device.driver, 1), n)
     rows = []

@@ -28,7 +28,7 @@ def write_gguf(
     tokenizer: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Matrices of type ``kind``, vectors in float32.
+    """Writes the checkpoint with matrices of type ``kind`` and vectors in float32.
 
     metadata: of the architecture; None: what the config says under the family's keys.
     """
@@ -69,7 +69,7 @@ def find_family(config: dict[str, Any]) -> GgufNames:
 
 
 def gguf_names(config: dict[str, Any]) -> dict[str, str]:
-    """Checkpoint tensor -> GGUF tensor."""
+    """Returns the GGUF name of each of the checkpoint's tensors."""
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     return {
         f"{theirs.format(i=i)}.{end}": f"{ours.format(i=i)}.{end}"
@@ -80,7 +80,7 @@ def gguf_names(config: dict[str, Any]) -> dict[str, str]:
 
 
 def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Of the config's entries, under the family's keys."""
+    """Returns the config's entries under the family's keys."""
     family, scaling = find_family(config), config.get("rope_scaling") or {}
     found = {key: config[entry] for entry, key in family.keys.items() if config.get(entry) is not None}
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -104,7 +104,7 @@ def _reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarr
 
 
 def _rope_factors(config: dict[str, Any]) -> dict[str, Any]:
-    """Longrope's sets, and Llama 3.1's scaling as the converter writes it: what each frequency is divided by."""
+    """Returns what each frequency is divided by, for longrope and for Llama 3.1's scaling."""
     scaling = config.get("rope_scaling") or {}
     if config["model_type"] == "phi3" and scaling:
         return {f"rope_factors_{side}.weight": scaling[f"{side}_factor"] for side in ("long", "short")}
@@ -118,7 +118,7 @@ def _rope_factors(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
-    """The tokenizer that lies in the folder, if there is one."""
+    """Writes the tokenizer that lies in the folder, if there is one."""
     if (folder / "tokenizer.model").exists():
         _write_sentencepiece(writer, folder / "tokenizer.model")
     elif (folder / "vocab.json").exists():
@@ -129,7 +129,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
 
 
 def write_vocabulary(folder: pathlib.Path, fill: Callable[[gguf.GGUFWriter], None]) -> pathlib.Path:
-    """A file with what ``fill`` writes, such as a tokenizer, and next to no model."""
+    """Writes a file with what ``fill`` writes, such as a tokenizer, and next to no model."""
 
     def fill_all(writer: gguf.GGUFWriter) -> None:
         for key, value in own_metadata(golden_cases.LLAMA).items():

@@ -344,13 +344,13 @@ def tokens(name: str) -> list[int]:
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
-    """Every tensor of the case in the checkpoint's names and layout, float32."""
+    """Returns every tensor of the case in the checkpoint's names and layout, float32."""
     shapes = architecture(CASES[name]).tensors()
     return {tensor: draw(name, tensor, shape) for tensor, shape in shapes.items()}
 
 
 def published(name: str) -> dict[str, np.ndarray]:
-    """The tensors as a checkpoint has them: GPT-OSS's experts in one tensor, gate and up by turns."""
+    """Returns the tensors as a checkpoint has them: GPT-OSS's experts in one tensor, gate and up by turns."""
     arrays = tensors(name)
     if CASES[name]["model_type"] != "gpt_oss":
         return arrays
@@ -370,7 +370,7 @@ def published(name: str) -> dict[str, np.ndarray]:
 
 
 def write_checkpoint(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """The case as an ordinary Hugging Face folder."""
+    """Writes the case as an ordinary Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published(name), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CASES[name]))

@@ -1,4 +1,4 @@
-"""What several test files use to look at errors, sessions and all schemes."""
+"""What many test files use: the registered schemes, errors that name their field, views into a session."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def embedding_spans(session: Session) -> Spans:
 def raises(
     kind: type[EdgeKVError], *, field: str, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[EdgeKVError]]:
-    """An error of just this kind that blames the parameter ``field``; what it says is its own affair."""
+    """Asserts that the block raises just this kind of error, which blames the parameter ``field``."""
     with pytest.raises(kind, match=match) as caught:
         yield caught
     assert caught.type is kind

@@ -39,7 +39,7 @@ EITHER_WAY = ["parallel", "serial"]
 
 @pytest.fixture(params=EITHER_WAY)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How kernels are called, at any size of their work."""
+    """Makes kernels run in parallel or serially at any size of their work."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0 if request.param == "parallel" else 1 << 62)
     return str(request.param)
 
@@ -56,7 +56,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem: queries (g, r * n, d) against `length` tokens from t0 on, in columns from s0 on."""
+    """An attention problem: queries (g, r * n, d) against `length` tokens from t0 on, in columns from s0 on."""
 
     d: int
     length: int
@@ -83,7 +83,7 @@ class Case:
 
 
 def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:
-    """Few cases, a value of each axis in each, in which every two values of two axes meet: for `parametrize`."""
+    """Returns a few cases, one value of each axis in each, in which every two values of two axes meet."""
     n = [len(values) for values in axes.values()]
     two = itertools.combinations(range(len(n)), 2)
     apart = {((i, a), (j, b)) for i, j in two for a in range(n[i]) for b in range(n[j])}
@@ -105,7 +105,7 @@ def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:
 
 
 def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **parameters: Any) -> Any:
-    """A codec over given arrays, not initialised; shape is (n_kv_heads, capacity, head_dim)."""
+    """Returns a codec over given arrays, not initialised; shape is (n_kv_heads, capacity, head_dim)."""
     made: Any = object.__new__(CODECS[kind])
     made.n_kv_heads, made.capacity, made.head_dim = shape
     vars(made).update(arrays=arrays, kernels=reference, **parameters)
@@ -113,13 +113,13 @@ def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **para
 
 
 def own(backend: Any, kind: str) -> Any:
-    """A backend's file beside a kind of codec; NumPy's meaning may lie with the codec."""
+    """Returns a backend's module beside a kind of codec; NumPy's may be the codec's own."""
     package, name = CODECS[kind].backends["cpu"].rpartition(".")[0], backend.__name__.rpartition(".")[2]
     return import_module(f"{package}.{'codec' if kind == 'signs' and name == 'reference' else name}")
 
 
 def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> None:
-    """out (G, M, D) += p (G, M, t1 - t0) times the values: as the codec says, or by its compiled loops."""
+    """Adds p (G, M, t1 - t0) times the values to out (G, M, D), by the codec or by its compiled loops."""
     if backend is reference:
         out += codec.sums(p, t0, t1)
         return
@@ -146,7 +146,7 @@ def normal(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
 
 
 def awkward_rows(n: int, d: int, levels: int) -> npt.NDArray[np.float32]:
-    """Tokens (1, n, d), 16 or more, at the edges of what can be encoded in so many levels; the last are random."""
+    """Returns tokens (1, n, d), 16 or more, at the edges of what so many levels encode; the last are random."""
     x = normal(np.random.default_rng(d), n, d)
     x[0] = 0
     x[1] = -0.0
@@ -165,7 +165,7 @@ def awkward_rows(n: int, d: int, levels: int) -> npt.NDArray[np.float32]:
 
 
 def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: float = 2e-6) -> None:
-    """Equal up to `tolerance` times the largest expected magnitude; NaNs in the same places."""
+    """Asserts equality up to `tolerance` times the largest expected magnitude, and NaNs in the same places."""
     expected = np.asarray(expected)
     finite = expected[np.isfinite(expected)]
     scale = float(np.abs(finite).max()) if finite.size else 1.0
@@ -173,13 +173,13 @@ def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: floa
 
 
 def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
-    """The codec on given arrays; any kernels may read it."""
+    """Returns the codec on given arrays; any kernels may read it."""
     codec.bind(arrays, reference)
     return codec
 
 
 def quantize_numpy(weight: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The specification of `edgekv.weights.formats.quantize`."""
+    """Quantizes as `edgekv.weights.formats.quantize` specifies."""
     rows, columns = weight.shape
     zero, top = 1 << (bits - 1), (1 << bits) - 1
     blocks = n_blocks(columns, block)

@@ -22,7 +22,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 @dataclasses.dataclass(frozen=True)
 class LoraCase:
-    """model: of golden_cases. modules: ends of the changed modules' names. config: of adapter_config.json."""
+    """A LoRA: its model of golden_cases, ends of the changed modules' names, and the adapter_config.json."""
 
     model: str
     modules: tuple[str, ...]
@@ -56,7 +56,7 @@ CASES = {
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
-    """A and B of every changed module, in PEFT's names, float32."""
+    """Returns A and B of every changed module, in PEFT's names, float32."""
     case, found = CASES[name], {}
     linears = architecture(golden_cases.CASES[case.model]).linears().values()
     for part in (part for linear in linears for part in linear.parts):
@@ -72,7 +72,7 @@ def tensors(name: str) -> dict[str, np.ndarray]:
 
 
 def write(name: str, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """The case as a folder of PEFT. changes: other fields of its config."""
+    """Writes the case as a folder of PEFT. changes: other fields of its config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": list(CASES[name].modules)}
     config |= {"base_model_name_or_path": "base", "bias": "none", "modules_to_save": None}

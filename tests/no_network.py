@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid_internet() -> None:
-    """OSError where the kernel has no such filters."""
+    """Has the kernel end this process when it opens such a socket. Raises OSError without such filters."""
     steps = [
         (LOAD_WORD, 0, 0, CALL_NUMBER),
         (JUMP_IF_EQUAL, 0, 3, SOCKET_CALL[platform.machine()]),

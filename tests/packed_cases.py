@@ -21,7 +21,7 @@ F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 def save(
     folder: pathlib.Path, tensors: dict[str, np.ndarray], config: dict[str, Any] | None = None
 ) -> pathlib.Path:
-    """A .safetensors file in which matrices of F8 are FP8, and config.json beside it."""
+    """Writes a .safetensors file in which matrices of F8 are FP8, and config.json beside it."""
     folder.mkdir(exist_ok=True, parents=True)
     file = folder / "model.safetensors"
     if any(array.dtype == F8 for array in tensors.values()):
@@ -48,7 +48,7 @@ Layout = Callable[[np.ndarray, np.random.Generator], tuple[dict[str, np.ndarray]
 
 
 def groups(w: np.ndarray, size: int, symmetric: bool, bits: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Numbers (rows, columns), and zero points and float16 scales (rows, groups), by rounding."""
+    """Returns numbers (rows, columns), and zero points and float16 scales (rows, groups), by rounding."""
     parts, half, top = w.reshape(len(w), -1, size), 1 << (bits - 1), (1 << bits) - 1
     lo, hi = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
     scale = (np.abs(parts).max(-1) / (half - 1) if symmetric else (hi - lo) / top).astype(np.float16)
@@ -58,7 +58,7 @@ def groups(w: np.ndarray, size: int, symmetric: bool, bits: int = 4) -> tuple[np
 
 
 def packed_rows(numbers: np.ndarray, bits: int = 4) -> np.ndarray:
-    """AutoGPTQ's loop: 32 / bits rows to one of words."""
+    """Packs 32 / bits rows to one of words, by AutoGPTQ's loop."""
     n = 32 // bits
     words = np.zeros((len(numbers) // n, numbers.shape[1]), np.uint32)
     for i in range(len(numbers)):
@@ -67,7 +67,7 @@ def packed_rows(numbers: np.ndarray, bits: int = 4) -> np.ndarray:
 
 
 def packed_columns(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """AutoAWQ's loop: 8 columns to a word in this order, or 4 of 8 bits."""
+    """Packs 8 columns to a word in this order, or 4 of 8 bits, by AutoAWQ's loop."""
     n = len(order)
     words = np.zeros((len(numbers), numbers.shape[1] // n), np.uint32)
     for column in range(words.shape[1]):
@@ -108,7 +108,7 @@ def awq(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray],
 
 
 def fp8(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """transformers' fine-grained FP8: a factor per block of 128 x 128."""
+    """Rounds to transformers' fine-grained FP8, a factor per block of 128 x 128."""
     scale = np.zeros((-(-len(w) // 128), -(-w.shape[1] // 128)), np.float32)
     for i, j in np.ndindex(scale.shape):
         scale[i, j] = np.abs(w[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]).max() / 448
@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layou
 
 
 def write(name: str, folder: pathlib.Path, base: dict[str, Any] = BASE) -> tuple[pathlib.Path, pathlib.Path]:
-    """A model packed, and the same with the values that it stands for."""
+    """Writes a packed model, and the same model with the values that it stands for."""
     config, layout, _, _ = MODELS[name]
     rng = np.random.default_rng(3)
     packed: dict[str, np.ndarray] = {}
@@ -167,14 +167,14 @@ LIBRARIES: dict[str, tuple[dict[str, Any], str, str | None]] = {  # config, kind
 
 
 def library_tensors(name: str) -> dict[str, np.ndarray]:
-    """What one of LIBRARIES made of a matrix, by the ends of the parts' names."""
+    """Returns what one of LIBRARIES made of a matrix, by the ends of the parts' names."""
     start = f"{name}/tensors/"
     parts = {key.removeprefix(start): PACKED[key] for key in PACKED.files if key.startswith(start)}
     return parts | ({"weight": parts["weight"].view(F8)} if name == "w8a16-float" else {})
 
 
 def write_mxfp4(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """GPT-OSS as published, and with the values in float32; ml_dtypes says what codes and exponents stand for."""
+    """Writes GPT-OSS as published, and with its values in float32, which ml_dtypes computes."""
     config = golden_cases.GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}
     golden_cases.CASES["mxfp4"] = config
     try:

@@ -32,7 +32,7 @@ def write_tree(root: pathlib.Path, files: Mapping[str, str]) -> pathlib.Path:
 
 
 def hwmon(device: str, number: int, channels: Mapping[int, tuple[str, int, int]]) -> Tree:
-    """A monitor of kernel 5 and later: channel -> (label, mV, mA)."""
+    """Writes a monitor of kernel 5 and later: channel -> (label, mV, mA)."""
     base = f"sys/bus/i2c/drivers/ina3221/{device}/hwmon/hwmon{number}"
     tree = {f"{base}/name": "ina3221\n"}
     for channel, (label, millivolts, milliamperes) in channels.items():
@@ -43,14 +43,14 @@ def hwmon(device: str, number: int, channels: Mapping[int, tuple[str, int, int]]
 
 
 def iio(device: str, rails: Mapping[int, tuple[str, int]]) -> Tree:
-    """A monitor of kernel 4.9: channel -> (rail, mW)."""
+    """Writes a monitor of kernel 4.9: channel -> (rail, mW)."""
     base = f"sys/bus/i2c/drivers/ina3221x/{device}/iio:device0"
     names = {f"{base}/rail_name_{channel}": f"{rail}\n" for channel, (rail, _) in rails.items()}
     return names | {f"{base}/in_power{channel}_input": f"{watts}\n" for channel, (_, watts) in rails.items()}
 
 
 def ina238(number: int = 4, microwatts: int = 41_500_000) -> Tree:
-    """Thor: the input's monitor, and a USB-C port that reports its contract."""
+    """Writes Thor's: the input's monitor, and a USB-C port that reports its contract."""
     base = f"sys/class/hwmon/hwmon{number}"
     return {
         f"{base}/name": "ina238\n",
@@ -61,7 +61,7 @@ def ina238(number: int = 4, microwatts: int = 41_500_000) -> Tree:
 
 
 def rapl(**zones: tuple[str, int]) -> Tree:
-    """Zones such as z0_1 (sub-zone 1 of package zone 0) -> (name, microjoules)."""
+    """Writes zones such as z0_1 (sub-zone 1 of package zone 0) -> (name, microjoules)."""
     tree = {}
     for zone, (name, microjoules) in zones.items():
         base = f"sys/class/powercap/intel-rapl:{zone[1:].replace('_', ':')}"
@@ -93,7 +93,7 @@ NANO = iio("6-0040", {0: ("POM_5V_IN", 2003), 1: ("POM_5V_GPU", 0), 2: ("POM_5V_
 
 
 def fake_vcgencmd(folder: pathlib.Path, script: str) -> pathlib.Path:
-    """An executable called vcgencmd; ``script`` is its shell code."""
+    """Writes an executable called vcgencmd; ``script`` is its shell code."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "vcgencmd"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -190,7 +190,7 @@ class FakeNvml:
 
 
 class Steady(Signal):
-    """A board that draws 4 W, whatever happens, in place of a Raspberry Pi's meter."""
+    """A board that draws 4 W all the time, in place of a Raspberry Pi's meter."""
 
     name = "rpi-pmic"
     covers = "a made-up board"

@@ -1,4 +1,4 @@
-"""Starts `edgekv serve` as a user does, and asks it, for the tests that talk to it."""
+"""Servers for the tests that talk to one: `edgekv serve` in a process, or its endpoints without a socket."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ class Server(NamedTuple):
 def serving(
     folder: pathlib.Path, *options: object, template: str = TEMPLATE, model: pathlib.Path = DEMO
 ) -> Iterator[Server]:
-    """A model on a free port, with a template; ends with the block."""
+    """Serves a model on a free port, with a template, until the block ends."""
     file = folder / "template.jinja"
     file.write_text(template)
     command = [sys.executable, "-m", "edgekv", "serve", "--model", str(model), "--port", "0", "--ctx", "1024"]
@@ -72,7 +72,7 @@ def asked(
     origins: Sequence[str] = (),
     **options: Any,
 ) -> "Iterator[TestClient]":
-    """The endpoints without a process or a socket. raising: an endpoint's fault, in place of its answer."""
+    """Opens the endpoints without a process or a socket. raising: an endpoint's fault, in place of its answer."""
     from starlette.testclient import TestClient
 
     from edgekv.server.app import build_app
@@ -92,7 +92,7 @@ def asked(
 
 @contextlib.contextmanager
 def openai_client(http: "TestClient") -> "Iterator[openai.OpenAI]":
-    """OpenAI's own client of the endpoints."""
+    """Opens OpenAI's own client of the endpoints."""
     import openai  # takes a second
 
     yield openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
@@ -114,7 +114,7 @@ def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, d
 
 
 def chat(client: "openai.OpenAI", *messages: str, **options: Any) -> Any:
-    """User and assistant in turn."""
+    """Asks for an answer to messages of user and assistant in turn."""
     roles = ("user", "assistant")
     turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
     options = {"max_tokens": 20, "temperature": 0} | options

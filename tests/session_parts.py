@@ -1,4 +1,4 @@
-"""A session file taken apart, and put together with honest checksums."""
+"""Takes a session file apart, and puts it together again with honest checksums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from edgekv.engine.session_file import VERSION, checksum
 
 
 def parts(data: bytes) -> tuple[Any, dict[str, Any], bytes]:
-    """Content, entries of the arrays (name: dtype, shape, data_offsets), and the arrays' bytes."""
+    """Returns content, entries of the arrays (name: dtype, shape, data_offsets), and the arrays' bytes."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     return json.loads(header.pop("__metadata__")["content"]), header, data[end:]
 
 
 def joined(content: Any, entries: Any, arrays: bytes) -> bytes:
-    """The file. content, entries: bytes are taken as they are; where an entry lies there is no honest checksum."""
+    """Returns a file's bytes; a lying entry has no honest checksum. content and entries may be bytes."""
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     try:
         crc = checksum(text, [(name, e["dtype"], e["shape"], _array(e, arrays)) for name, e in entries.items()])
@@ -45,7 +45,7 @@ def _array(entry: dict[str, Any], arrays: bytes) -> Any:
 def rewritten(
     source: pathlib.Path, target: pathlib.Path, change: Callable[[Any], Any], part: str = "content"
 ) -> pathlib.Path:
-    """The file with other content, or other ``entries``; the checksum is honest."""
+    """Writes the file with other content, or other ``entries``, and an honest checksum."""
     content, entries, arrays = parts(source.read_bytes())
     given = {"content": content, "entries": entries}
     changed = change(given[part])
@@ -55,7 +55,7 @@ def rewritten(
 
 
 def put(path: str, value: Any) -> Callable[[Any], None]:
-    """Sets one entry: a/b/0 is content["a"]["b"][0]."""
+    """Returns a change that sets one entry: a/b/0 is content["a"]["b"][0]."""
 
     def change(content: Any) -> None:
         *parents, last = path.split("/")

@@ -1,4 +1,4 @@
-"""Several texts at once: a decoder that records its passes, and work in threads that begin together."""
+"""Helpers for several texts at once: a decoder that records its passes, and threads that begin together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOTS = 3
 
 
 class Recorded:
-    """A decoder's passes, by the number of conversations in each."""
+    """The passes of a session's decoder, by the number of conversations in each."""
 
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -30,7 +30,7 @@ class Recorded:
 
 
 def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Each in a thread of its own, begun together."""
+    """Runs each work in a thread of its own, begun together."""
     barrier = threading.Barrier(len(works))
 
     def run(work: Callable[[], Any]) -> Any:

@@ -8,7 +8,8 @@ import pytest
 from cache_cases import Heads, draw, relative
 from helpers import SCHEMES, n_cached
 
-from edgekv import SamplingParams, Session
+from edgekv import Session
+from edgekv.checkpoint.hub import shipped_model
 from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.kvcache.policies import SinkWindowCache
 
@@ -161,12 +162,9 @@ def test_layers_that_were_interrupted_meet_at_one_length(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def demo() -> tuple[Session, list[int]]:
-    """The demo model and a text of its own."""
+    """Returns the demo model and tokens of a text that it wrote."""
     session = Session.load("demo", weights="f32", ctx=1024)
-    prompt = session.encode("It was a dark night when the old man")
-    unfiltered = SamplingParams(temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=5)
-    steps = session.generate(prompt, max_new_tokens=900, sampling=unfiltered)
-    return session, prompt + [step.token for step in steps]
+    return session, session.encode((shipped_model("demo") / "prose.txt").read_text())[:900]
 
 
 @pytest.mark.parametrize(("back", "most_recomputed", "bound"), [(17, 0, 8e-4), (200, 2 * 128 + 64, 2e-5)])
@@ -176,12 +174,11 @@ def test_the_next_tokens_are_nearly_as_likely(
 ) -> None:
     """KL to a session that was never rewound, over 32 tokens.
 
-    Measured on this text: kivi2 2.0e-4, onebit 4.5e-4, kvcomp 9e-5 where nothing is computed again; onebit 4.9e-4
-    on another.
+    Measured where nothing is computed again: kivi2 4.4e-5, onebit 5.6e-4.
     """
     loaded, ids = demo
     divergence = []
-    for n in (500, 521, 578, 597):
+    for n in (500, 578):
         logs = []
         for go_on in (False, True):
             session = loaded.fork(kv=kv)

@@ -1,4 +1,4 @@
-"""A tiny random model of each kind that differs from a plain Llama, ready to chat with; written once a run.
+"""Tiny random models of each kind that differs from a plain Llama, ready to chat with, written once a run.
 
 Tokens are characters: any text of ASCII letters, digits and signs has ids, and is what its ids decode to.
 """
@@ -34,7 +34,7 @@ TEMPLATE = """\
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:
-    """tokenizer.json of characters, and tokenizer_config.json with the chat template."""
+    """Writes a tokenizer.json of characters, and tokenizer_config.json with the chat template."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(NAMES)}, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -46,7 +46,7 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 
 def write(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """The model of one of FAMILIES with POSITIONS, its tokenizer and its template, as a Hugging Face folder."""
+    """Writes the model of one of FAMILIES with POSITIONS, its tokenizer and its template, as a folder."""
     if name == "llava":
         vision_cases.write_model(folder)
         text = vision_cases.CONFIG["text_config"] | {"max_position_embeddings": POSITIONS}
@@ -64,5 +64,5 @@ def _written(root: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def tiny_model(name: str, factory: pytest.TempPathFactory) -> pathlib.Path:
-    """One of FAMILIES in the run's temporary folder, the same for every caller: not to be changed."""
+    """Returns one of FAMILIES in the run's temporary folder, shared by all callers, which must not change it."""
     return _written(factory.getbasetemp(), name)

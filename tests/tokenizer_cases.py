@@ -102,7 +102,7 @@ MAKE: dict[str, Callable[[pathlib.Path], None]] = {
 
 
 def make_folders(factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """A folder of each of FORMATS."""
+    """Writes a folder of each of FORMATS."""
     made = {}
     for name, make in MAKE.items():
         made[name] = factory.mktemp(name.replace(" ", "_"))
@@ -111,7 +111,7 @@ def make_folders(factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], *, at_start: bool = True) -> list[str]:
-    """What has been printed after each token, and after the flush."""
+    """Returns what has been printed after each token, and after the flush."""
     decoder = StreamDecoder(tokenizer, at_start=at_start)
     parts = [decoder.push(token_id) for token_id in ids] + [decoder.flush()]
     return ["".join(parts[: i + 1]) for i in range(len(parts))]

@@ -1,4 +1,4 @@
-"""A tiny random LLaVA folder, and images; tools/golden/vision.py runs the same through transformers."""
+"""A tiny random LLaVA folder, and images, which tools/golden/vision.py runs through transformers too."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROMPT = (1, 17, 4, IMAGE_TOKEN, 9, IMAGE_TOKEN, 33, 34, 60)
 
 
 def pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
-    """A random image of smooth and of sharp parts."""
+    """Draws a random image of smooth and of sharp parts."""
     rng = np.random.default_rng(1000 * height + width)
     coarse = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3))
     smooth = coarse.repeat(4, 0).repeat(4, 1)[:height, :width]
@@ -81,12 +81,12 @@ def projector() -> dict[str, F32]:
 
 
 def patches() -> tuple[F32, F32]:
-    """Weight and bias of the convolution that is the whole vision encoder."""
+    """Returns weight and bias of the convolution that is the whole vision encoder."""
     return draw("patch", D_VISION, 3, PATCH, PATCH), draw("patch bias", D_VISION)
 
 
 def tensors() -> dict[str, F32]:
-    """The decoder's, by the names of an ordinary Llama."""
+    """Returns the decoder's tensors, by the names of an ordinary Llama."""
     shapes = architecture(TEXT).tensors()
     return {name: golden_cases.draw("llava", name, shape) for name, shape in shapes.items()}
 
@@ -128,7 +128,7 @@ def vision_onnx(
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """A word per id, w3 to w94, with bos, eos and <image> at their places."""
+    """Returns a tokenizer with a word per id, w3 to w94, and bos, eos and <image> at their places."""
     names = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, IMAGE_TOKEN))]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, "<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -139,7 +139,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_model(folder: pathlib.Path, *, newer: bool = False, apart: bool = False) -> pathlib.Path:
-    """The model as a LLaVA folder; ``newer``: later tensor names; ``apart``: the projector in its own file."""
+    """Writes a LLaVA folder; ``newer``: later tensor names; ``apart``: the projector in its own file."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {}
     for name, array in tensors().items():

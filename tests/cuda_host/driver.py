@@ -109,7 +109,7 @@ def _unwrap(x: Any) -> Any:
 
 
 def _keys(key: Any) -> Any:
-    """Indices may be NumPy arrays, as with CuPy."""
+    """Returns the indices for NumPy; they may be NumPy arrays, as with CuPy."""
     parts = key if isinstance(key, tuple) else (key,)
     unwrapped = tuple(x.host if isinstance(x, HostArray) else x for x in parts)
     return unwrapped if isinstance(key, tuple) else unwrapped[0]
@@ -122,11 +122,11 @@ def _wrap(x: Any) -> Any:
 
 
 class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
+    """An error that is named and worded as CuPy's."""
 
 
 class HostDriver:
-    """`edgekv.kernels.cuda.driver.Driver` on the CPU.
+    """A CPU in place of `edgekv.kernels.cuda.driver.Driver`.
 
     In every other launch the threads take turns from the last on.
     """
@@ -141,7 +141,7 @@ class HostDriver:
         self.shift, self.still = self.moves[:1], self.moves[-1:]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """Poisoned: every byte is 0xff, NaN in floats."""
+        """Returns a poisoned array: every byte is 0xff, NaN in floats."""
         x = np.empty(self._allowed(shape, dtype), dtype)
         x.reshape(-1).view(np.uint8).fill(0xFF)
         return HostArray(x)
@@ -171,7 +171,7 @@ class HostDriver:
         return self.free
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Nothing is recorded here: the step runs once without its launches, and a replay takes it again."""
+        """Runs the step once without its launches, and returns it to be run again, as nothing is recorded here."""
         HostArray.is_recording = True
         try:
             step()
@@ -198,7 +198,7 @@ class HostDriver:
 
 @functools.cache
 def _build(program: Program) -> tuple[ctypes.CDLL, dict[str, int]]:
-    """The program with one function per kernel that runs it on the CPU, and the kernels' numbers of arguments."""
+    """Compiles the program with a function per kernel that runs it here; returns their argument counts too."""
     source, counts = program.source(("common",)), {}
     given = dict(program.macros)
     compiled = OPTIONAL.sub(lambda part: part[0] if part[1] in given else "", source)
@@ -222,7 +222,7 @@ def _build(program: Program) -> tuple[ctypes.CDLL, dict[str, int]]:
 
 @functools.cache
 def _shim() -> pathlib.Path:
-    """The shim in a folder of its own, precompiled: most of what there is to compile."""
+    """Precompiles the shim, which is most of what there is to compile, in a folder of its own."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, to run the CUDA kernels on the CPU")
     folder = pathlib.Path(tempfile.gettempdir()) / f"edgekv-cuda-{os.getuid()}-{_digest(SHIM.read_text(), *FLAGS)}"

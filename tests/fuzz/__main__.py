@@ -22,7 +22,7 @@ from .runner import Case, ready, run, run_case
 
 
 def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:
-    """Endless: in each round every kind, but the slow ones in few."""
+    """Yields cases without an end: in each round every kind, but the slow ones in few."""
     rng = random.Random(seed)
     for n in itertools.count():
         for kind in kinds:

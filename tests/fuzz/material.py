@@ -70,7 +70,7 @@ class Material:
         self._uses(folder)
 
     def _checkpoints(self, folder: pathlib.Path) -> None:
-        """Models of every layout, tokenizers among them, and a store of quantized weights."""
+        """Writes models of every layout, tokenizers among them, and a store of quantized weights."""
         self.llama = golden_cases.write_checkpoint("llama31", folder / "llama31")
         self.gpt2 = golden_cases.write_checkpoint("gpt2", folder / "gpt2")
         self.llava = vision_cases.write_model(folder / "llava")
@@ -105,7 +105,7 @@ class Material:
                 build(model.weights, model.weight_format(weights), self.stores[-1], None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
-        """Saved texts, each with two loaded models that read it.
+        """Saves texts, each with two loaded models that read it.
 
         Of each scheme, and of models with layers that do not attend.
         """
@@ -125,7 +125,7 @@ class Material:
             self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", folder / "session"))
 
     def _uses(self, folder: pathlib.Path) -> None:
-        """A cache folder in which everything is remembered; compiles what cases use."""
+        """Fills a cache folder with all that is remembered, and compiles what cases use."""
         for source, weights in itertools.product((self.llama, self.talker), self.weights):
             with Session.load(source, weights=weights, threads=1) as session:
                 list(session.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))
@@ -141,7 +141,7 @@ class Material:
             Verdicts(Model.open(self.talker)).remember(CacheSpec.parse("kivi2"), verdict, {"text": "x"})
 
     def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
-        """A model with CTX positions, on the reference and on the CPU."""
+        """Opens a model with CTX positions, on the reference and on the CPU."""
         longer = _with_positions(source, folder)
         loaded, compiled = (
             Session.load(longer, weights="f32", device=each, threads=1) for each in ("numpy", "cpu")
@@ -149,7 +149,7 @@ class Material:
         return loaded, compiled
 
     def _images(self, folder: pathlib.Path) -> None:
-        """A picture in every format that is read."""
+        """Encodes a picture in every format that is read."""
         self.images = []
         whole = Image.fromarray(vision_cases.pixels(20, 30))
         for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
@@ -158,7 +158,7 @@ class Material:
 
 
 def _with_positions(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """A copy of the model with CTX positions, where they are no weights."""
+    """Copies the model with CTX positions, where they are no weights."""
     shutil.copytree(source, folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))

@@ -1,4 +1,4 @@
-"""Kinds of input that are files: of a model, a saved session, the cache folder."""
+"""Kinds of damaged input that are files: models, saved sessions, the cache folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEAD = 4096  # bytes in which most of the damage is done: the data behind them a
 
 
 def used(folder: pathlib.Path, **options: Any) -> None:
-    """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
+    """Opens, plans, loads and runs the model for a few tokens, as far as it goes."""
     chosen = {"weights": "f32", "device": "numpy"} | options
     SessionPlan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
     session = Session.load(folder, ctx=16, **chosen)
@@ -71,7 +71,7 @@ def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """NaN, infinities and huge numbers in a model's weights, through every format and scheme."""
+    """Puts NaN, infinities and huge numbers into a model's weights, through every format and scheme."""
     source = rng.choice(m.lasting)
     shutil.copy(source / "config.json", folder)
     tensors = (source / "model.safetensors").read_bytes()
@@ -84,7 +84,7 @@ def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """What config.json says of the packing is damaged, the header of the tensors, or the numbers in them."""
+    """Damages what config.json says of the packing, the header of the tensors, or the numbers in them."""
     source = rng.choice(m.packed)
     raw, tensors = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
     what = rng.randrange(3)
@@ -101,7 +101,7 @@ def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """One tensor as a library packed it: its parts damaged, of other types and shapes, or gone."""
+    """Damages parts of a tensor that a library packed, gives them other types and shapes, or removes them."""
     name = rng.choice(sorted(packed_cases.LIBRARIES))
     settings, _, _ = packed_cases.LIBRARIES[name]
     parts = packed_cases.library_tensors(name)
@@ -180,7 +180,7 @@ def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Its header is damaged, or the blocks behind it."""
+    """Damages a file's header, or the blocks behind it."""
     data = rng.choice(m.gguf).read_bytes()
     data = damaged(data, rng, HEAD) if rng.random() < 0.6 else poisoned(data, rng, HEAD)
     (folder / "model.gguf").write_bytes(data)
@@ -254,7 +254,7 @@ def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
-    """Honest checksums, lying content."""
+    """Restores a file with honest checksums and lying content."""
     return _lying(m.sessions, folder, rng)
 
 
@@ -277,7 +277,7 @@ def _changed(
     change: Callable[[bytes, Random], bytes],
     rng: Random,
 ) -> bytes:
-    """The arrays with one of them changed, as many bytes as before."""
+    """Returns the arrays with one of them changed, as many bytes as before."""
     a, b = entry["data_offsets"]
     changed = change(arrays[a:b], rng)[: b - a]
     return arrays[:a] + changed.ljust(b - a, b"\0") + arrays[b:]
@@ -290,7 +290,7 @@ def _restored(folder: pathlib.Path, data: bytes, model: Session) -> Session:
 
 @kind
 def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """A lying session that was accepted goes on."""
+    """Goes on with a lying session that was accepted."""
     _resume(session(m, folder, rng), rng)
 
 
@@ -302,13 +302,13 @@ def _resume(restored: Session, rng: Random) -> None:
 
 @kind
 def recurrent(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Of a model with layers that do not attend."""
+    """Restores a lying session of a model with layers that do not attend."""
     _resume(_lying(m.recurrent_sessions, folder, rng), rng)
 
 
 @kind
 def numbers(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """NaN, infinities and huge numbers in what is saved, of every scheme and family."""
+    """Puts NaN, infinities and huge numbers into what is saved, of every scheme and family."""
     data, models = rng.choice([*m.sessions[::2], *m.recurrent_sessions, *m.family_sessions])
     content, entries, arrays = parts(data)
     for entry in rng.sample(list(entries.values()), min(len(entries), rng.choice((1, 1, 2, 100)))):
@@ -323,7 +323,7 @@ def numbers(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def remembered(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Whatever a file of the cache holds, all that it was remembered for goes on: it is made again."""
+    """Puts anything into a file of the cache; all that it was remembered for must go on, as it is made again."""
     shutil.copytree(m.cache, folder / "cache")
     files = [file for file in sorted((folder / "cache").rglob("*")) if file.is_file()]
     for file in rng.sample(files, rng.choice((1, 1, 2))):
@@ -340,7 +340,7 @@ def remembered(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 
 def use_remembered(m: Material) -> None:
-    """What makes, or reads, each kind of file in the cache."""
+    """Uses what makes, or reads, each kind of file in the cache."""
     for path, kv in ((m.talker, "planes"), (m.gguf[0], "onebit")):
         with Session.load(path, kv=kv, weights="int4" if path == m.talker else "auto") as session:
             session.prefill([1, 2, 3])

@@ -18,7 +18,7 @@ RARE = {"template": 20, "remembered": 10, "weights": 4, "numbers": 4}
 
 
 def kind(function: Callable[..., object]) -> Callable[..., Any]:
-    """Decorates a function (material, folder, rng) whose name is the kind's."""
+    """Registers a function (material, folder, rng) as the kind of its name."""
     KINDS[function.__name__] = function
     return function
 
@@ -32,7 +32,7 @@ NUMBERS = (0, 1, 2, 127, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 32, (1
 
 
 def damaged(data: bytes, rng: random.Random, head: int = 1 << 30) -> bytes:
-    """Some flips, cuts, repeats and sizes that lie, mostly within the first ``head`` bytes."""
+    """Returns data with some flips, cuts, repeats and lying sizes, mostly within the first ``head`` bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         if not out:
@@ -64,7 +64,7 @@ NUMBERS_AS_BYTES = (*map(np.float32.tobytes, SINGLES), *map(np.float16.tobytes, 
 
 
 def poisoned(data: bytes, rng: random.Random, head: int = 0) -> bytes:
-    """Runs of NaN, infinities and numbers near the ends of their range behind the first ``head`` bytes."""
+    """Returns data with runs of NaN, infinities and extreme numbers behind the first ``head`` bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         number = rng.choice(NUMBERS_AS_BYTES)
@@ -76,7 +76,7 @@ def poisoned(data: bytes, rng: random.Random, head: int = 0) -> bytes:
 
 
 def poisoned_tensors(data: bytes, rng: random.Random) -> bytes:
-    """A .safetensors file with such numbers in one of its tensors, or anywhere."""
+    """Returns a .safetensors file with such numbers in one of its tensors, or anywhere."""
     start = 8 + int.from_bytes(data[:8], "little")
     if rng.random() < 0.3:
         return poisoned(data, rng, start)
@@ -87,7 +87,7 @@ def poisoned_tensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all entries."""
+    """Returns the paths of all entries."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield (*path, key)
@@ -95,7 +95,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(value: Any, rng: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
-    """A copy with a few entries replaced, removed, repeated, renamed or scaled."""
+    """Returns a copy with a few entries replaced, removed, repeated, renamed or scaled."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         every = list(places(value))
@@ -122,7 +122,7 @@ def mutated(value: Any, rng: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
 
 
 def as_json(value: Any, rng: random.Random) -> bytes:
-    """Its text, which is now and then damaged too, or nested without end."""
+    """Returns its text, which is now and then damaged too, or nested without end."""
     text = json.dumps(value).encode()
     what = rng.randrange(12)
     if what == 0:

@@ -1,4 +1,4 @@
-"""Runs cases in worker processes, within limits of time and memory: a crash ends a worker and not the run.
+"""Runs cases in worker processes, within limits of time and memory, so that a crash ends no more than a worker.
 
 A worker gets a line of JSON for each case, and answers with one.
 """
@@ -47,7 +47,7 @@ NEVER: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass
 class Tally:
-    """Cases by kind and outcome, seconds by kind, and what failed: the case and why."""
+    """Cases by kind and outcome, seconds by kind, and each failure with its reason."""
 
     counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -66,7 +66,7 @@ class Tally:
 
 
 class Worker:
-    """One process; started anew after it died or was ended."""
+    """A worker process, started anew after it died or was ended."""
 
     def __init__(self) -> None:
         self._start()
@@ -129,7 +129,7 @@ def run(
     seconds: float | None = None,
     worker: Worker | None = None,
 ) -> Tally:
-    """All cases, or as many as ``seconds`` allow once the worker, an own one by default, is ready."""
+    """Runs all cases, or as many as ``seconds`` allow once the worker, by default a new one, is ready."""
     tally, own = Tally(), worker or Worker()
     begun = time.monotonic()
     try:
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def ready() -> None:
-    """What no case is about takes no time from now on: writes that reach the disk, kernels compiled ahead."""
+    """Compiles kernels and ends disk writes, so that they take no time of a case."""
     from edgekv.engine import loading
 
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def ready() -> None:
 
 
 def run_case(kind: str, seed: int, made: Any, folder: pathlib.Path) -> None:
-    """One case in its folder, which is the working folder too."""
+    """Runs a case in its folder, which is the working folder too."""
     here = pathlib.Path.cwd()
     os.chdir(folder)
     try:
@@ -203,7 +203,7 @@ def run_case(kind: str, seed: int, made: Any, folder: pathlib.Path) -> None:
 
 
 def say(value: object) -> None:
-    """Libraries may print to standard output too."""
+    """Answers on standard output, to which libraries may print too."""
     print(f"\n{ANSWER}{json.dumps(value)}", flush=True)
 
 

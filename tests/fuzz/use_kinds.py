@@ -1,4 +1,4 @@
-"""Kinds of input that a client, a program or a model gives: requests, schemas, templates, options, answers."""
+"""Kinds of damaged input from a client, a program or a model: requests, schemas, templates, options, answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SCHEMA: dict[str, Any] = {
 
 @kind
 def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """A few tokens of a text that follows it."""
+    """Generates a few tokens of a text that follows a damaged schema."""
     vocabulary = m.tokenizer.vocab_size
     constraint = JsonSchema(mutated(SCHEMA, rng) or {}, m.tokenizer, vocabulary)
     for _ in range(3):
@@ -143,7 +143,7 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 @kind
 def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """An answer of a model gone astray, in pieces of any length."""
+    """Reads an answer of a model gone astray, in pieces of any length."""
     text = damaged(ANSWER.encode(), rng, len(ANSWER)).decode(errors="replace")
     reader = AnswerParser(thinks=rng.random() < 0.3, form=rng.choice(list(TOOL_FORMATS.values())))
     while text:
@@ -188,7 +188,7 @@ VALUES = (
 
 @kind
 def options(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """A scheme with odd values of its options: refused, or it holds a text."""
+    """Gives a scheme odd values of its options: they are refused, or it holds a text."""
     name = rng.choice(list(schemes()))
     fields = dataclasses.fields(schemes()[name].Config)
     words = [f"v{value}" for value in ("min", "max", "mad", "minmax", "layer", "head", "token")]

@@ -30,7 +30,7 @@ N_GOLDEN = 60
 
 
 def attention(kv: str, kernels: Kernels) -> np.ndarray:
-    """Of 2 heads on a KV head of 64 channels, for the last of N_TOKENS random tokens."""
+    """Returns the attention of the last of N_TOKENS random tokens: 2 heads on a KV head of 64 channels."""
     rng, spec = np.random.default_rng(0), CacheSpec.parse(kv)
     q, k, v = (rng.standard_normal((heads, N_TOKENS, 64)).astype(np.float32) for heads in (2, 1, 1))
     q /= np.float32(np.sqrt(64))

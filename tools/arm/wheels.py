@@ -1,4 +1,4 @@
-"""Whether every dependency has a wheel for 64-bit Arm boards, at the lowest versions accepted and at the newest.
+"""Checks that every dependency has a wheel for 64-bit Arm boards, at the lowest accepted versions and the newest.
 
     python tools/arm/wheels.py             needs uv (`pip install uv`) and a package index
 
@@ -40,7 +40,7 @@ LEGACY = {"manylinux2014_aarch64": (2, 17)}
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """versions and glibc (the oldest that will do) by package; n_bytes of all wheels; or why there is none."""
+    """Versions and the oldest sufficient glibc by package, the bytes of all wheels, or the reason for failure."""
 
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     glibc: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -49,7 +49,7 @@ class Resolved:
 
 
 def resolve(python: str, resolution: str) -> Resolved:
-    """What uv chooses for a board, from wheels alone."""
+    """Returns what uv chooses for a board, from wheels alone."""
     with tempfile.TemporaryDirectory() as folder:
         lock = pathlib.Path(folder) / "pylock.toml"
         command = [uv(), "pip", "compile", "--quiet", "--no-config", "--no-python-downloads"]
@@ -63,7 +63,7 @@ def resolve(python: str, resolution: str) -> Resolved:
 
 
 def read_lock(text: str) -> Resolved:
-    """Of a pylock.toml. A package of which no wheel is for any Linux on Arm is a failure, named."""
+    """Reads a pylock.toml. A package without any wheel for Linux on Arm is a failure that names it."""
     versions, glibcs, total = {}, {}, 0
     for part in text.split("[[packages]]")[1:]:
         name, version = (re.search(rf'^{key} = "([^"]+)"', part, re.MULTILINE) for key in ("name", "version"))
@@ -81,7 +81,7 @@ def read_lock(text: str) -> Resolved:
 
 
 def glibc_of(wheel: str) -> tuple[int, int] | None:
-    """The oldest glibc that a wheel's tags accept, (0, 0) of one for any machine, None of one for others."""
+    """Returns the oldest glibc that a wheel's tags accept: (0, 0) for any machine, None for others."""
     platforms = wheel.removesuffix(".whl").split("-")[-1].split(".")
     if "any" in platforms:
         return 0, 0
@@ -91,7 +91,7 @@ def glibc_of(wheel: str) -> tuple[int, int] | None:
 
 
 def uv() -> str:
-    """Beside this Python, or on the path."""
+    """Returns the command uv beside this Python, or on the path."""
     beside = pathlib.Path(sys.executable).with_name("uv")
     program = str(beside) if beside.exists() else shutil.which("uv")
     if program is None:

@@ -1,4 +1,4 @@
-"""Decode and prefill of a shape in edgekv and in llama.cpp, in turns on one machine.
+"""Compares decode and prefill of a shape in edgekv and in llama.cpp, in turns on one machine.
 
     python tools/bench/compare_llamacpp.py --llama-bench BUILD/bin/llama-bench --shape llama2-7b --layers 4 \
         --ctx 0,8192 --kv onebit,planes --prefill 512 --rounds 3 --json compare.json
@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 def write_gguf(path: pathlib.Path, c: ModelConfig, raw: dict[str, Any]) -> None:
-    """A Llama of this shape with random Q4_0 matrices and no tokenizer."""
+    """Writes a Llama of this shape with random Q4_0 matrices and no tokenizer."""
     writer, rng = gguf.GGUFWriter(str(path), "llama"), np.random.default_rng(0)
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(c.hidden_size)
@@ -82,7 +82,7 @@ def write_gguf(path: pathlib.Path, c: ModelConfig, raw: dict[str, Any]) -> None:
 
 
 def llama_bench(program: str, model: pathlib.Path, threads: int, options: list[str]) -> dict[str, Any]:
-    """One result of llama-bench, run once."""
+    """Runs llama-bench once and returns its result."""
     command = [program, "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -92,7 +92,7 @@ def llama_bench(program: str, model: pathlib.Path, threads: int, options: list[s
 
 
 def edgekv_bench(arguments: argparse.Namespace, ctx: str) -> dict[str, Any]:
-    """What `edgekv bench --json` writes."""
+    """Returns what `edgekv bench --json` writes."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "bench.json"
         command = [sys.executable, "-m", "edgekv", "bench", "--shape", arguments.shape, "--weights", "int4"]
@@ -168,7 +168,7 @@ def main() -> None:
 def summary(
     theirs: dict[tuple[str, str], list[float]], ours: dict[tuple[str, str], list[float]], depths: list[str]
 ) -> list[dict[str, Any]]:
-    """A row per program and setting at each depth, with the ratio to llama.cpp's best there."""
+    """Returns a row per program and setting at each depth, with the ratio to llama.cpp's best there."""
     rows = []
     for depth in depths:
         best = min(statistics.median(times) for (_, at), times in theirs.items() if at == depth)

@@ -1,4 +1,4 @@
-"""Products with packed weights: milliseconds, bytes of weights and operations a second, by rows and threads.
+"""Measures products with packed weights: milliseconds, bytes and operations a second, by rows and threads.
 
     python tools/bench/products.py --weights int4,int4-32,int8 --rows 1,4,64,512 --threads 1,2
 
@@ -22,7 +22,7 @@ COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as ma
 
 
 def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> QuantizedWeights:
-    """Draws any weights in a format."""
+    """Draws random weights in a format."""
     blocks = n_blocks(columns, form.block)
     codes = rng.integers(0, 256, (rows, blocks, form.block * form.bits // 8), np.uint8)
     scales, offsets = (rng.random((rows, blocks), np.float32) / 100 for _ in range(2))

@@ -1,4 +1,4 @@
-"""Perplexity of weight formats beside f32, by llama-perplexity's method, so that both can be compared.
+"""Measures the perplexity of weight formats beside f32 by llama-perplexity's method, so that both compare.
 
     python tools/bench/weight_quality.py MODEL TEXT --weights int8/int4-32 [--stores FOLDER ...] [--chunks 128]
 

@@ -1,4 +1,4 @@
-"""Draw docs/pictures/schemes.svg, the README's: bytes of the cache, what is lost, and attention's speed.
+"""Draws docs/pictures/schemes.svg of the README: the cache's bytes, KL divergence, and attention's speed.
 
 usage: python tools/docs/pictures.py     (needs matplotlib)
 """
@@ -17,7 +17,7 @@ LEAST = 1e-5  # nats: rounding
 
 
 def points() -> dict[str, tuple[float, float]]:
-    """By name, percent of f16's bytes and KL of the schemes that lose something and have been measured."""
+    """Returns percent of f16's bytes and KL of the measured lossy schemes, by name."""
     found = measured(MODEL)
     exact = found[str(CacheSpec.parse("dense"))]["cache_bytes"]
     specs = [
@@ -29,7 +29,7 @@ def points() -> dict[str, tuple[float, float]]:
 
 
 def draw(path: pathlib.Path) -> None:
-    """Needs matplotlib."""
+    """Draws the picture with matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

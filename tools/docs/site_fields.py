@@ -1,4 +1,4 @@
-"""For the reference on the site: fields that a docstring tells one by one, `name: what it is`, become a list."""
+"""Makes a list of the fields that a docstring explains as `name: meaning`, for the reference on the site."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ FIELD = re.compile(r"^([a-z_]+(?:, [a-z_]+)*(?:\([a-z_, ]+\))?): (?=\S)")
 
 
 class Fields(griffe.Extension):
-    """Rewrites every docstring as Markdown."""
+    """An extension that rewrites every docstring as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each module, class, function and attribute that was read."""
+        """Rewrites the docstring of each module, class, function and attribute that was read."""
         if obj.docstring is not None:
             obj.docstring.value = listed(obj.docstring.value)
 
 
 def listed(text: str) -> str:
-    """A line that begins with a field's name begins an item; what is indented behind it goes on with the item."""
+    """Begins an item with each line that begins with a field's name; indented lines behind it belong to it."""
     lines: list[str] = []
     within = False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""For mkdocs: makes pages of files outside of docs/ and of the command line's help, and mends links across them.
+"""Makes pages of files outside docs/ and of the command line's help for mkdocs, and mends links across them.
 
 README.md, CONTRIBUTING.md, SECURITY.md and CHANGELOG.md become pages, and so does every command's --help.
 A link that leads out of docs/ to another file becomes plain text. `<!-- include: FILE -->` on a line of its own is

@@ -1,4 +1,4 @@
-"""Rewrite the tables of the documents that come from the code and from docs/lab/data, each between its marks:
+"""Rewrites the tables of the documents that come from the code and from docs/lab/data, each between its marks:
 
     <!-- table: NAME --> ... <!-- /table -->
 
@@ -82,13 +82,13 @@ def meters_table() -> str:
 
 
 def measured(model: str) -> dict[str, dict[str, Any]]:
-    """What `edgekv eval` found on held-out novels, by scheme as it is written today."""
+    """Returns what `edgekv eval` found on held-out novels, by scheme as it is written today."""
     runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
     return {_present(row["kv"]): row for run in runs for row in run["results"]}
 
 
 def _present(kv: str) -> str:
-    """With all options that are asked for; as it stands where its options are no more."""
+    """Returns a scheme with all options of today; as it stands where its options are no more."""
     try:
         spec = CacheSpec.parse(kv)
     except CacheError:
@@ -98,7 +98,7 @@ def _present(kv: str) -> str:
 
 
 def published() -> dict[str, Any]:
-    """What `edgekv.kvcache.choice.published_results` reads, from docs/lab/data."""
+    """Returns what `edgekv.kvcache.choice.published_results` reads, from docs/lab/data."""
     rows = json.loads((DATA / "bench-llama2-7b.json").read_text())["timings"]
     ms = {kv: row["attention_ms_layer"] for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))}
     return {
@@ -111,7 +111,7 @@ def published() -> dict[str, Any]:
 
 
 def worst_kl() -> dict[str, float]:
-    """The largest KL divergence of each preset on any model: held-out novels, and models with large key biases."""
+    """Returns each preset's largest KL on any model: held-out novels, and models with large key biases."""
     files = [*DATA.glob(f"quality-*-{TEXT}*"), *DATA.glob("key-bias-*")]
     rows = [row for path in sorted(files) for row in json.loads(path.read_text())["results"]]
     found: dict[str, float] = dict.fromkeys(PRESETS, 0.0)
@@ -122,7 +122,7 @@ def worst_kl() -> dict[str, float]:
 
 
 def _short(kv: str) -> str | None:
-    """The scheme as it is written today; None where it is no more."""
+    """Returns the scheme as it is written today, or None where it is no more."""
     try:
         return CacheSpec.parse(kv).short
     except CacheError:
@@ -163,7 +163,7 @@ def total(planned: SessionPlan) -> int:
 
 
 def longest(model: Model, kv: str, memory: int) -> int:
-    """Tokens of context, in whole STEPs, that fit; 0: none."""
+    """Returns the tokens of context, in whole STEPs, that fit; 0 where none do."""
     low, high = 0, model.config.max_positions // STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -175,7 +175,7 @@ def longest(model: Model, kv: str, memory: int) -> int:
 
 
 def memory_table() -> str:
-    """A row for each of the largest models that fit each memory."""
+    """Returns a row for each of the largest models that fit each memory."""
     names = [f"longest with {name}" for name in SCHEMES]
     head = ("memory", "model", "weights", "`--ctx`", "cache", "in all", *names)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -200,7 +200,7 @@ def boards() -> dict[str, Board]:
 
 
 def board_rows(name: str, board: Board) -> list[str]:
-    """A line per shape: tokens per second, and what belongs to them."""
+    """Returns a row per shape: tokens per second, and what belongs to them."""
     speeds = [m.gb_per_s for m in board.measured if isinstance(m, Bandwidth)]
     machine = (f"[{board.name}]({name}.md)", str(board.machine["cores"]), f"{max(speeds):.1f}" if speeds else "")
     lines = []

@@ -1,4 +1,4 @@
-"""The seeded faults: one small mistake each, as a change may bring it in, and the tests that catch it."""
+"""The seeded faults, each a small mistake as a change may bring it in, and the tests that catch it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """``text``, which is in one place of the package, becomes ``replacement``; ``tests`` are pytest's arguments.
+    """A ``text``, in one place of the package, that becomes ``replacement``; ``tests`` are pytest's arguments.
 
     The text finds the file, so that a file may move. Where the text itself changes, change it here too; where the
     code goes, put a fault of the same kind in its place.

@@ -29,11 +29,11 @@ FAILED = 1  # pytest's exit code for tests that fail, and for nothing else
 
 
 class Misplaced(Exception):
-    """A fault's text or test file isn't there once."""
+    """An error: a fault's text or test file isn't there once."""
 
 
 def place(fault: Fault, root: pathlib.Path) -> pathlib.Path:
-    """The file of the package that has the fault's text."""
+    """Returns the file of the package that has the fault's text."""
     files = [path for path in (root / "edgekv").rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".js")]
     counts = {path: path.read_text().count(fault.text) for path in files}
     found = [path for path, n in counts.items() for _ in range(n)]
@@ -44,7 +44,7 @@ def place(fault: Fault, root: pathlib.Path) -> pathlib.Path:
 
 
 def tests_of(fault: Fault, root: pathlib.Path) -> list[str]:
-    """The fault's arguments of pytest, the test file by its path."""
+    """Returns the fault's arguments of pytest, the test file by its path."""
     name, *rest = shlex.split(fault.tests)
     found = list((root / "tests").rglob(name))
     if len(found) != 1:
@@ -53,7 +53,7 @@ def tests_of(fault: Fault, root: pathlib.Path) -> list[str]:
 
 
 def misplaced(fault: Fault) -> str:
-    """What keeps the fault from being seeded; empty: nothing."""
+    """Returns what keeps the fault from being seeded, or an empty text."""
     try:
         place(fault, ROOT), tests_of(fault, ROOT)
     except Misplaced as error:
@@ -62,13 +62,13 @@ def misplaced(fault: Fault) -> str:
 
 
 def numbers(text: str) -> range:
-    """3 or 5-8."""
+    """Returns the numbers of an argument such as 3 or 5-8."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def seed_and_test(fault: Fault, tree: pathlib.Path, kernels: pathlib.Path, python: str) -> str:
-    """ "caught", "survived", or what kept the tests from running."""
+    """Returns "caught", "survived", or what kept the tests from running."""
     path, tests = place(fault, tree), tests_of(fault, tree)
     sound = path.read_text()
     faulty = sound.replace(fault.text, fault.replacement)

@@ -1,4 +1,4 @@
-"""Write tests/golden/gguf.json: what llama.cpp's converter writes of the models of tests/golden_cases.py.
+"""Writes tests/golden/gguf.json: what llama.cpp's converter writes of the models of tests/golden_cases.py.
 
 usage: python tools/golden/gguf_files.py LLAMA_CPP [--keep FOLDER]      (needs torch, transformers)
 
@@ -26,7 +26,7 @@ from edgekv.checkpoint.gguf import Header  # noqa: E402
 
 
 def convert(folder: pathlib.Path, out: pathlib.Path) -> None:
-    """By the converter, which chooses by the config's ``architectures``."""
+    """Converts by the converter, which chooses by the config's ``architectures``."""
     import gguf
     import torch
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
@@ -45,7 +45,7 @@ def _no_vocabulary(model: Any) -> None:
 
 
 def contents(path: pathlib.Path) -> dict[str, Any]:
-    """What the file holds, for JSON."""
+    """Returns what the file holds, for JSON."""
     header, data = Header(path), path.read_bytes()
     own = header.metadata["general.architecture"]
     tensors = {

@@ -1,4 +1,4 @@
-"""Write tests/golden/logits.npz: transformers' float32 logits of the tiny random models in tests/golden_cases.py,
+"""Writes tests/golden/logits.npz: transformers' float32 logits of the tiny random models in tests/golden_cases.py,
 and under NAME/greedy the tokens with which it continues a prompt; and tests/golden/lora.npz: logits of the models
 with the LoRAs of tests/lora_cases.py, which PEFT merges into them.
 
@@ -24,7 +24,7 @@ KEPT = slice(None, None, 3)  # every third position keeps the file small
 
 
 def reference_model(folder: pathlib.Path) -> Any:
-    """transformers' own implementation."""
+    """Returns transformers' own implementation."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -33,7 +33,7 @@ def reference_model(folder: pathlib.Path) -> Any:
 
 
 def reference_logits(folder: pathlib.Path, tokens: list[int]) -> np.ndarray:
-    """(n, vocab) float32 logits of transformers' own implementation."""
+    """Returns the logits (n, vocab) float32 of transformers' own implementation."""
     import torch
 
     with torch.no_grad():
@@ -41,7 +41,7 @@ def reference_logits(folder: pathlib.Path, tokens: list[int]) -> np.ndarray:
 
 
 def reference_text(folder: pathlib.Path, tokens: list[int], n: int) -> np.ndarray:
-    """The n tokens with which transformers continues a prompt, the likeliest one each time."""
+    """Returns the n tokens with which transformers continues a prompt, the likeliest one each time."""
     import torch
 
     model = reference_model(folder)
@@ -53,7 +53,7 @@ def reference_text(folder: pathlib.Path, tokens: list[int], n: int) -> np.ndarra
 
 
 def merged_logits(name: str, folder: pathlib.Path) -> np.ndarray:
-    """(n, vocab) float32, every third position."""
+    """Returns every third position's logits (n, vocab) float32."""
     import torch
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer

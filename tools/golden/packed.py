@@ -1,4 +1,4 @@
-"""Write tests/golden/packed.npz: a small random matrix as the libraries pack it, and what they unpack from that.
+"""Writes tests/golden/packed.npz: a small random matrix as the libraries pack it, and what they unpack from that.
 
 usage: python tools/golden/packed.py      (needs torch and compressed-tensors)
 
@@ -16,7 +16,7 @@ ROWS, COLUMNS = 12, 256
 
 
 def matrix() -> np.ndarray:
-    """(ROWS, COLUMNS) float32, with a few large numbers."""
+    """Draws a matrix (ROWS, COLUMNS) float32, with a few large numbers."""
     rng = np.random.default_rng(7)
     w = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32) * 0.1
     w[rng.random(w.shape) < 0.01] *= 6
@@ -26,7 +26,7 @@ def matrix() -> np.ndarray:
 def compressed(
     w: np.ndarray, bits: int, group: int, symmetric: bool, form: str, kind: str = "int"
 ) -> dict[str, Any]:
-    """compressed-tensors. group 0: one scale per row."""
+    """Packs by compressed-tensors. group 0: one scale per row."""
     import torch
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -46,7 +46,7 @@ def compressed(
 
 
 def stored(tensor: Any) -> np.ndarray:
-    """A tensor for a .npz file; FP8 as its bytes."""
+    """Returns a tensor for a .npz file; FP8 as its bytes."""
     import torch
 
     return np.asarray((tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).numpy())

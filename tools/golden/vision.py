@@ -1,4 +1,4 @@
-"""Write tests/golden/vision.npz: what transformers makes of the model and the images of tests/vision_cases.py.
+"""Writes tests/golden/vision.npz: what transformers makes of the model and the images of tests/vision_cases.py.
 
 usage: python tools/golden/vision.py      (needs torch and transformers: pip install '.[torch,vision]')
 """
@@ -16,7 +16,7 @@ import vision_cases as cases  # noqa: E402
 
 
 def pixel_values(settings: dict, size: tuple[int, int]) -> np.ndarray:
-    """(3, height, width) float32 of one image."""
+    """Returns one image as (3, height, width) float32."""
     from PIL import Image
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -25,7 +25,7 @@ def pixel_values(settings: dict, size: tuple[int, int]) -> np.ndarray:
 
 
 def logits(folder: pathlib.Path, images: list[np.ndarray]) -> np.ndarray:
-    """(n, vocab) float32 of the prompt with its images, whose encoder is one convolution."""
+    """Returns the logits (n, vocab) float32 of the prompt with its images, whose encoder is one convolution."""
     import torch
     from transformers import LlavaForConditionalGeneration
     from transformers.modeling_outputs import BaseModelOutputWithPooling

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one run: tests, then measurements. Prints a log and writes all as JSON.
+"""Runs everything that needs a GPU: tests, then measurements. Prints a log and writes all as JSON.
 
 usage: python tools/gpu/check.py [--out FOLDER] [--only SECTION ...] [--seconds 500]
 
@@ -40,7 +40,7 @@ TEST_SECONDS = 200
 
 
 class Log:
-    """What was found: printed at once, kept for the JSON file."""
+    """Findings that are printed at once and kept for the JSON file."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.tables, self.facts = folder, {}, {}  # type: tuple[pathlib.Path, dict[str, str], dict[str, Any]]
@@ -96,7 +96,7 @@ def tests(gpu: measure.Gpu, log: Log) -> None:
 
 
 def attention(gpu: measure.Gpu, log: Log) -> None:
-    """Per layer, 32 heads of 128, one token: append and attend."""
+    """Measures attention per layer, 32 heads of 128, one token: append and attend."""
     bandwidth, results = gpu.copy_bandwidth(), []
 
     def rows() -> Iterable[Sequence[object]]:
@@ -118,7 +118,7 @@ def attention(gpu: measure.Gpu, log: Log) -> None:
 
 
 def torch(gpu: measure.Gpu, log: Log) -> None:
-    """PyTorch's attention and cuBLAS's matrix-vector products on the same shapes."""
+    """Measures PyTorch's attention and cuBLAS's matrix-vector products on the same shapes."""
 
     def rows() -> Iterable[Sequence[object]]:
         for depth in DEPTHS:
@@ -138,7 +138,7 @@ def torch(gpu: measure.Gpu, log: Log) -> None:
 
 
 def profile(gpu: measure.Gpu, log: Log) -> None:
-    """Each kernel of a token's attention by itself."""
+    """Measures each kernel of a token's attention by itself."""
     found = []
 
     def rows() -> Iterable[Sequence[object]]:
@@ -153,7 +153,7 @@ def profile(gpu: measure.Gpu, log: Log) -> None:
 
 
 def weights(gpu: measure.Gpu, log: Log) -> None:
-    """A matrix of 4,096 x 11,008 times one activation."""
+    """Measures a matrix of 4,096 x 11,008 times one activation."""
 
     def rows() -> Iterable[Sequence[object]]:
         for name, seconds, n_bytes in measure.weight_products(gpu):
@@ -163,7 +163,7 @@ def weights(gpu: measure.Gpu, log: Log) -> None:
 
 
 def prompts(gpu: measure.Gpu, log: Log) -> None:
-    """One layer's attention over a whole prompt, and one matrix of 4,096 x 11,008 times it."""
+    """Measures a layer's attention over a whole prompt, and one matrix of 4,096 x 11,008 times it."""
 
     def rows() -> Iterable[Sequence[object]]:
         for n in measure.PROMPTS:
@@ -181,7 +181,7 @@ def prompts(gpu: measure.Gpu, log: Log) -> None:
 
 
 def whole(gpu: measure.Gpu, log: Log) -> None:
-    """Llama 2 7B's shape, random int4 weights, some tokens in the cache."""
+    """Measures Llama 2 7B's shape with random int4 weights and some tokens in the cache."""
     results = []
 
     def rows() -> Iterable[Sequence[object]]:

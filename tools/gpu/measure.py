@@ -1,4 +1,4 @@
-"""Measurements of check.py: medians over device events, recorded launches, inputs beyond the L2."""
+"""Measures for check.py: medians over device events, recorded launches, inputs beyond the second-level cache."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Gpu:
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     def seconds(self, step: Callable[[], Any], repeats: int = REPEATS) -> float:
-        """Median of one run of ``step``, recorded, so that the gaps between its launches are the device's own."""
+        """Returns the median time of ``step``, recorded so that gaps between its launches are the device's own."""
         step()
         try:
             run = self.driver.record(step)
@@ -66,7 +66,7 @@ class Gpu:
         return float(np.median(times))
 
     def copy_bandwidth(self, n_bytes: int = 4 << 30) -> float:
-        """Bytes per second, read and written, of a large copy on the device: the faster of two ways."""
+        """Returns bytes per second, read and written, of a large copy on the device: the faster of two ways."""
         a, b = (cupy.ones(n_bytes // 4, np.float32) for _ in range(2))
         copies = (
             lambda: a.data.copy_from_device_async(b.data, n_bytes, self.driver.stream),
@@ -99,7 +99,7 @@ class Layers:
         return cls(caches, queries, rows[1], rows[2])
 
     def attend(self) -> None:
-        """One token in each layer; counted, and taken back."""
+        """Attends with one token in each layer; counts it, and takes it back."""
         for cache, *token in zip(self.caches, self.queries, self.keys, self.values, strict=True):
             cache.attend(*token)
             cache.advance(-1)
@@ -112,7 +112,7 @@ def new_cache(gpu: Gpu, spec: CacheSpec, depth: int, kernels: Any) -> KVCache:
 
 
 def clone(gpu: Gpu, spec: CacheSpec, depth: int, other: KVCache, kernels: Any) -> KVCache:
-    """A cache with the contents of another."""
+    """Returns a cache with the contents of another."""
     cache, state = new_cache(gpu, spec, depth, kernels), other.state()
     for name, array in cache.restore(state.counters, state.extra).items():
         array[...] = state.arrays[name]
@@ -120,7 +120,7 @@ def clone(gpu: Gpu, spec: CacheSpec, depth: int, other: KVCache, kernels: Any) -
 
 
 def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16) -> dict[str, Any]:
-    """One scheme's attention at a depth, per layer: append, attend."""
+    """Measures one scheme's attention at a depth, per layer: append, attend."""
     layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
     n = len(layers.caches)
     seconds = gpu.seconds(layers.attend) / n
@@ -139,7 +139,7 @@ def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16)
 
 
 def torch_attention(depth: int, n_layers: int, n: int = 1) -> float:
-    """Seconds per layer of PyTorch's scaled_dot_product_attention in float16 at batch 1, as a CUDA graph.
+    """Returns seconds per layer of PyTorch's float16 attention at batch 1, as a CUDA graph.
 
     n: query tokens; one, or as many as ``depth``: then it is causal.
     """
@@ -156,7 +156,7 @@ def torch_attention(depth: int, n_layers: int, n: int = 1) -> float:
 
 
 def torch_matvec(depth: int, n_layers: int, transposed: bool) -> float:
-    """Seconds of a float16 matrix-vector product per head through cuBLAS: scores, or (transposed) value sums."""
+    """Returns seconds of cuBLAS's float16 product per head: scores, or (transposed) value sums."""
     import torch
 
     shape = HEADS, depth, HEAD_DIM
@@ -191,7 +191,7 @@ def torch_seconds(step: Callable[[], None]) -> float:
 
 
 def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, int, float]]:
-    """Every kernel that a token's attention launches: how often per layer, and its seconds per layer by itself.
+    """Returns every kernel that a token's attention launches: how often per layer, and its seconds per layer.
 
     Each layer's launches of one kernel are recorded together, so that the gaps between them count too.
     """
@@ -222,7 +222,7 @@ def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, i
 
 
 def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
-    """(form, seconds, bytes) of one weight matrix times one activation."""
+    """Yields (form, seconds, bytes) of one weight matrix times one activation."""
     rows, columns = SHAPE
     x = gpu.normal(1, columns)
     for name, bits, block in FORMS:
@@ -243,7 +243,7 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
 
 
 def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
-    """(seconds of a layer's attention over n tokens, its floating-point operations)."""
+    """Returns (seconds of a layer's attention over n tokens, its floating-point operations)."""
     q, k, v = ((gpu.normal(HEADS, n, HEAD_DIM) * 0.3).astype(np.float16) for _ in range(3))
     out = cupy.empty((n, HEADS * HEAD_DIM), np.float16)
     seconds = gpu.seconds(lambda: gpu.kernels.attend_prompt(q, k, v, 0, None, out))
@@ -251,7 +251,7 @@ def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
 
 
 def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
-    """(what, seconds, operations or bytes) of one matrix: widening int4 codes, and the product of halves."""
+    """Yields (what, seconds, operations or bytes): widening int4 codes, and the product of halves."""
     rows, columns = SHAPE
     codes = gpu.rng.integers(0, 256, (rows, columns // 128, 64), dtype=np.uint8)
     scales, half = cupy.full((rows, columns // 128), 0.01, np.float32), cupy.empty(SHAPE, np.float16)
@@ -287,7 +287,7 @@ class SyntheticWeights(DeviceWeights):
 
 
 def prefill_seconds(gpu: Gpu, decoder: Decoder, n: int) -> float:
-    """A prompt of n random tokens into dense caches: the best of three after the first."""
+    """Measures a prompt of n random tokens into dense caches: the best of three after the first."""
     spec, ids = CacheSpec.parse("dense"), np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
     times = []
     for _ in range(4):
@@ -303,7 +303,7 @@ def prefill_seconds(gpu: Gpu, decoder: Decoder, n: int) -> float:
 
 
 def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
-    """A shape with random int4 weights: prompts, and decode steps of each (scheme, tokens in the cache)."""
+    """Measures a shape with random int4 weights: prompts, and steps of each (scheme, tokens in the cache)."""
     weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
     decoder = Decoder(CudaBackend(weights, gpu.driver, 1), max(depth for _, depth in plan) + 1024)
     for n in PROMPTS:
@@ -347,7 +347,7 @@ def _decode(gpu: Gpu, decoder: Decoder, caches: Sequence[KVCache], weight_bytes:
 
 
 def _joules() -> float | None:
-    """The board's energy counter; None where NVML has none."""
+    """Returns the board's energy counter, or None where NVML has none."""
     try:
         import pynvml
 

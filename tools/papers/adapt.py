@@ -1,4 +1,4 @@
-"""Adapt a checkpoint to H1B-KV (IV-C): train its temperature and the values' projection, no more.
+"""Adapts a checkpoint to H1B-KV (IV-C): trains its temperature and the values' projection, no more.
 
     python tools/papers/adapt.py --model models/demo --text novels.txt.xz --kv h1b --out adapter.safetensors
     edgekv run --model models/demo --kv h1b --adapter adapter.safetensors
@@ -78,18 +78,18 @@ class Weights:
         self._tables = {name: self._tensor(tensor) for name, (tensor, _) in self.arch.tables().items()}
 
     def stored_dtype(self, tensor: str) -> torch.dtype:
-        """Of a checkpoint's tensor."""
+        """Returns the dtype of a checkpoint's tensor."""
         return DTYPES.get(self.source.tensors[tensor].dtype, torch.float32)
 
     def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight (rows, columns) and bias (rows,) of a fused projection."""
+        """Returns weight (rows, columns) and bias (rows,) of a fused projection."""
         return self._linears[name]
 
     def vector(self, name: str) -> Tensor:
         return self._vectors[name]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(rows, n, hidden) of ids (rows, n)."""
+        """Returns embeddings (rows, n, hidden) of ids (rows, n)."""
         x = self._tables["embed"][ids] * self.arch.config.embedding_scale
         return x + self._tables["positions"][: ids.shape[1]] if "positions" in self._tables else x
 
@@ -130,7 +130,7 @@ class Trained(nn.Module):
 
     @torch.no_grad()
     def changed(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors with the trained rows in place, under its names, shaped and typed as there."""
+        """Returns the checkpoint's tensors with the trained rows, under its names, shaped and typed as there."""
         tensors = {}
         for i in range(self.arch.config.n_layers):
             linear = self.arch.layer_linears(i)[f"{i}.qkv"]
@@ -206,7 +206,7 @@ class Model:
         self._rotations: list[tuple[Tensor | None, ...]] = []  # each layer's, of the last length
 
     def states(self, ids: Tensor) -> list[Tensor]:
-        """The residual stream (rows, n, hidden) after each layer, for ids (rows, n) from position 0 on."""
+        """Returns the residual stream (rows, n, hidden) after each layer, for ids (rows, n) from position 0 on."""
         x = self.weights.embed(ids)
         rotations = self._rotations_of(ids)
         states = []
@@ -218,7 +218,7 @@ class Model:
         return states
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """(n, vocab) float32 of the next tokens, from the last state (n, hidden)."""
+        """Returns log-probabilities (n, vocab) float32 of the next tokens, from the last state (n, hidden)."""
         logits: Tensor = self.arch.head(self._ops, hidden)
         return logits.float().log_softmax(-1)
 
@@ -233,7 +233,7 @@ class Model:
         return self._rotations
 
     def _heads(self, i: int, qkv: Tensor, rotation: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Float32 queries, keys and values of the fused projection's output: split, normed, rotated, scaled."""
+        """Returns float32 queries, keys and values of the fused projection's output, as attention takes them."""
         c = self.config
         heads = qkv.float().unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         q, k, v = heads.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), dim=1)
@@ -247,7 +247,7 @@ class Model:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (rows, heads, n, head_dim) by the angles of its positions, (n, half of the rotated channels)."""
+    """Rotates x (rows, heads, n, head_dim) by its positions' angles, (n, half of the rotated channels)."""
     half = cos.shape[1]
     x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
@@ -258,12 +258,12 @@ SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """``rounded`` with the gradient of x."""
+    """Returns ``rounded`` with the gradient of x."""
     return x + (rounded - x).detach()
 
 
 class Sign(torch.autograd.Function):
-    """+-1 of x, elements of about unit variance; the gradient is that of x blurred by Gaussian noise."""
+    """The signs +-1 of x, of about unit variance; the gradient is that of x blurred by Gaussian noise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class Sign(torch.autograd.Function):
 
 @torch.no_grad()
 def rounded_int4(v: Tensor) -> Tensor:
-    """What `kernels.encode_int4` stores: a scale and a zero point per token, 16 levels."""
+    """Rounds as `kernels.encode_int4` stores: a scale and a zero point per token, 16 levels."""
     low, high = v.amin(-1, keepdim=True).clamp(max=0), v.amax(-1, keepdim=True).clamp(min=0)
     exact = ((high - low) / 15).clamp(max=LARGEST_F16)
     nearest = exact.half()
@@ -298,18 +298,18 @@ LEAST_TAU = 1e-3
 
 
 def shared(x: Tensor, group: int) -> Tensor:
-    """Keys or values (rows, n_kv_heads, ...) once for each of the query heads that share them."""
+    """Repeats keys or values (rows, n_kv_heads, ...) for each of the query heads that share them."""
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def exact_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The dense cache's: all tokens, no rounding."""
+    """Attends as the dense cache does: to all tokens, without rounding."""
     group = q.shape[1] // k.shape[1]
     return F.scaled_dot_product_attention(q, shared(k, group), shared(v, group), is_causal=True, scale=1.0)
 
 
 class BinarySketch(nn.Module):
-    """`h1b` and `sign_keys` in all layers: signs of keys and queries under R, a temperature, values in 4 bits."""
+    """The schemes `h1b` and `sign_keys` in all layers: signs of keys and queries under R, values in 4 bits."""
 
     tau: nn.Parameter  # (), (layers,) or (layers, heads)
 
@@ -336,7 +336,7 @@ class BinarySketch(nn.Module):
         return (self.tau[layer] if self.tau.ndim else self.tau).reshape(-1, 1, 1)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        """As `edgekv.papers.h1b.H1B` fits it on a prompt."""
+        """Fits tau as `edgekv.papers.h1b.H1B` does on a prompt."""
         spec = dataclasses.replace(self.spec, config=dataclasses.replace(self.spec.config, fit=self.scope))
         caches = spec.layers(self.config, prompt[0][0].shape[2])
         for cache, layer in zip(caches, prompt, strict=True):
@@ -354,7 +354,7 @@ class BinarySketch(nn.Module):
         return F.scaled_dot_product_attention(*padded, is_causal=True, scale=1.0)[..., :head_dim]
 
     def codes(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Of queries, divided by bits and temperature, and of keys: (rows, n_heads, n, bits) each."""
+        """Returns codes (rows, n_heads, n, bits) of queries, divided by bits and temperature, and of keys."""
         group, bits = q.shape[1] // k.shape[1], self.projection.shape[0]
         with torch.autocast(q.device.type, enabled=False):
             signs = [Sign.apply(F.normalize(x, dim=-1) @ self.projection.T) for x in (q, k)]
@@ -370,7 +370,7 @@ LARGEST_GRADIENT = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to learn.
+    """The hyperparameters of learning.
 
     ``scope`` of the temperature: see SCOPES. ``held_back`` windows are for validation.
     """
@@ -385,7 +385,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Of the student on the windows held back: KL from the dense model, perplexity, and the dense model's."""
+    """The student's quality on held-out windows: KL from the dense model, its perplexity, the dense model's."""
 
     kl: float
     perplexity: float
@@ -398,7 +398,7 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What an adapter holds, after how many steps it was so, and how good it was."""
+    """An adapter's content, the number of steps to it, and its quality."""
 
     step: int
     quality: Quality
@@ -432,7 +432,7 @@ class Trainer:
         self.begin = time.perf_counter()
 
     def train(self, report: Callable[[str], None]) -> Result:
-        """Until the last epoch ends; returns the best by KL."""
+        """Trains until the last epoch ends; returns the best by KL."""
         report(f"untrained: {self.untrained.quality}; {self.scheme}")
         losses: list[float] = []
         for ids in self._batches():
@@ -449,17 +449,17 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1."""
+        """Returns the share of all steps that are done, from 0 to 1."""
         return min(1.0, self.step / self.n_steps)
 
     @property
     def rate(self) -> float:
-        """The next step's learning rate."""
+        """Returns the next step's learning rate."""
         warm = min(1.0, (self.step + 1) / WARMUP_STEPS)
         return self.settings.lr * warm * (0.5 + 0.5 * math.cos(math.pi * self.progress))
 
     def update(self, ids: Tensor) -> float:
-        """One step on ids (rows, n); returns the loss."""
+        """Trains one step on ids (rows, n); returns the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         with self._precision():
@@ -477,7 +477,7 @@ class Trainer:
 
     @torch.no_grad()
     def quality(self) -> Quality:
-        """Of the student as it is now, with signs."""
+        """Measures the student as it is now, with signs."""
         sums = np.zeros(3)
         held_back = self.windows[self.n_train :]
         with self._precision():
@@ -491,7 +491,7 @@ class Trainer:
         return Quality(float(kl), math.exp(own_loss), math.exp(dense_loss))
 
     def _kl_and_gradient(self, states: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        """Mean KL over all tokens, and its gradient with respect to states, some rows of logits at a time."""
+        """Returns mean KL over all tokens, and its gradient with respect to states, some rows at a time."""
         flat, flat_targets = states.detach().flatten(0, 1), targets.flatten(0, 1)
         total, gradients = 0.0, []
         for x, target in zip(flat.split(LOGIT_ROWS), flat_targets.split(LOGIT_ROWS), strict=True):
@@ -504,7 +504,7 @@ class Trainer:
         return total, torch.cat(gradients).reshape(states.shape)
 
     def _batches(self) -> Iterator[Tensor]:
-        """Each epoch's windows in an order of its own, after the first cut at other places."""
+        """Yields each epoch's windows in an order of its own, after the first cut at other places."""
         rng = np.random.default_rng(self.settings.seed)
         windows, width = self.windows[: self.n_train], self.windows.shape[1]
         for _ in range(self.settings.epochs):
@@ -519,7 +519,7 @@ class Trainer:
                 windows = flat[: len(flat) // width * width].reshape(-1, width)
 
     def _prompt(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The dense model's queries, keys and values in each layer, for the first tokens."""
+        """Returns the dense model's queries, keys and values in each layer, for the first tokens."""
         prompt = []
 
         def record(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -535,17 +535,17 @@ class Trainer:
         return Result(self.step, self.quality(), tensors)
 
     def _precision(self) -> torch.autocast:
-        """Matrix products in bfloat16 on a GPU."""
+        """Runs matrix products in bfloat16 on a GPU."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu")
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) summed over the rows of log-probabilities (rows, vocab)."""
+    """Returns KL(p || q) summed over the rows of log-probabilities (rows, vocab)."""
     return F.kl_div(q, p, reduction="sum", log_target=True)
 
 
 def read_text(path: pathlib.Path) -> str:
-    """A UTF-8 text, plain or .xz."""
+    """Reads a UTF-8 text, plain or .xz."""
     try:
         return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text("utf-8")
     except (OSError, ValueError, lzma.LZMAError) as error:
@@ -553,7 +553,7 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def read_windows(text: str, tokenizer: Tokenizer, ctx: int, limit: int, seed: int) -> Tensor:
-    """(windows, ctx) ids of the books in a random order, at most ``limit`` tokens of them; 0: all."""
+    """Returns ids (windows, ctx) of the books in a random order, at most ``limit`` tokens of them; 0: all."""
     books = [book for book in text.split("\0") if book.strip()]
     ids: list[int] = []
     for i in np.random.default_rng(seed).permutation(len(books)):
@@ -566,14 +566,14 @@ def read_windows(text: str, tokenizer: Tokenizer, ctx: int, limit: int, seed: in
 
 
 def write_adapter(path: pathlib.Path, base: str, spec: CacheSpec, best: Result, facts: dict[str, str]) -> None:
-    """In the format that `edgekv.checkpoint.adapter` reads, whole or not at all."""
+    """Writes the format that `edgekv.checkpoint.adapter` reads, whole or not at all."""
     metadata = {"format": FORMAT, "version": VERSION, "base": base, "scheme": spec.scheme.name, "kv": str(spec)}
     tensors = {name: tensor.contiguous() for name, tensor in best.tensors.items()}
     atomic_write(path, safetensors.torch.save(tensors, metadata | facts))
 
 
 def provenance(trainer: Trainer, best: Result, text: str, name: str) -> dict[str, str]:
-    """How the adapter came to be, as text."""
+    """Returns how the adapter came to be, as text."""
     facts = {
         "settings": dataclasses.asdict(trainer.settings),
         "step": best.step,

@@ -1,4 +1,4 @@
-"""Train the demo model of models/demo: a 12M-parameter Llama that writes English and retrieves at 8k tokens.
+"""Trains the demo model of models/demo: a 12M-parameter Llama that writes English and retrieves at 8k tokens.
 
     python tools/train/demo.py --prepare --text novels.txt.xz --heldout heldout.txt.xz --data DATA
     python tools/train/demo.py --data DATA --out models/demo          (nine minutes on one H200)
@@ -59,7 +59,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """``steps`` batches of ``rows`` x ``length`` tokens; what is neither copying nor recall is plain prose."""
+    """A phase of training: ``steps`` batches of ``rows`` x ``length`` tokens; the rest is plain prose."""
 
     name: str
     length: int
@@ -120,7 +120,7 @@ def load_prose(data: pathlib.Path, name: str) -> needles.Prose:
 
 
 class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless (rows, length + 1) ids and labels of one phase."""
+    """Endless ids (rows, length + 1) and labels of one phase."""
 
     def __init__(self, prose: needles.Prose, phase: Phase, seed: int) -> None:
         self.prose, self.phase, self.seed = prose, phase, seed
@@ -138,20 +138,20 @@ class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def token_losses(hidden: torch.Tensor, embedding: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cross-entropy (n,) of each target, and whether it is the likeliest token."""
+    """Returns cross-entropy (n,) of each target, and whether it is the likeliest token."""
     logits = F.linear(hidden, embedding).float()
     return F.cross_entropy(logits, targets, reduction="none"), logits.detach().argmax(-1) == targets
 
 
 def add_dropout(model: LlamaForCausalLM) -> None:
-    """Dropout of the embedding and of what each attention and MLP adds to it, which Llama itself lacks."""
+    """Adds dropout, which Llama itself lacks, to the embedding and to what each attention and MLP adds to it."""
     branches = [branch for layer in model.model.layers for branch in (layer.self_attn.o_proj, layer.mlp.down_proj)]
     for module in (model.model.embed_tokens, *branches):
         module.register_forward_hook(lambda module, args, out: F.dropout(out, DROPOUT, module.training))
 
 
 def learning_rate(step: int, n_steps: int) -> float:
-    """Linear warm-up, then cosine down to FINAL_RATE of the peak."""
+    """Returns the rate: linear warm-up, then cosine down to FINAL_RATE of the peak."""
     cosine = 0.5 + 0.5 * math.cos(math.pi * step / n_steps)
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
@@ -197,7 +197,7 @@ class Trainer:
             self.log(phase=phase.name, **evaluate(self.args.out, data, phase.length, self.args.n_tests))
 
     def update(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One step on (rows, length + 1) ids; returns each label's loss, right answers and tokens, (4, 3)."""
+        """Trains one step on ids (rows, length + 1); returns each label's loss, right answers, tokens (4, 3)."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.n_steps)
         labels = labels[:, 1:].flatten()
@@ -221,7 +221,7 @@ class Trainer:
             file.write(line + "\n")
 
     def save(self, data: pathlib.Path) -> None:
-        """The checkpoint in bf16 and its tokenizer, in Hugging Face's layout."""
+        """Writes the checkpoint in bf16 and its tokenizer, in Hugging Face's layout."""
         weights = {name: tensor.bfloat16().contiguous() for name, tensor in self.model.state_dict().items()}
         del weights["lm_head.weight"]  # tied
         save_file(weights, self.args.out / "model.safetensors", metadata={"format": "pt"})
@@ -231,7 +231,7 @@ class Trainer:
 
 
 def summary(sums: torch.Tensor) -> dict[str, float]:
-    """Loss of prose, and the share of copied and answered tokens that are right, in one batch."""
+    """Returns the loss of prose, and the share of copied and answered tokens that are right, in one batch."""
     losses, right, counts = sums.T.tolist()
     record = {"prose_loss": losses[needles.PROSE] / max(counts[needles.PROSE], 1)}
     for name, label in ("copy_right", needles.COPY), ("answer_right", needles.ANSWER):
@@ -240,7 +240,7 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
 
 
 def perplexity(model: LlamaForCausalLM, prose: needles.Prose, length: int, n_rows: int) -> float:
-    """Of rows of ``length`` tokens that begin with BOS, evenly spread over the text."""
+    """Returns the perplexity of rows of ``length`` tokens that begin with BOS, evenly spread over the text."""
     total = 0.0
     for start in np.linspace(0, len(prose.tokens) - length, n_rows).astype(int):
         row = np.append(prose.start, prose.tokens[start : start + length - 1].astype(np.int64))
@@ -252,7 +252,7 @@ def perplexity(model: LlamaForCausalLM, prose: needles.Prose, length: int, n_row
 
 @torch.no_grad()
 def evaluate(folder: pathlib.Path, data: pathlib.Path, length: int, n: int = 100) -> dict[str, object]:
-    """Perplexities of a saved checkpoint on ``n`` rows of ``length`` tokens."""
+    """Returns perplexities of a saved checkpoint on ``n`` rows of ``length`` tokens."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
     names = ("train", "heldout")
     found = {f"{name}_ppl": perplexity(model, load_prose(data, name), length, n_rows=n) for name in names}

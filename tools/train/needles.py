@@ -1,4 +1,4 @@
-"""Facts hidden in prose: rows that teach retrieval, in more wordings than `edgekv.eval.gate` asks in."""
+"""Writes facts hidden in prose: rows that teach retrieval, in more wordings than `edgekv.eval.gate` asks in."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Fact(gate.Fact):
 
     @property
     def statement(self) -> str:
-        """The sentence that is hidden."""
+        """Returns the sentence that is hidden."""
         wording = (CODE_STATEMENTS if self.name else KEY_STATEMENTS)[self.statement_wording]
         return wording.format(name=self.name, value=self.value)
 
     @property
     def question(self) -> str:
-        """The question that asks for it, up to where the digits come."""
+        """Returns the question that asks for it, up to where the digits come."""
         return (CODE_QUESTIONS if self.name else KEY_QUESTIONS)[self.question_wording].format(name=self.name)
 
 
 def training_facts(rng: Rng, n: int) -> list[Fact]:
-    """Up to ``n`` codes in any wording, half the time of like things; often a pass key replaces the first."""
+    """Draws up to ``n`` codes in any wording, half the time of like things; a pass key may be the first."""
     names = draw_names(rng, n)
     if rng.random() < 0.5:
         thing = rng.choice(THINGS)
@@ -69,12 +69,12 @@ def training_facts(rng: Rng, n: int) -> list[Fact]:
 
 
 def reworded(fact: Fact, rng: Rng) -> Fact:
-    """The same fact in wordings drawn at random."""
+    """Returns the same fact in wordings drawn at random."""
     return dataclasses.replace(fact, statement_wording=int(rng.integers(3)), question_wording=int(rng.integers(3)))
 
 
 def woven(rng: Rng, prose: Prose, pieces: Sequence[tuple[float, Piece]], length: int) -> Row:
-    """Prose with the pieces at their places (0 to 1), and what every token is: (length,) each."""
+    """Returns prose with the pieces at their places (0 to 1), and what every token is: (length,) each."""
     ids, owners = prose.weave(rng, [(place, ids) for place, (ids, _) in pieces], length)
     labels = np.where(owners < 0, PROSE, IGNORED).astype(np.uint8)
     labels[: len(prose.start)] = IGNORED
@@ -84,12 +84,12 @@ def woven(rng: Rng, prose: Prose, pieces: Sequence[tuple[float, Piece]], length:
 
 
 def prose_row(rng: Rng, prose: Prose, length: int) -> Row:
-    """Plain text."""
+    """Returns a row of plain text."""
     return woven(rng, prose, [], length)
 
 
 def copy_row(rng: Rng, prose: Prose, length: int) -> Row:
-    """Prose, then spans of 8 to 64 tokens in random order, many times each; a span's first token never counts.
+    """Returns prose, then spans of 8 to 64 tokens in random order, repeated; a span's first token never counts.
 
     Half the spans are text, half are tokens in random order, which only copying can predict.
     """
@@ -109,7 +109,7 @@ def copy_row(rng: Rng, prose: Prose, length: int) -> Row:
 
 
 def recall_row(rng: Rng, prose: Prose, length: int) -> Row:
-    """Prose with 1 to 12 facts anywhere and 1 to 16 questions, each behind its fact, half of them near the end.
+    """Returns prose with 1 to 12 facts anywhere and 1 to 16 questions behind them, half of them near the end.
 
     Short rows get fewer: facts may fill four tenths of a row, questions with their answers five tenths.
     """
@@ -137,5 +137,5 @@ def recall_row(rng: Rng, prose: Prose, length: int) -> Row:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """A UTF-8 text, plain or .xz."""
+    """Reads a UTF-8 text, plain or .xz."""
     return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text("utf-8")

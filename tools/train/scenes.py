@@ -1,4 +1,4 @@
-"""Synthetic scenes, which models/scenes describes: 1 to 10 coloured shapes and printed numbers in a grid of 4 x 4.
+"""Draws the scenes that models/scenes describes: 1 to 10 coloured shapes and numbers in a grid of 4 x 4.
 
     python tools/train/scenes.py --seed 7 --out scene.png
 
@@ -46,7 +46,7 @@ SCALE = 4  # shapes are drawn this much larger and averaged down
 
 
 def _regular(n: int, turn: float = 0.0, radii: tuple[float, ...] = (1.0,)) -> Points:
-    """(n, 2) points around the centre, the first one up, at distances that repeat."""
+    """Returns points (n, 2) around the centre, the first one up, at distances that repeat."""
     angles = np.radians(turn) + 2 * np.pi * np.arange(n) / n
     reach = np.resize(radii, n)
     return np.stack([reach * np.sin(angles), -reach * np.cos(angles)], 1)
@@ -78,7 +78,7 @@ COUNT = re.compile(rf"\b({'|'.join(COUNTS)}) objects?\b")
 
 @dataclasses.dataclass(frozen=True)
 class Thing:
-    """One object: its kind (a shape, or a printed ``number``), and the cell that it lies in."""
+    """An object: its kind (a shape, or a printed ``number``), and the cell that it lies in."""
 
     kind: str
     colour: str
@@ -93,7 +93,7 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """``small red circle`` or ``large blue number 47``."""
+        """Its name, as ``small red circle`` or ``large blue number 47``."""
         digits = "" if self.number is None else f" {self.number}"
         return f"{self.size} {self.colour} {self.kind}{digits}"
 
@@ -102,7 +102,7 @@ Scene = tuple[Thing, ...]
 
 
 def draw_scene(rng: Rng, n: int | None = None) -> Scene:
-    """``n`` things (default: 1 to 10) in reading order: rows from the top, in each from the left."""
+    """Draws ``n`` things (default: 1 to 10) in reading order: rows from the top, in each from the left."""
     n = int(rng.integers(1, MAX_THINGS + 1)) if n is None else n
     cells = np.sort(rng.choice(len(ROWS) * len(COLUMNS), size=n, replace=False))
     return tuple(_draw_thing(rng, *divmod(int(cell), len(COLUMNS))) for cell in cells)
@@ -117,7 +117,7 @@ def _draw_thing(rng: Rng, row: int, column: int) -> Thing:
 
 
 def render(scene: Scene, rng: Rng) -> Pixels:
-    """(128, 128, 3) uint8: the scene on a grey gradient; places, sizes, angles, colours and pixels vary."""
+    """Renders the scene (128, 128, 3) uint8 on a grey gradient; places, sizes, angles, colours, pixels vary."""
     low, high = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
     slope = rng.uniform(-GRADIENT / 2, GRADIENT / 2, size=2)
     ramp = np.linspace(-0.5, 0.5, SIDE)
@@ -133,13 +133,13 @@ def render(scene: Scene, rng: Rng) -> Pixels:
 
 
 def _centre(extent: tuple[float, float], rng: Rng) -> Points:
-    """Where in its cell a thing of that width and height lies, in pixels."""
+    """Returns where in its cell a thing of that width and height lies, in pixels."""
     room = np.clip(CELL / 2 - 1 - np.array(extent) / 2, 0, PLACE_JITTER)
     return CELL / 2 + rng.uniform(-room, room)
 
 
 def _shape_mask(thing: Thing, rng: Rng) -> Pixels:
-    """(32, 32) coverage of the cell's pixels, 0 to 255."""
+    """Returns the coverage (32, 32) of the cell's pixels, 0 to 255."""
     extent = SIZES[thing.size][0] + rng.uniform(-SIZE_JITTER, SIZE_JITTER)
     centre = _centre((extent, extent), rng)
     angle = np.radians(rng.uniform(-TURN, TURN))
@@ -152,7 +152,7 @@ def _shape_mask(thing: Thing, rng: Rng) -> Pixels:
 
 
 def _number_mask(thing: Thing, rng: Rng) -> Pixels:
-    """As `_shape_mask`, of digits."""
+    """Returns the coverage of digits as `_shape_mask` does."""
     font = _font(SIZES[thing.size][1])
     left, top, right, bottom = font.getbbox(str(thing.number), anchor="mm")
     centre = _centre(((right - left) / SCALE, (bottom - top) / SCALE), rng)
@@ -163,7 +163,7 @@ def _number_mask(thing: Thing, rng: Rng) -> Pixels:
 
 @functools.cache
 def _font(height: float) -> ImageFont.FreeTypeFont:
-    """Pillow's own font with digits of that height in pixels."""
+    """Returns Pillow's own font with digits of that height in pixels."""
     return ImageFont.load_default(size=round(height * SCALE / 0.71))
 
 

@@ -1,4 +1,4 @@
-"""Generation in an asyncio program: tokens as they come, and a task that can be cancelled.
+"""Streams tokens in an asyncio program, from a task that can be cancelled.
 
 usage: python examples/async_stream.py [--model PATH] [--seconds S]
 
@@ -17,14 +17,14 @@ from edgekv import Session, Step
 
 
 class AsyncSession:
-    """A session for coroutines: whatever touches it runs in its one thread, in order."""
+    """A session for coroutines, whose calls all run in one thread, in order."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgekv-session")
 
     async def generate(self, prompt: str, **options: Any) -> AsyncIterator[Step]:
-        """As `Session.generate`."""
+        """Yields the steps of `Session.generate`."""
         loop = asyncio.get_running_loop()
         steps = await loop.run_in_executor(self._thread, lambda: self.session.generate(prompt, **options))
         try:

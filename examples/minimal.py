@@ -1,12 +1,12 @@
-"""A language model whose KV cache has one bit per key and two per value, in one file to read from top to bottom.
+"""A language model with a KV cache of 1-bit keys and 2-bit values, in one file to read from top to bottom.
 
     python examples/minimal.py MODEL PROMPT [N] [--exact] [--temperature T]
 
 MODEL is the folder of a Llama or a GPT-2: config.json, model.safetensors, and SentencePiece's tokenizer.model or
-GPT-2's vocab.json and merges.txt. N tokens follow the prompt. --exact keeps all keys and values in float16.
+GPT-2's vocab.json and merges.txt. N is the number of new tokens. --exact keeps all keys and values in float16.
 
-In order: files, tokenizers, the packed cache, the two architectures, sampling. Only NumPy and Numba are needed.
-edgekv has the same ideas with threads, faster kernels, smaller weights and better codes.
+The parts in order: weight files, tokenizers, the packed cache, the two architectures, sampling. It needs NumPy
+and Numba alone. edgekv does the same with threads, faster kernels, quantized weights and better codes.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from numba.extending import intrinsic
 
 
 def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """All tensors as float32: 8 bytes of header length, the header in JSON, then the numbers."""
+    """Returns all tensors as float32. A file has the header's length in 8 bytes, the header in JSON, the data."""
     data, tensors = np.memmap(path, np.uint8, "r"), {}
     start = 8 + int(data[:8].view(np.uint64)[0])
     header = json.loads(bytes(data[8:start]))
     for name in header.keys() - {"__metadata__"}:
-        about = header[name]
-        raw = data[start:][slice(*about["data_offsets"])]
-        if about["dtype"] == "BF16":  # the upper half of a float32
+        entry = header[name]
+        raw = data[start:][slice(*entry["data_offsets"])]
+        if entry["dtype"] == "BF16":  # the upper half of a float32
             x = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
-            x = raw.view({"F32": np.float32, "F16": np.float16}[about["dtype"]]).astype(np.float32)
-        tensors[name] = x.reshape(about["shape"])
+            x = raw.view({"F32": np.float32, "F16": np.float16}[entry["dtype"]]).astype(np.float32)
+        tensors[name] = x.reshape(entry["shape"])
     return tensors
 
 
@@ -44,7 +44,7 @@ def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def merge(parts: list[str], rank: Callable[[str, str], float]) -> list[str]:
-    """Byte pair encoding: joins the two neighbours with the least rank, again and again, while one is finite."""
+    """Byte pair encoding: merges the two neighbours of the lowest rank until all ranks are infinite."""
     while len(parts) > 1:
         ranks = [rank(*pair) for pair in itertools.pairwise(parts)]
         i = int(np.argmin(ranks))
@@ -55,25 +55,24 @@ def merge(parts: list[str], rank: Callable[[str, str], float]) -> list[str]:
 
 
 class SentencePiece:
-    """Llama 1's and 2's: pieces of text with scores, the best first; what is no piece becomes bytes."""
+    """The tokenizer of Llama 1 and 2: pieces of text with scores; characters without a piece become bytes."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         data, at = (folder / "tokenizer.model").read_bytes(), 0
         self.texts, self.kinds, self.ranks = [], [], {}
-        while (
-            data[at] == 10
-        ):  # a protobuf's field 1: a piece of size bytes, with a text of n, a score, and its kind
-            size, n = data[at + 1], data[at + 3]  # both are below 128
+        # The file is a protobuf whose field 1 is a piece: a message with a text, a score, and a kind.
+        while data[at] == 10:
+            size, n = data[at + 1], data[at + 3]  # bytes of the message and of its text, both below 128
             text, score, kind = np.split(np.frombuffer(data, np.uint8)[at + 4 : at + 2 + size], [n, n + 5])
             self.texts.append(text.tobytes().decode())
             self.ranks[self.texts[-1]] = -float(score[1:].view(np.float32)[0])
-            self.kinds.append(int(kind[1]) if len(kind) else 1)  # 2: unknown, 3: a control, 6: a byte
+            self.kinds.append(int(kind[1]) if len(kind) else 1)  # 1: normal, 2: unknown, 3: control, 6: byte
             at += 2 + size
         self.ids = {text: i for i, text in enumerate(self.texts)}
 
     def encode(self, text: str) -> list[int]:
-        ids = [1]  # begins a text
-        for word in re.findall("\u2581+[^\u2581]*", "\u2581" + text.replace(" ", "\u2581")):  # U+2581 is a space
+        ids = [1]  # the token that begins a text
+        for word in re.findall("\u2581+[^\u2581]*", "\u2581" + text.replace(" ", "\u2581")):  # U+2581: a space
             for part in merge(list(word), lambda a, b: self.ranks.get(a + b, np.inf)):
                 ids += [self.ids[part]] if part in self.ids else [self.ids[f"<0x{x:02X}>"] for x in part.encode()]
         return ids
@@ -84,7 +83,7 @@ class SentencePiece:
 
 
 class BytePairs:
-    """GPT-2's: bytes, written as printable letters, and pairs in the order in which they are merged."""
+    """The tokenizer of GPT-2: bytes, written as printable letters, and pairs in the order of merging."""
 
     WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
@@ -95,9 +94,8 @@ class BytePairs:
         self.ranks = {tuple(line.split()): i for i, line in enumerate(lines)}
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = sorted(set(range(256)) - set(printable))
-        self.letters = {byte: chr(byte) for byte in printable} | {
-            byte: chr(256 + i) for i, byte in enumerate(others)
-        }
+        self.letters = {byte: chr(byte) for byte in printable}
+        self.letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
         self.bytes = {letter: byte for byte, letter in self.letters.items()}
 
     def encode(self, text: str) -> list[int]:
@@ -111,27 +109,28 @@ class BytePairs:
 
 # ---- The cache ----
 #
-# A layer keeps the first FIRST tokens and the latest 64 to 127 in float16. The rest is packed in blocks of 64.
+# A layer keeps the first FIRST tokens and the latest 64 to 127 in float16. The others are packed in blocks of 64.
 #
-# A key k is stored as signs: with the block's mean key c, a random rotation R, b = sign(R (k - c)) and a number s,
-# k is about c + s R'b. A query q is rounded to 8 bits: R q is about step * i, with integers i of -128 to 127. Then
+# A key k is stored as signs b and a scale s: with the block's mean key c and a random rotation R,
+# b = sign(R (k - c)), and k is about c + s R'b. A query q is rounded to 8 bits: R q is about step * i, with
+# integers i in -128..127. Then
 #
 #     q . k  =  q . c  +  s * step * (i . b)
 #
-# where i . b needs no product: bit j of all i is one string of bits, b another, and the ones that both have are
-# counted by AND and popcount, 64 channels at a time (CNT on Arm).
+# where i . b needs no multiplication: bit j of all channels of i is one bit string, b is another, and AND with
+# popcount counts the channels where both are 1, 64 channels at a time (CNT on Arm).
 #
-# A value v is stored as R v, each channel rounded to one of the four levels that are best for a Gaussian, times a
-# number. Sums are taken of rotated values, and rotated back once.
+# A value v is stored as R v: a scale per token, and per channel the nearest of the four levels that are optimal
+# for a Gaussian. The weighted sum is computed of rotated values, and rotated back once.
 
 BLOCK, FIRST = 64, 4
-BITS = 8  # of a query
-LEVELS = np.array([-1.510, -0.4528, 0.4528, 1.510], np.float32)  # Lloyd and Max
+BITS = 8  # of a query's channel
+LEVELS = np.array([-1.510, -0.4528, 0.4528, 1.510], np.float32)  # by Lloyd and Max
 
 
 @intrinsic
 def popcount(context: Any, x: Any) -> Any:
-    """The ones in a uint64."""
+    """Returns the number of ones in a uint64, in one instruction."""
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -141,9 +140,9 @@ def popcount(context: Any, x: Any) -> Any:
 
 @njit
 def score_packed(planes, step, total, signs, scales, out):  # type: ignore[no-untyped-def]
-    """out[t] = scales[t] * step * (i . b[t]), for a query's i in bit planes (BITS, words) whose sum is total.
+    """Computes out[t] = scales[t] * step * (i . b[t]).
 
-    signs: (tokens, words), bit 1 for b = 1 and 0 for b = -1; so i . b = 2 (i . bits) - total.
+    planes: (BITS, words), the bits of i; total: its sum. signs: (tokens, words), 1 for b = 1 and 0 for b = -1.
     """
     for t in range(len(out)):
         product = 0
@@ -152,12 +151,12 @@ def score_packed(planes, step, total, signs, scales, out):  # type: ignore[no-un
             for w in range(signs.shape[1]):
                 ones += popcount(planes[j, w] & signs[t, w])
             product += np.int64(ones) << j if j < BITS - 1 else -(np.int64(ones) << j)  # two's complement
-        out[t] = scales[t] * step * (2 * product - total)
+        out[t] = scales[t] * step * (2 * product - total)  # as i . b = 2 (i . bits) - total
 
 
 @njit
 def add_packed(weights, codes, scales, out):  # type: ignore[no-untyped-def]
-    """out (head_dim,) += the sum of weights[t] * scales[t] * LEVELS[codes[t]], codes (tokens, head_dim / 4)."""
+    """Adds all weights[t] * scales[t] * LEVELS[codes[t]] to out (head_dim,). codes: (tokens, head_dim / 4)."""
     for t in range(len(weights)):
         weight = weights[t] * scales[t]
         for d in range(len(out)):
@@ -165,18 +164,18 @@ def add_packed(weights, codes, scales, out):  # type: ignore[no-untyped-def]
 
 
 def bit_strings(bits: np.ndarray) -> np.ndarray:
-    """(..., channels) booleans as (..., words) uint64."""
+    """Packs booleans (..., channels) into uint64 words (..., words)."""
     packed = np.packbits(bits, axis=-1, bitorder="little")
     return np.pad(packed, [(0, 0)] * (bits.ndim - 1) + [(0, -packed.shape[-1] % 8)]).view(np.uint64)
 
 
 class Cache:
-    """Keys and values of one layer: exact tokens, and before them packed ones unless ``exact``."""
+    """The keys and values of one layer: the first and latest tokens exact, the others packed unless ``exact``."""
 
     def __init__(self, n_kv_heads: int, head_dim: int, capacity: int, exact: bool) -> None:
         self.exact, g, d, n = exact, n_kv_heads, head_dim, 0 if exact else capacity
-        rooms = capacity if exact else FIRST + 2 * BLOCK
-        self.k, self.v = (np.zeros((g, rooms, d), np.float16) for _ in range(2))
+        n_slots = capacity if exact else FIRST + 2 * BLOCK
+        self.k, self.v = (np.zeros((g, n_slots, d), np.float16) for _ in range(2))
         self.n_exact = self.n_packed = 0
         self.rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((d, d)))[0].astype(np.float32)
         self.centres = np.zeros((g, n // BLOCK + 1, d), np.float16)
@@ -185,13 +184,13 @@ class Cache:
         self.k_scales, self.v_scales = (np.zeros((g, n), np.float16) for _ in range(2))
 
     def nbytes(self) -> int:
-        """Of what the tokens so far take."""
+        """Returns the bytes of all tokens so far."""
         packed = self.signs, self.codes, self.k_scales, self.v_scales
         used = [x[:, : self.n_packed] for x in packed] + [x[:, : self.n_exact] for x in (self.k, self.v)]
         return sum(x.nbytes for x in used) + self.centres[:, : self.n_packed // BLOCK].nbytes
 
     def append(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Tokens (n, n_kv_heads, head_dim)."""
+        """Appends keys and values (n, n_kv_heads, head_dim) of n tokens."""
         for k, v in zip(keys, values, strict=True):
             self.k[:, self.n_exact], self.v[:, self.n_exact] = k, v
             self.n_exact += 1
@@ -199,15 +198,15 @@ class Cache:
                 self.pack_block()
 
     def pack_block(self) -> None:
-        """Packs the 64 tokens behind the first ones; the later ones move to their place."""
+        """Packs the 64 oldest tokens after the FIRST ones; later tokens move forward."""
         block, at = slice(FIRST, FIRST + BLOCK), slice(self.n_packed, self.n_packed + BLOCK)
         k, v = self.k[:, block].astype(np.float32), self.v[:, block].astype(np.float32)
         centre = self.centres[:, self.n_packed // BLOCK] = k.mean(axis=1)
-        left = (k - centre.astype(np.float32)[:, None]) @ self.rotation.T
-        self.signs[:, at], self.k_scales[:, at] = bit_strings(left >= 0), np.abs(left).mean(axis=-1)
+        residual = (k - centre.astype(np.float32)[:, None]) @ self.rotation.T
+        self.signs[:, at], self.k_scales[:, at] = bit_strings(residual >= 0), np.abs(residual).mean(axis=-1)
         v = v @ self.rotation.T
-        relative = v / (v.std(axis=-1, keepdims=True) + 1e-9)
-        codes = np.searchsorted((LEVELS[1:] + LEVELS[:-1]) / 2, relative).astype(np.uint8)
+        normalized = v / (v.std(axis=-1, keepdims=True) + 1e-9)
+        codes = np.searchsorted((LEVELS[1:] + LEVELS[:-1]) / 2, normalized).astype(np.uint8)
         nearest = LEVELS[codes]
         self.v_scales[:, at] = (v * nearest).sum(axis=-1) / (nearest * nearest).sum(axis=-1)
         codes = np.pad(codes, [(0, 0), (0, 0), (0, -codes.shape[-1] % 4)])
@@ -217,9 +216,9 @@ class Cache:
         self.n_exact, self.n_packed = self.n_exact - BLOCK, self.n_packed + BLOCK
 
     def attend(self, q: np.ndarray) -> np.ndarray:
-        """softmax(q k) v of one token's queries (n_heads, head_dim), scaled already; so many share a KV head."""
+        """Returns softmax(q k) v for one token's scaled queries (n_heads, head_dim)."""
         out, n = np.empty_like(q), self.n_packed
-        group = len(q) // len(self.k)
+        group = len(q) // len(self.k)  # query heads that share a KV head
         k_scales, v_scales = (x[:, :n].astype(np.float32) for x in (self.k_scales, self.v_scales))
         for h, query in enumerate(q):
             g = h // group
@@ -243,7 +242,7 @@ class Cache:
 
 
 def attend_prompt(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Exact causal attention of a prompt: q (n, n_heads, head_dim), k and v (n, n_kv_heads, head_dim)."""
+    """Computes exact causal attention: q (n, n_heads, head_dim), k and v (n, n_kv_heads, head_dim)."""
     out, group = np.empty_like(q), q.shape[1] // k.shape[1]
     for h, first in itertools.product(range(q.shape[1]), range(0, len(q), 256)):  # 256 queries at a time
         last = min(first + 256, len(q))
@@ -255,36 +254,38 @@ def attend_prompt(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 class Model:
-    """What Llama and GPT-2 share: x (n, hidden) goes through layers of attention and MLP; then logits."""
+    """The base of both architectures: x (n, hidden) passes layers of attention and MLP, then the head."""
 
     def __init__(self, folder: pathlib.Path, config: dict[str, Any], context: int, exact: bool) -> None:
         self.n_seen = 0
         weights = read_safetensors(folder / "model.safetensors")
         self.w = {re.sub(r"^(model|transformer)\.", "", name): x for name, x in weights.items()}
-        self.read_config(config)
+        self.set_shape(config)
         self.caches = [Cache(self.n_kv_heads, self.head_dim, context, exact) for _ in range(self.n_layers)]
 
     def forward(self, ids: list[int]) -> np.ndarray:
-        """Logits (vocab,) behind the last id; the first call reads the prompt, later ones a token each."""
+        """Returns the logits (vocab,) after the last id. The first call takes the prompt, others a token."""
         positions = np.arange(self.n_seen, self.n_seen + len(ids))
         x = self.embed(ids, positions)
         for i, cache in enumerate(self.caches):
-            q, k, v = self.attention_in(i, x, positions)
+            q, k, v = self.project_qkv(i, x, positions)
             q = q * np.float32(self.head_dim**-0.5)
             k, v = k.astype(np.float16).astype(np.float32), v.astype(np.float16).astype(np.float32)
             cache.append(k, v)
-            attended = cache.attend(q[0])[None] if self.n_seen else attend_prompt(q, k, v)
-            x = self.attention_out(i, x, attended.reshape(len(ids), -1))
+            heads_out = cache.attend(q[0])[None] if self.n_seen else attend_prompt(q, k, v)
+            x = self.finish_layer(i, x, heads_out.reshape(len(ids), -1))
         self.n_seen += len(ids)
         return self.head(x[-1])
 
 
 class Llama(Model):
-    """Llama 1 and 2, TinyLlama, SmolLM: RMS norms, rotary positions, a gated MLP."""
+    """Llama 1 and 2, TinyLlama, SmolLM: RMS norms, rotary position embeddings, a gated MLP."""
 
-    def read_config(self, c: dict[str, Any]) -> None:
+    def set_shape(self, c: dict[str, Any]) -> None:
         if c.get("rope_scaling"):
-            raise SystemExit(f"rope_scaling={c['rope_scaling']}: only unscaled rotary positions are read here")
+            raise SystemExit(
+                f"rope_scaling={c['rope_scaling']}: only unscaled rotary embeddings are supported here"
+            )
         self.n_layers, self.n_heads = c["num_hidden_layers"], c["num_attention_heads"]
         self.n_kv_heads = c.get("num_key_value_heads", self.n_heads)
         self.head_dim = c.get("head_dim") or c["hidden_size"] // self.n_heads
@@ -298,7 +299,7 @@ class Llama(Model):
         return x @ self.w[f"{name}.weight"].T
 
     def rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Channels d and d + head_dim / 2 turn by position * frequency d."""
+        """Rotates channels d and d + head_dim / 2 by the angle position * frequency[d]."""
         angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         a, b = np.split(x, 2, axis=-1)
@@ -307,14 +308,14 @@ class Llama(Model):
     def embed(self, ids: list[int], positions: np.ndarray) -> np.ndarray:
         return self.w["embed_tokens.weight"][ids]
 
-    def attention_in(self, i: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+    def project_qkv(self, i: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         h = self.norm(x, f"layers.{i}.input_layernorm")
         qkv = (self.linear(h, f"layers.{i}.self_attn.{c}_proj") for c in "qkv")
         q, k, v = (part.reshape(len(x), -1, self.head_dim) for part in qkv)
         return [self.rotate(q, positions), self.rotate(k, positions), v]
 
-    def attention_out(self, i: int, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
-        x = x + self.linear(attended, f"layers.{i}.self_attn.o_proj")
+    def finish_layer(self, i: int, x: np.ndarray, heads_out: np.ndarray) -> np.ndarray:
+        x = x + self.linear(heads_out, f"layers.{i}.self_attn.o_proj")
         h = self.norm(x, f"layers.{i}.post_attention_layernorm")
         gate, up = (self.linear(h, f"layers.{i}.mlp.{part}_proj") for part in ("gate", "up"))
         return x + self.linear(gate / (1 + np.exp(-gate)) * up, f"layers.{i}.mlp.down_proj")
@@ -324,9 +325,9 @@ class Llama(Model):
 
 
 class Gpt2(Model):
-    """GPT-2: layer norms, learned positions, biases, a plain MLP; matrices are stored as (inputs, outputs)."""
+    """GPT-2: layer norms, learned positions, biases, a plain MLP; its matrices are (inputs, outputs)."""
 
-    def read_config(self, c: dict[str, Any]) -> None:
+    def set_shape(self, c: dict[str, Any]) -> None:
         self.n_layers, self.n_heads = c["n_layer"], c["n_head"]
         self.n_kv_heads, self.head_dim = self.n_heads, c["n_embd"] // self.n_heads
         self.eos, self.eps = c.get("eos_token_id", 50256), c.get("layer_norm_epsilon", 1e-5)
@@ -342,12 +343,12 @@ class Gpt2(Model):
     def embed(self, ids: list[int], positions: np.ndarray) -> np.ndarray:
         return self.w["wte.weight"][ids] + self.w["wpe.weight"][positions]
 
-    def attention_in(self, i: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+    def project_qkv(self, i: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         qkv = self.linear(self.norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
         return [part.reshape(len(x), -1, self.head_dim) for part in np.split(qkv, 3, axis=-1)]
 
-    def attention_out(self, i: int, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
-        x = x + self.linear(attended, f"h.{i}.attn.c_proj")
+    def finish_layer(self, i: int, x: np.ndarray, heads_out: np.ndarray) -> np.ndarray:
+        x = x + self.linear(heads_out, f"h.{i}.attn.c_proj")
         h = self.linear(self.norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
         h = 0.5 * h * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (h + 0.044715 * h**3)))
         return x + self.linear(h, f"h.{i}.mlp.c_proj")
@@ -356,11 +357,11 @@ class Gpt2(Model):
         return self.norm(x, "ln_f") @ self.w["wte.weight"].T
 
 
-# ---- Sampling, and all of it together ----
+# ---- Sampling, and the program ----
 
 
 def generate(model: Llama | Gpt2, ids: list[int], n: int, temperature: float) -> Iterator[int]:
-    """Up to n token ids behind those of the prompt: the likeliest, or with a temperature by their probability."""
+    """Yields up to n token ids after the prompt: the likeliest ones, or with a temperature random ones."""
     rng, logits = np.random.default_rng(0), model.forward(ids)
     for _ in range(n):
         token = int(logits.argmax())
@@ -379,16 +380,15 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument("n", type=int, nargs="?", default=128)
     parser.add_argument("--exact", action="store_true", help="keep keys and values in float16")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    given = parser.parse_args()
-    tokenizer = (SentencePiece if (given.model / "tokenizer.model").exists() else BytePairs)(given.model)
-    ids = tokenizer.encode(given.prompt)
-    config = json.loads((given.model / "config.json").read_text())
-    model = {"llama": Llama, "gpt2": Gpt2}[config["model_type"]](
-        given.model, config, len(ids) + given.n, given.exact
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: the likeliest tokens")
+    arguments = parser.parse_args()
+    tokenizer = (SentencePiece if (arguments.model / "tokenizer.model").exists() else BytePairs)(arguments.model)
+    ids = tokenizer.encode(arguments.prompt)
+    config = json.loads((arguments.model / "config.json").read_text())
+    architecture = {"llama": Llama, "gpt2": Gpt2}[config["model_type"]]
+    model = architecture(arguments.model, config, len(ids) + arguments.n, arguments.exact)
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in generate(model, ids, given.n, given.temperature):
+    for token in generate(model, ids, arguments.n, arguments.temperature):
         print(text.decode(tokenizer.decode(token)), end="", flush=True)
     used = sum(cache.nbytes() for cache in model.caches)
     f16 = sum(4 * model.n_seen * cache.k[:, 0].size for cache in model.caches)

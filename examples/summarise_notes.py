@@ -2,8 +2,8 @@
 
 usage: python examples/summarise_notes.py FOLDER [--model PATH] [--kv NAME] [--words N]
 
-Reads every FOLDER/*.txt that has no FOLDER/*.summary beside it (what a speech recogniser wrote) and writes that.
-The instruction is read once: its cache is rewound to for every note.
+Reads every transcript FOLDER/*.txt that has no FOLDER/*.summary yet, and writes that. The instruction is read
+once; for each note the session is rewound to it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ NOTE = "\nNote: {text}\nSummary:"
 
 
 def summarise(session: Session, text: str, max_new_tokens: int) -> str:
-    """The first line of the answer; the session goes back to the instruction."""
+    """Returns the first line of the answer, and rewinds the session to the instruction."""
     before = len(session.tokens)
     note = NOTE.format(text=text.strip())
     steps = session.generate(note, max_new_tokens=max_new_tokens, stop=["\n"], temperature=0.0)

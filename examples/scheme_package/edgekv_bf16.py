@@ -1,8 +1,8 @@
-"""bf16: a KV scheme from outside edgekv, with keys and values in bfloat16.
+"""An example of a KV scheme in a package of its own: keys and values in bfloat16.
 
-After `pip install ./examples/scheme_package`, whose pyproject.toml has the entry point, it works by its name: for
-`--kv bf16`, `Session.load(..., kv="bf16")`, sessions on disk and `edgekv eval`. The codec's methods say in NumPy
-what its bytes mean, which is enough to run; the loop in edgekv_bf16_loops.py is what makes it fast on a CPU.
+After `pip install ./examples/scheme_package`, whose pyproject.toml has the entry point, its name works everywhere:
+`--kv bf16`, `Session.load(..., kv="bf16")`, sessions on disk and `edgekv eval`. The codec's methods define its bytes
+in NumPy, which is enough to run; the loop in edgekv_bf16_loops.py makes it fast on a CPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ ROUNDINGS = ("nearest", "down")
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16Config:
-    """rounding: nearest (ties to even), or down: towards zero, as a cast by truncation does."""
+    """The options of bf16. rounding: nearest (ties to even), or down (towards zero)."""
 
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.rounding not in ROUNDINGS:
-            raise CacheError(
-                f"kv='bf16:rounding={self.rounding}': accepted: {', '.join(ROUNDINGS)}",
-                field="kv",
-                value=self.rounding,
-                accepted=ROUNDINGS,
-            )
+            raise CacheError(field="kv", value=f"bf16:rounding={self.rounding}", accepted=ROUNDINGS)
 
 
 class BFloat16Codec(Codec):
-    """The upper half of a float32: 2 bytes per element, float32's range, 8 bits of precision."""
+    """A codec of the upper halves of float32: 2 bytes per element, the range of float32, 8 bits of precision."""
 
     kind = "bf16"
     backends = {"cpu": "edgekv_bf16_loops"}  # noqa: RUF012
@@ -46,28 +41,28 @@ class BFloat16Codec(Codec):
         self.rounding = rounding
 
     def layout(self) -> Layout:
-        """The one array: (n_kv_heads, capacity, head_dim)."""
+        """Returns the shape and type of each array: here of one, (n_kv_heads, capacity, head_dim)."""
         return {"upper": ((self.n_kv_heads, self.capacity, self.head_dim), "uint16")}
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, all heads together."""
+        """The bytes of one token in all heads."""
         return 2 * self.n_kv_heads * self.head_dim
 
     def encode(self, x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ..."""
         bits = np.ascontiguousarray(x).view(np.uint32)
-        if self.rounding == "nearest":  # half of the last bit that stays, a tie by whether that is odd
+        if self.rounding == "nearest":  # half of the last kept bit; a tie goes to an even one
             bits = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
         self.arrays["upper"][:, t0 : t0 + x.shape[1]] = bits >> 16
 
     def decode(self, t0: int, t1: int) -> F32:
-        """(n_kv_heads, t1 - t0, head_dim) float32."""
+        """Returns tokens t0..t1, (n_kv_heads, t1 - t0, head_dim) float32."""
         return (self.arrays["upper"][:, t0:t1].astype(np.uint32) << 16).view(np.float32)
 
 
 class BFloat16(FullCache):
-    """Every key and value in bfloat16: 4 * head_dim bytes per token and KV head."""
+    """A cache of all keys and values in bfloat16: 4 * head_dim bytes per token and KV head."""
 
     name = "bf16"
     paper = "example"
@@ -76,6 +71,6 @@ class BFloat16(FullCache):
     Config = BFloat16Config
 
     def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
-        """Of one layer: how its keys and how its values are stored."""
+        """Returns the codecs of a layer's keys and of its values."""
         size = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return BFloat16Codec(*size, config.rounding), BFloat16Codec(*size, config.rounding)

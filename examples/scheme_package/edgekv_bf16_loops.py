@@ -1,7 +1,7 @@
-"""How bf16 is read on a CPU: a loop over a run of tokens, compiled by Numba at its first use on a machine.
+"""The loop that decodes bf16 on a CPU; Numba compiles it at its first use on a machine.
 
-edgekv scores and sums the tokens while they are in the first-level cache. The loop gets whole numbers alone:
-``store`` is where those lie that `KERNELS` gives for a codec, and ``tile`` is an address, too.
+edgekv calls it for a tile of tokens, which it then scores or sums in the first-level cache. All arguments are
+integers: ``store`` is the address of the numbers that `KERNELS` returns for a codec, ``tile`` that of the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgekv.kernels.cpu.tile import decode_loop, tiled
 
 @decode_loop
 def decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """tile (n, head_dim) float32 = tokens t..t + n of KV head g."""
+    """Decodes tokens t..t + n of KV head g into tile (n, head_dim), float32."""
     x = numbers(store)
     upper, capacity, head_dim = halves(get(x, 0)), get(x, 1), get(x, 2)
     to, start = words32(tile), (g * capacity + t) * head_dim

@@ -195,13 +195,13 @@ def require_layers(config: ModelConfig) -> None:
 
 
 class Recording(NamedTuple):
-    """What was recorded, with which counters; and how it changed them."""
+    """Recorded work: what replays it, the counters it was recorded with, and how it changes them."""
 
     run: Callable[[], None]
     moves: Moves
     counts: Counts
     changes: Counts
-    held: list[Array]
+    buffers: list[Array]  # that it uses, kept alive
 
 
 class CacheGroup:
@@ -212,7 +212,7 @@ class CacheGroup:
 
     @staticmethod
     def of(caches: Sequence[KVCache]) -> list[CacheGroup]:
-        """The groups of the caches."""
+        """Returns the groups of the caches."""
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
             size = cache.geometry.capacity, cache.geometry.sliding_window
@@ -221,16 +221,16 @@ class CacheGroup:
         return [CacheGroup(members) for members in groups.values()]
 
     def counts(self) -> dict[str, int]:
-        """The caches' counters, by name."""
+        """Returns the caches' counters by name."""
         return self.first.state().counters
 
-    def put(self, counts: Mapping[str, int]) -> None:
+    def set_counts(self, counts: Mapping[str, int]) -> None:
         """Gives all caches these counters."""
         for cache in self.caches:
             vars(cache).update(counts)
 
     def after_next(self) -> tuple[Hashable, bool]:
-        """What a step of the next token launches, as far as counters decide; whether `flush` is due after it."""
+        """Returns what the next token's step launches, as far as counters decide, and whether `flush` follows it."""
         cache, window = self.first, self.first.geometry.sliding_window
         cache.advance(1)
         try:
@@ -240,33 +240,33 @@ class CacheGroup:
 
 
 class Replay:
-    """The steps of one decoder; remembers the recordings of the conversation that it served last."""
+    """Takes a decoder's steps by replaying recordings of the conversation that it served last."""
 
     def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
         self._decoder, self._backend, self._driver = decoder, backend, backend.driver
         self._ids = self._driver.zeros((1,), np.int32)
-        self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled
+        self._compiled: set[type[KVCache]] = set()  # schemes whose kernels are
         self._failures: collections.Counter[type[KVCache]] = collections.Counter()
         self.n_replayed = 0
         self._forget()
 
     def _forget(self) -> None:
         self._step: Recording | None = None
-        self._flushes: dict[Hashable, Recording] = {}
+        self._flushes: dict[Hashable, Recording | None] = {}  # None: it can't be recorded
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[CacheGroup] = []
         self._structure: list[Hashable] = []
         self._next = self._last = 0
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
-        """Logits (vocab,) after appending one token, valid until the next step."""
+        """Returns the logits (vocab,) after appending one token, valid until the next step."""
         if self._caches != tuple(caches) or caches[0].n_seen != self._next:
             self._forget()  # others have changed them, perhaps what they point to
         if not self._can_play():
             before, flushes = [group.caches for group in self._groups], self._flushes
             self._forget()
-            if not self._record(caches):
-                self._is_warm.add(type(caches[0]))
+            if not self._record_step(caches):
+                self._compiled.add(type(caches[0]))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
             if before == [group.caches for group in self._groups]:
                 self._flushes = flushes
@@ -285,10 +285,10 @@ class Replay:
     def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
         return self._decoder.head(self._decoder.forward(x, caches))[0]
 
-    def _record(self, caches: Sequence[KVCache]) -> bool:
-        """Whether the step of the next token could be recorded; it has not been taken then."""
+    def _record_step(self, caches: Sequence[KVCache]) -> bool:
+        """Returns whether the step of the next token could be recorded; it has not been taken then."""
         scheme, start = type(caches[0]), caches[0].n_seen
-        ready = self._decoder.can_replay and scheme in self._is_warm and self._failures[scheme] < MOST_FAILURES
+        ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MOST_FAILURES
         room = caches[0].geometry.capacity - start
         if not ready or room < FEWEST_TOKENS or not all(cache.is_static() for cache in caches):
             return False
@@ -302,73 +302,75 @@ class Replay:
         def step() -> None:
             self._logits = self._run(self._backend.embed_ids(self._ids, start), self._caches)
 
-        try:
-            self._step = self._recorded(step)
-        except CannotRecord:
-            self._failures[scheme] += 1
+        self._step = self._record(step)
+        self._failures[scheme] += self._step is None
         return self._step is not None
 
-    def _recorded(self, work: Callable[[], None]) -> Recording:
-        """``work`` with the counters as they are; it is done when that is replayed."""
+    def _record(self, work: Callable[[], None]) -> Recording | None:
+        """Records ``work`` with the counters as they are, without doing it; None where it can't be recorded."""
         put_inputs(self._driver, self._ids, 0, [])  # compiles
         moves, counts = Moves(self._driver, POSITIONS), [group.counts() for group in self._groups]
         changes: Counts = []
 
-        def everything() -> None:
+        def work_on_counters() -> None:
             before = [group.counts() for group in self._groups]
-            for i, (group, own) in enumerate(zip(self._groups, counts, strict=True)):
-                group.put({name: Counter(value, ((_key(i, name), 1),), moves) for name, value in own.items()})
+            for i, (group, numbers) in enumerate(zip(self._groups, counts, strict=True)):
+                group.set_counts({name: Counter(n, ((_key(i, name), 1),), moves) for name, n in numbers.items()})
             try:
                 work()
                 after = [group.counts() for group in self._groups]
             finally:
-                for group, own in zip(self._groups, before, strict=True):
-                    group.put(own)
+                for group, numbers in zip(self._groups, before, strict=True):
+                    group.set_counts(numbers)
             changes[:] = [
-                {name: now[name] - value for name, value in own.items()}
-                for now, own in zip(after, counts, strict=True)
+                {name: now[name] - n for name, n in numbers.items()}
+                for now, numbers in zip(after, counts, strict=True)
             ]
             put_inputs(self._driver, self._ids, 0, [])  # for what is not replayed
 
-        run = self._driver.record(everything)
+        try:
+            run = self._driver.record(work_on_counters)
+        except CannotRecord:
+            return None
         # Others may ask for larger buffers while these are in use.
-        held = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
-        return Recording(run, moves, counts, changes, held)
+        buffers = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
+        return Recording(run, moves, counts, changes, buffers)
 
     def _play(self, recording: Recording, token: int) -> None:
-        now = [group.counts() for group in self._groups]
+        current = [group.counts() for group in self._groups]
         moved = {
-            _key(i, name): now[i][name] - value
-            for i, own in enumerate(recording.counts)
-            for name, value in own.items()
+            _key(i, name): current[i][name] - n
+            for i, numbers in enumerate(recording.counts)
+            for name, n in numbers.items()
         }
         recording.moves.set(self._ids, token, moved.__getitem__)
         recording.run()
-        for group, own, change in zip(self._groups, now, recording.changes, strict=True):
-            group.put({name: own[name] + by for name, by in change.items() if by})
+        for group, numbers, change in zip(self._groups, current, recording.changes, strict=True):
+            group.set_counts({name: numbers[name] + by for name, by in change.items() if by})
 
     def _flush(self) -> None:
-        """What is due after a token: replayed, or recorded and replayed, or done."""
+        """Packs what is due after a token: by a replay where that can be recorded."""
         due = [(i, group) for i, group in enumerate(self._groups) if group.first.needs_flush()]
         if not due:
             return
         caches = [cache for _, group in due for cache in group.caches]
-        # Which counters are equal may decide what `flush` does.
-        key = tuple((i, *_equal_pairs(group.counts().values())) for i, group in due)
 
         def flush() -> None:
             for cache in caches:
                 cache.flush()
 
-        try:
-            if not all(cache.flush_is_static for cache in caches):
-                raise CannotRecord("it depends on what is stored")
-            if key not in self._flushes:
-                self._flushes[key] = self._recorded(flush)
-            self._play(self._flushes[key], 0)
-        except CannotRecord:
+        if not all(cache.flush_is_static for cache in caches):
             flush()
             self._forget()  # it may have replaced arrays
+            return
+        # Which counters are equal may decide what `flush` does.
+        key = tuple((i, *_equal_pairs(group.counts().values())) for i, group in due)
+        if key not in self._flushes:
+            self._flushes[key] = self._record(flush)
+        if recording := self._flushes[key]:
+            self._play(recording, 0)
+        else:
+            flush()
 
 
 def _equal_pairs(counts: Iterable[int]) -> Iterator[bool]:

@@ -230,7 +230,7 @@ class CacheGroup:
             vars(cache).update(counts)
 
     def after_next(self) -> tuple[Hashable, bool]:
-        """Returns what the next token's step launches, as far as counters decide, and whether `flush` follows it."""
+        """Returns what a step of the next token launches, as far as counters decide, and whether it flushes."""
         cache, window = self.first, self.first.geometry.sliding_window
         cache.advance(1)
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
-import importlib
 import mmap
 from collections.abc import Callable, Mapping
 
@@ -16,7 +14,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.papers import from_half
-from edgekv.papers.kvcomp.reference import TABLE_BITS, Codebook, gaussian_counts, huffman_decode
+from edgekv.papers.kvcomp.reference import TABLE_BITS, Codebook, gaussian_counts, huffman_decode, huffman_pack
 from edgekv.types import F32, U8, U64, Array
 
 WORD_BITS, WORD_BYTES = 64, 8
@@ -133,6 +131,10 @@ class HuffmanCodec(Codec):
 
     def encode(self, x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0.."""
+        self.encode_by(huffman_pack, x, t0)
+
+    def encode_by(self, pack: Callable[..., None], x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0.., by a backend's `huffman_pack`."""
         a, first, n_blocks = self.arrays, t0 // self.block, x.shape[1] // self.block
         codes = self.quantise(x, t0)
         sizes = a["bits"][:, t0 : t0 + x.shape[1]].reshape(-1, n_blocks, self.block)  # a view
@@ -146,9 +148,6 @@ class HuffmanCodec(Codec):
         self._grow(int(ends[-1, -1]) + 1)
         words = np.stack([a["words"], self._plain[0]])
         lengths = np.stack([a["lengths"], self._plain[1]])
-        pack = importlib.import_module(f"{__package__}.{self.kernels.backend}").huffman_pack
-        if self.kernels.backend == "cuda":
-            pack = functools.partial(pack, self.kernels)
         pack(codes, words, lengths, plain.view(np.uint8), a["offsets"], first, self.block, self.pool)
         self.n_encoded = t0 + x.shape[1]
 

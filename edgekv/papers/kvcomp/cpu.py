@@ -18,7 +18,7 @@ from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 from edgekv.kernels.interface import BLOCK
 from edgekv.papers.kvcomp.reference import TABLE_BITS
-from edgekv.types import U8, U16, U32, U64
+from edgekv.types import F32, U8, U16, U32, U64
 
 PACK_WORK = 20  # cost of packing an element, in multiply-adds
 WORD_BITS = np.uint64(64)
@@ -216,7 +216,11 @@ def _scratch(codec: Any) -> int:
     return 8 * max(TILE, int(codec.head_dim)) + RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
 
 
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    codec.encode_by(huffman_pack, x, t0)
+
+
 KERNELS = {
-    "huffman_keys": tiled(_store, _decode_keys, _scratch),
-    "huffman_values": tiled(_store, _decode_values, _scratch),
+    "huffman_keys": tiled(_store, _decode_keys, _scratch, encode=_encode),
+    "huffman_values": tiled(_store, _decode_values, _scratch, encode=_encode),
 }

@@ -1,7 +1,8 @@
-"""Blocks of tokens in Huffman codes: their encoder, and who reads them."""
+"""KVComp's Huffman codes on a GPU: encoded in blocks of tokens, and read as rows."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from edgekv.papers.kvcomp.reference import TABLE_BITS
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program((FOLDER / "encode",), exact=True)
-PACK_THREADS = 256
+PACK_THREADS = 256  # tokens of a block at most
 
 
 def huffman_pack(
@@ -27,11 +28,15 @@ def huffman_pack(
     block: int,
     pool: Array,
 ) -> None:
-    """As the reference's, codes (G, n, D)."""
+    """Writes codes (G, n, D) as bit strings, as `edgekv.papers.kvcomp.reference.huffman_pack` does."""
     n_kv_heads, n, d = codes.shape
     launch = Launch(ENCODE, "huffman_pack", (n // block, n_kv_heads), PACK_THREADS)
     book = words, lengths, words.shape[1]
     tools.driver.launch(launch, codes, d, *book, contiguous(plain), offsets, offsets.shape[1], b0, block, pool)
+
+
+def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+    codec.encode_by(functools.partial(huffman_pack, tools), x, t0)
 
 
 def _read(name: str) -> Callable[[Any], Reader]:
@@ -46,6 +51,6 @@ def _read(name: str) -> Callable[[Any], Reader]:
 
 
 KERNELS = {
-    "huffman_keys": CodecKernels(_read("RowKeys<HuffmanRow<false>>")),
-    "huffman_values": CodecKernels(values=_read("RowValues<HuffmanRow<true>>")),
+    "huffman_keys": CodecKernels(_read("RowKeys<HuffmanRow<false>>"), encode=_encode),
+    "huffman_values": CodecKernels(values=_read("RowValues<HuffmanRow<true>>"), encode=_encode),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.codecs.codec import Codec, Layout, in_package
 from edgekv.kernels import BLOCK, Kernels
@@ -60,9 +59,14 @@ class SignSketch(Codec):
     def scores(self, q: F32, t0: int, t1: int) -> F32:
         """Returns H1B-KV's scores, equations 2, 3 and 5; query m = r * n + j has the temperature of head r."""
         scale = np.repeat(1 / (self.bits * self.tau), q.shape[1] // self.tau.shape[1], axis=1)
-        s = np.empty((*q.shape[:2], t1 - t0), np.float32)
-        scores_signs(pack_sign_rows(q @ self.projection.T), self.arrays["signs"], t0, t1, scale, s, 0)
-        return s
+        tokens = np.arange(t0, t1)
+        keys = self.arrays["signs"][:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, tokens, words)
+        scores = np.empty((*q.shape[:2], t1 - t0), np.float32)
+        for m, query in enumerate(pack_sign_rows(q @ self.projection.T).transpose(1, 0, 2)):
+            differing = np.ascontiguousarray(query[:, None] ^ keys).view(np.uint8)
+            n_differing = np.unpackbits(differing, axis=-1).sum(axis=-1, dtype=np.int32)
+            scores[:, m] = scale[:, m, None] * (self.bits - 2 * n_differing).astype(np.float32)
+        return scores
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
@@ -73,19 +77,6 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
     tokens = np.arange(t0, t0 + x.shape[1])
     # two index arrays apart from each other bring the token axis to the front
     codes[:, tokens // BLOCK, :, tokens % BLOCK] = pack_sign_rows(x).transpose(1, 0, 2)
-
-
-def scores_signs(
-    q_codes: U64, codes: U64, t0: int, t1: int, scale: npt.NDArray[np.floating], s: F32, s0: int
-) -> None:
-    """Sets s[:, :, s0:] = scale (G, M) times the products of signs of q_codes (G, M, W) with tokens t0..t1."""
-    tokens = np.arange(t0, t1)
-    keys = codes[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
-    n_bits = 64 * keys.shape[2]
-    for m in range(q_codes.shape[1]):
-        differing = np.ascontiguousarray(q_codes[:, m, None] ^ keys).view(np.uint8)
-        count = np.unpackbits(differing, axis=-1).sum(axis=-1, dtype=np.int32)  # (G, T)
-        s[:, m, s0 : s0 + t1 - t0] = scale[:, m, None] * (n_bits - 2 * count).astype(np.float32)
 
 
 def pack_sign_rows(x: F32) -> U64:

@@ -76,8 +76,8 @@ def _put(store: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
             put(centred, i, get(floats(key), (t - t0) * head_dim + i) - get(centre, g * head_dim + i))
         multiply_row(centred, 0, head_dim, floats(get(x, 3)), n_bits, projected, 0)
         for w in range(n_words):
-            place = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
-            put(codes, place, _pack_word(projected, w * WORD_BITS))
+            index = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
+            put(codes, index, _pack_word(projected, w * WORD_BITS))
 
 
 def _store_numbers(codec: Any) -> tuple[int, ...]:
@@ -142,10 +142,10 @@ def _score_block(
     q: U64, query: int, n_words: int, codes: U64, key: int, scale: Scalar, s: F32, row: int, n: int
 ) -> None:
     """Sets s[row:][:n] = scale * (b - 2 * popcount(q XOR k)) for the n tokens from codes[key] on."""
-    whole = n // TILE * TILE
-    for i in range(0, whole, TILE):
+    n_tiled = n // TILE * TILE
+    for i in range(0, n_tiled, TILE):
         _score_tile(q, query, codes, key + i, n_words, scale, s, row + i)
-    for i in range(whole, n):
+    for i in range(n_tiled, n):
         differing = np.uint64(0)
         for w in range(n_words):
             differing += count_ones(get(q, query + w) ^ get(codes, key + w * BLOCK + i))
@@ -163,8 +163,8 @@ def _score_tile(
         zeros = [emit.constant(COUNTS, 0)] * (TILE // LANES)
         with emit.loop(b, emit.I64(0), args[4], 1, zeros) as word:
             one = emit.splat(b, emit.load(b, emit.I64, b.add(query, b.mul(word.i, emit.I64(8)))), LANES)
-            place = b.add(key, b.mul(word.i, emit.I64(8 * BLOCK)))
-            words = (emit.load(b, WORDS, place, 8 * LANES * k) for k in range(TILE // LANES))
+            keys = b.add(key, b.mul(word.i, emit.I64(8 * BLOCK)))
+            words = (emit.load(b, WORDS, keys, 8 * LANES * k) for k in range(TILE // LANES))
             word.following = [_count(b, b.xor(x, one), count) for x, count in zip(words, word.values, strict=True)]
         bits = emit.splat(b, b.sitofp(b.mul(args[4], emit.I64(WORD_BITS)), emit.F32), LANES)
         for k, counts in enumerate(word.values):
@@ -172,8 +172,8 @@ def _score_tile(
             emit.store(b, b.fmul(emit.splat(b, args[5], LANES), agreeing), to, 4 * LANES * k)
         return context.get_dummy_value()
 
-    whole = types.intp
-    return types.none(q, whole, codes, whole, whole, types.float32, s, whole), build
+    integer = types.intp
+    return types.none(q, integer, codes, integer, integer, types.float32, s, integer), build
 
 
 # Bit counts of LANES words: one number per word; on Arm two numbers, or four, which are added up at the end.

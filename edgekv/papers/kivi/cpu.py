@@ -14,9 +14,9 @@ def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
     n_bytes, steps, done = head_dim * n_bits // 8, scratch + 4 * head_dim, 0
     while done < n:
         n_tokens, token = min(n - done, group - (t + done) % group), g * capacity + t + done
-        place = (g * (capacity // group) + (t + done) // group) * head_dim
-        widen_ends(low + 2 * place, head_dim, scratch)
-        widen_ends(step + 2 * place, head_dim, steps)
+        first = (g * (capacity // group) + (t + done) // group) * head_dim
+        widen_ends(low + 2 * first, head_dim, scratch)
+        widen_ends(step + 2 * first, head_dim, steps)
         to = tile + 4 * done * head_dim
         decode_channels(codes + token * n_bytes, n_bytes, n_bits, n_tokens, scratch, steps, to)
         done += n_tokens
@@ -42,9 +42,9 @@ def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
     head_dim, codes, step, low, capacity, n_spans, n_bits = _numbers(store)
     n_bytes, steps = head_dim * n_bits // 8, scratch + 4 * TILE * n_spans
     for k in range(n_spans):
-        place = (g * n_spans + k) * capacity + t
-        widen_ends(low + 2 * place, n, scratch + 4 * TILE * k)
-        widen_ends(step + 2 * place, n, steps + 4 * TILE * k)
+        first = (g * n_spans + k) * capacity + t
+        widen_ends(low + 2 * first, n, scratch + 4 * TILE * k)
+        widen_ends(step + 2 * first, n, steps + 4 * TILE * k)
     start = codes + (g * capacity + t) * n_bytes
     decode_tokens(start, n_bytes, n_bits, n, scratch, steps, head_dim // n_spans, tile)
 

@@ -77,8 +77,8 @@ class KVComp(SinkWindowCache):
 
     def planned_bytes(self, n_tokens: int | None = None) -> int:
         """Returns the most that the tokens can take: every block in fixed-length codes."""
-        whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.config)
-        return super().planned_bytes(n_tokens) + whole.keys.pool_bound + whole.values.pool_bound
+        cache = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.config)
+        return super().planned_bytes(n_tokens) + cache.keys.pool_bound + cache.values.pool_bound
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         self.keys.on_growth = lambda pool: self.arrays.__setitem__("key.pool", pool)

@@ -49,14 +49,14 @@ class HuffmanCodec(Codec):
     def quantise(self, x: F32, t0: int) -> U8:
         """Returns the codes of whole blocks x (n_kv_heads, n, head_dim) at tokens t0..; stores low and step."""
 
-    def _levels(self, x: F32, place: slice) -> U8:
+    def _levels(self, x: F32, rows: slice) -> U8:
         """Returns the codes of x (n_kv_heads, n, m, ...), of which m elements share a low and a step.
 
         low is their least in float16 (or the nearest of its finite numbers), step the relative step times
         (largest - low), rounded up to float16, and a code round((x - low) / step), halves to even: no element is
-        further than step / 2 from its level. Stores low and step, one for each n, at ``place``.
+        further than step / 2 from its level. Stores low and step, one for each n, at ``rows``.
         """
-        low, step = (self.arrays[name][:, place] for name in ("low", "step"))  # views
+        low, step = (self.arrays[name][:, rows] for name in ("low", "step"))  # views
         least = np.clip(x.min(axis=2), -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
         low[:] = least.view(np.uint16)
         span = np.maximum(x.max(axis=2) - least.astype(np.float32), 0)

@@ -40,8 +40,8 @@ def _plane_decoder(per_channel: bool) -> Any:
                             plane.following = [b.or_(plane.values[0], weight)]
                         least, size = ends or token_ends(b, low, step, token.i, width)
                         x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
-                        place = b.add(b.mul(token.i, head_dim), turn.i)
-                        emit.store(b, x, b.add(tile, b.mul(place, emit.I64(4))))
+                        element = b.add(b.mul(token.i, head_dim), turn.i)
+                        emit.store(b, x, b.add(tile, b.mul(element, emit.I64(4))))
                 done = turn.i
             return context.get_dummy_value()
 
@@ -54,8 +54,8 @@ def _bits(b: Any, address: Any, channel: Any, width: int) -> Any:
     """Returns the bits of ``width`` channels, or of one channel, whose byte is at an address."""
     if width > 1:
         return b.bitcast(emit.load(b, emit.integer(width), address), emit.vector(emit.integer(1), width))
-    place = b.and_(b.trunc(channel, emit.I8), emit.I8(7))
-    return b.trunc(b.lshr(emit.load(b, emit.I8, address), place), emit.integer(1))
+    bit = b.and_(b.trunc(channel, emit.I8), emit.I8(7))
+    return b.trunc(b.lshr(emit.load(b, emit.I8, address), bit), emit.integer(1))
 
 
 _decode_planes, _decode_channel_planes = _plane_decoder(per_channel=False), _plane_decoder(per_channel=True)

@@ -23,7 +23,7 @@ from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
 from edgekv.errors import ConfigError, ContextError
 from edgekv.files import Memo
-from edgekv.kernels.kernel_cache import CompileClock
+from edgekv.kernels.kernel_cache import compile_seconds
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import resolve
@@ -428,11 +428,11 @@ def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.
     """
     calls = list(decoder.warm_up(kv.layers(decoder.config, min(WARM_UP_TOKENS, ctx))))
-    with CompileClock() as clock:
-        for i, call in enumerate(calls):
-            if progress:
-                progress(WARM_UP, i, len(calls))
-            call()
+    before = compile_seconds()
+    for i, call in enumerate(calls):
+        if progress:
+            progress(WARM_UP, i, len(calls))
+        call()
     if progress:
         progress(WARM_UP, len(calls), len(calls))
-    return clock.seconds
+    return compile_seconds() - before

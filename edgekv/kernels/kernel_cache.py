@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, which are code: in folders of this user's that nobody else can write to."""
+"""The machine code of compiled kernels on disk, in a folder of this user's that nobody else can write to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import os
 import pathlib
 import platform
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import llvmlite
 import numba
-from numba.core import codegen, config, event
+from numba.core import codegen, config
 
 from edgekv.errors import ConfigError
 from edgekv.files import cache_root
 
 VARIABLE = "NUMBA_CACHE_DIR"
-MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from
-WARM = "edgekv-warm-"  # what files begin with that say for what all kernels are in the folder
+PACKAGE = pathlib.Path(__file__).parents[1]
+SOURCES_FILE = "edgekv-made-from"  # holds the digest of the sources that the folder's kernels were compiled from
+WARM = "edgekv-warm-"  # how the names of `mark_warm`'s files begin
 
 
 if os.path.isfile(config._config_fname):  # in the working folder, where strangers' files may be
@@ -31,59 +33,48 @@ CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codeg
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all of ours that is compiled into kernels."""
-    package = pathlib.Path(__file__).parents[1]
-    folders = package / "kernels" / "cpu", package / "codecs", package / "papers"
+    """Returns a digest of all files of this package that are compiled into kernels."""
+    folders = (PACKAGE / name for name in ("kernels/cpu", "codecs", "papers", "weights"))
     files = sorted(source for folder in folders for source in folder.rglob("*.py"))
-    return digest([package / "kernels" / "interface.py", *files])
+    return _digest([PACKAGE / "kernels" / "interface.py", *files])
 
 
-def digest(files: list[pathlib.Path]) -> str:
-    """Return a digest of the files' contents, one behind the other."""
+@functools.cache
+def _other_sources(source: str) -> str:
+    """Returns a digest of a kernel's file outside this package, and of all files of its package, if it has one."""
+    file = pathlib.Path(source).absolute()
+    if PACKAGE in file.parents:
+        return ""
+    is_package = (file.parent / "__init__.py").exists()
+    return _digest(sorted(file.parent.rglob("*.py")) if is_package else [file])
+
+
+def _digest(files: list[pathlib.Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache
 def _root() -> pathlib.Path | None:
-    """Where all are: in $NUMBA_CACHE_DIR, among this user's caches, or else under the temporary folder.
+    """Returns $NUMBA_CACHE_DIR, a folder among this user's caches, or one under the temporary folder.
 
-    None: nowhere, and each process compiles its own, 17 s of work.
+    None where all of them can be written to by others: each process then compiles its own kernels.
     """
-    places = [pathlib.Path(os.environ.get("TMPDIR") or "/tmp") / f"edgekv-numba-{os.getuid()}"]
+    folders = [pathlib.Path(os.environ.get("TMPDIR") or "/tmp") / f"edgekv-numba-{os.getuid()}"]
     with contextlib.suppress(ConfigError):
-        places.insert(0, cache_root() / "kernels")
-    if given := os.environ.get(VARIABLE):
-        places.insert(0, pathlib.Path(given))
-    return next((place for place in places if _is_private(place)), None)
+        folders.insert(0, cache_root() / "kernels")
+    if chosen := os.environ.get(VARIABLE):
+        folders.insert(0, pathlib.Path(chosen))
+    return next((folder for folder in folders if _is_private(folder)), None)
 
 
 @functools.cache
-def folder(source: str) -> pathlib.Path | None:
-    """Where those of a source file are, with those of the files beside it; None: nowhere."""
-    place, sources = _root(), pathlib.Path(source).absolute().parent
-    if place is None or not os.path.isfile(source):
+def folder() -> pathlib.Path | None:
+    """Returns the folder of the kernels of this installation; None where there can be none."""
+    root = _root()
+    if root is None:
         return None
-    place /= f"{sources.name}_{hashlib.sha256(os.fsencode(sources)).hexdigest()[:32]}"
-    return place if _is_private(place) else None
-
-
-@functools.cache
-def forget_old(folder: str, sources: str) -> None:
-    """Removes the compiled kernels in a folder, unless they were made from the same ``sources`` (a digest).
-
-    Numba alone notices changes of a kernel's own file, not of what that calls, and fails where a kernel took a
-    function of a module that is gone. Once per process and folder.
-    """
-    made_from = pathlib.Path(folder) / MADE_FROM
-    try:
-        if made_from.exists() and made_from.read_bytes() == sources.encode():
-            return
-        for pattern in ("*.nb[ci]", f"{WARM}*"):
-            for file in made_from.parent.glob(pattern):
-                file.unlink(missing_ok=True)
-        made_from.write_text(sources)
-    except OSError:
-        return  # then they stay as they are, for whom they belong to
+    path = root / f"edgekv_{hashlib.sha256(os.fsencode(PACKAGE)).hexdigest()[:32]}"
+    return path if _is_private(path) else None
 
 
 def _is_private(folder: pathlib.Path) -> bool:
@@ -97,55 +88,90 @@ def _is_private(folder: pathlib.Path) -> bool:
     return ours and os.access(folder, os.W_OK | os.X_OK)
 
 
+def _path(name: str, *properties: str) -> pathlib.Path | None:
+    """Returns the file for a name, the sources, the processor, the compiler's version and other properties."""
+    place = folder()
+    if place is None:
+        return None
+    compiler = numba.__version__, llvmlite.__version__, platform.python_version()
+    key = name, properties, compiler, config.CPU_NAME or codegen.ll.get_host_cpu_name(), CPU_FEATURES, sources()
+    return place / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
+
+
+def kernel_file(function: Callable[..., Any], options: str) -> pathlib.Path | None:
+    """Returns the file of a function compiled with ``options``; None where there can be none.
+
+    What a function takes from those around it is a part of the name, so it must be the same in every process.
+    """
+    variables = repr([cell.cell_contents for cell in function.__closure__ or ()])
+    if " at 0x" in variables:  # an object that is called by its address
+        return None
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.replace('<locals>.', '')}"
+    source = function.__code__.co_filename
+    line = str(function.__code__.co_firstlineno)
+    return _path(name, function.__module__, line, variables, options, _other_sources(source))
+
+
+def load(file: pathlib.Path) -> tuple[str, bytes] | None:
+    """Returns the symbol and machine code that `save` wrote; None if the file is not there or damaged."""
+    try:
+        digest, symbol, code = file.read_bytes().split(b"\n", 2)
+    except (OSError, ValueError):
+        return None
+    return (symbol.decode(), code) if hashlib.sha256(code).hexdigest().encode() == digest else None
+
+
+def save(file: pathlib.Path, symbol: str, code: bytes) -> None:
+    """Writes a kernel's machine code, if there is room, and removes kernels of other versions of the sources."""
+    remove_outdated(str(file.parent), sources())
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        temporary.write_bytes(b"\n".join((hashlib.sha256(code).hexdigest().encode(), symbol.encode(), code)))
+        temporary.replace(file)
+
+
+@functools.cache
+def remove_outdated(folder: str, sources: str) -> None:
+    """Empties a folder of kernels that was not filled from the same ``sources`` (a digest)."""
+    made_from = pathlib.Path(folder) / SOURCES_FILE
+    with contextlib.suppress(OSError):
+        if made_from.exists() and made_from.read_bytes() == sources.encode():
+            return
+        for file in made_from.parent.iterdir():
+            file.unlink(missing_ok=True)
+        made_from.write_text(sources)
+
+
 def is_warm(what: str) -> bool:
     """Whether `mark_warm` was told that all kernels for it are compiled: they are loaded when they are needed."""
-    place = _place(what)
-    return place is not None and place.exists()
+    file = _warm_file(what)
+    return file is not None and file.exists()
 
 
 def mark_warm(what: str) -> None:
     """Remembers that all kernels for it were compiled; where that fails, they are looked for one by one again."""
-    place = _place(what)
-    if place is not None:
+    file = _warm_file(what)
+    if file is not None:
         with contextlib.suppress(OSError):
-            place.touch()
+            file.touch()
 
 
-def _place(what: str) -> pathlib.Path | None:
-    """A file beside the kernels; None: none are kept."""
-    place = folder(str(pathlib.Path(__file__).parent / "cpu" / "compile.py"))
-    if place is None:
-        return None
-    processor = numba.config.CPU_NAME, CPU_FEATURES
-    made_by = numba.__version__, platform.python_version(), processor, sources(), what
-    return place / f"{WARM}{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
+def _warm_file(what: str) -> pathlib.Path | None:
+    return _path(f"{WARM}{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
 
-class CompileClock(event.Listener):  # type: ignore[misc]
-    """Within the block: ``seconds`` of the time in which something was compiled, and ``n`` functions."""
+_compile_seconds = 0.0
 
-    def __init__(self) -> None:
-        self.seconds, self.n = 0.0, 0
-        self._depth, self._began = 0, 0.0  # a function is compiled within its caller's compilation
 
-    def on_start(self, event: Any) -> None:
-        """Numba's: a compilation begins."""
-        if not self._depth:
-            self._began = time.perf_counter()
-        self._depth += 1
+def compile_seconds() -> float:
+    """Returns the seconds that this process has spent on compiling kernels."""
+    return _compile_seconds
 
-    def on_end(self, event: Any) -> None:
-        """Numba's: it ends."""
-        self._depth -= 1
-        self.n += 1
-        if not self._depth:
-            self.seconds += time.perf_counter() - self._began
 
-    def __enter__(self) -> CompileClock:
-        event.register("numba:compile", self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        event.unregister("numba:compile", self)
+@contextlib.contextmanager
+def timed_compilation() -> Iterator[None]:
+    """Adds the time within the block to `compile_seconds`."""
+    global _compile_seconds
+    start = time.perf_counter()
+    yield
+    _compile_seconds += time.perf_counter() - start

@@ -12,14 +12,16 @@ import functools
 import math
 from collections.abc import Mapping
 
-import numba
 import numpy as np
 
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.compile import kept_jit
+from edgekv.kernels.cpu.compile import FAST
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.loops import chars, floats, load_numbers
+from edgekv.kernels.cpu.scalar import get, put
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I8, U8, Array
 
@@ -181,8 +183,9 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
-rows_jit = functools.partial(kept_jit, parallel=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
-"""For what goes over rows of weights, and is called by `threads.run_parallel`."""
+rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
+"""Makes a kernel over rows of weights; its divisions are as written."""
+ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
 
 
 def n_blocks(columns: int, block: int) -> int:
@@ -190,56 +193,60 @@ def n_blocks(columns: int, block: int) -> int:
     return -(-columns // block)
 
 
-@rows_jit
-def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
-    rows, columns = weight.shape
-    zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
-    full = -zero if bits == 4 else zero - np.float32(1)
-    for r in numba.prange(rows):
-        q = np.empty(block, np.float32)
-        w = np.empty(block, np.float32)
-        for b in range(scales.shape[1]):
-            width = min(block, columns - b * block)
-            peak = np.float32(0)
-            for j in range(block):
-                w[j] = weight[r, b * block + j] if j < width else np.float32(0)
-                if abs(w[j]) > abs(peak):
-                    peak = w[j]
-            best, scale = np.float32(np.inf), np.float32(0)
-            for s in shrink:
-                d = peak * s / full
-                inverse = np.float32(1) / d if d != 0 else np.float32(0)
-                square, product = np.float32(0), np.float32(0)
-                for j in range(block):
-                    q[j] = min(max(np.rint(w[j] * inverse) + zero, np.float32(0)), top) - zero
-                    square += q[j] * q[j]
-                    product += q[j] * w[j]
-                if bits == 4:
-                    d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
-                error = np.float32(0)
-                for j in range(block):
-                    error += (w[j] - q[j] * d) * (w[j] - q[j] * d)
-                if error < best:
-                    best, scale = error, d
-            scales[r, b] = scale
-            inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-            for j in range(block):
-                q[j] = min(max(np.rint(w[j] * inverse) + zero, np.float32(0)), top)
-            if bits == 4:
-                for j in range(block // 2):
-                    codes[r, b, j] = np.uint8(q[2 * j]) | np.uint8(np.uint8(q[2 * j + 1]) << 4)
-            else:
-                for j in range(block):
-                    codes[r, b, j] = np.uint8(q[j])
-
-
 def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None:
-    """Quantize weight (r, k) into codes (r, blocks, block * bits / 8) and scales (r, blocks).
+    """Quantizes weight (r, k) into codes (r, blocks, block * bits / 8) and scales (r, blocks).
 
     The last block is padded with the zero point. int4 puts the even element in the low nibble.
     """
-    shrink = SHRINK if bits == 4 else SHRINK[:1]
-    threads.run_parallel(_quantize, np.ascontiguousarray(weight), bits, block, shrink, codes, scales)
+    shrink, n_threads = SHRINK if bits == 4 else SHRINK[:1], threads.count()
+    scratch = np.empty((n_threads, 2, block), np.float32)
+    numbers = weight.shape[1], scales.shape[1], bits, block, len(shrink)
+    arrays = np.ascontiguousarray(weight), shrink, codes, scales, scratch
+    _quantize_rows(len(weight), ROW_WORK, *numbers, *arrays, n_threads=n_threads)
+
+
+@rows_kernel
+def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
+    columns, n_blocks, bits, block, n_shrink = load_numbers(arguments, 5)
+    weight, shrink, codes_at, scales, scratch = load_numbers(arguments + 8 * 5, 5)
+    w, q = floats(scratch + 8 * part * block), floats(scratch + 8 * part * block + 4 * block)
+    zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
+    full = -zero if bits == 4 else zero - np.float32(1)
+    for i in range(first * n_blocks, last * n_blocks):
+        row, start = floats(weight + 4 * (i // n_blocks) * columns), i % n_blocks * block
+        codes, peak = chars(codes_at + i * (block * bits // 8)), np.float32(0)
+        for j in range(block):
+            put(w, j, get(row, start + j) if start + j < columns else np.float32(0))
+            if abs(get(w, j)) > abs(peak):
+                peak = get(w, j)
+        best, scale = np.float32(np.inf), np.float32(0)
+        for k in range(n_shrink):
+            d = peak * get(floats(shrink), k) / full
+            inverse = np.float32(1) / d if d != 0 else np.float32(0)
+            square, product = np.float32(0), np.float32(0)
+            for j in range(block):
+                level = min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top) - zero
+                put(q, j, level)
+                square += level * level
+                product += level * get(w, j)
+            if bits == 4:
+                d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
+            error = np.float32(0)
+            for j in range(block):
+                lost = get(w, j) - get(q, j) * d
+                error += lost * lost
+            if error < best:
+                best, scale = error, d
+        put(floats(scales), i, scale)
+        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+        for j in range(block):
+            put(q, j, min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top))
+        if bits == 4:
+            for j in range(block // 2):
+                put(codes, j, np.uint8(get(q, 2 * j)) | np.uint8(np.uint8(get(q, 2 * j + 1)) << 4))
+        else:
+            for j in range(block):
+                put(codes, j, np.uint8(get(q, j)))
 
 
 def _pairs(codes: U8) -> U8:

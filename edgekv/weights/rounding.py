@@ -22,14 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numba
 import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.loops import floats, load_numbers, numbers, signed_chars
+from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, I8, I64, U8
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import WeightFormat, pack, rows_jit
+from edgekv.weights.formats import ROW_WORK, WeightFormat, pack, rows_kernel
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
@@ -90,7 +91,11 @@ class Rounder:
             inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
             views = w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi]
             own, *changed = map(np.ascontiguousarray, views)
-            threads.run_parallel(_round_panel, targets, own, inner, self._weights[lo:hi], ends, SHRINK, *changed)
+            n_threads, block = threads.count(), int(np.diff(ends).max())
+            scratch = np.empty((n_threads, 2 * (hi - lo) + (block + 4) * CANDIDATES), np.float32)
+            sizes = hi - lo, len(ends) - 1, block, scratch.shape[1]
+            arrays = targets, own, inner, self._weights[lo:hi], ends, SHRINK, *changed, scratch
+            _round_panel(rows, ROW_WORK, *sizes, *arrays, n_threads=n_threads)
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
         return in_column_order(codes, scales, self._order, self._blocks, self.block)
@@ -121,7 +126,7 @@ class Rounder:
             inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
             views = (w[:, lo:hi], slopes[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi])
             own, slope, *changed = map(np.ascontiguousarray, views)
-            threads.run_parallel(_round_panel_again, own, slope, inner, ends, *changed)
+            _round_panel_again(len(w), ROW_WORK, hi - lo, len(ends) - 1, own, slope, inner, ends, *changed)
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
             slopes[:, :lo] += (errors[:, lo:hi] - before) @ self._hessian[lo:hi, :lo]
 
@@ -210,81 +215,98 @@ class CalibratingOps(NumpyOps):
         return form.decode({"codes": codes, "scales": scales}, x.shape[1])
 
 
-@rows_jit
-def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, errors):  # type: ignore[no-untyped-def]
-    """factor[j, i]: by which the error of column i > j counts in the target of j."""
-    rows, columns = targets.shape
-    block = np.max(ends[1:] - ends[:-1])
-    for r in numba.prange(rows):
-        t = np.empty(columns, np.float32)
-        e = np.zeros(columns, np.float32)
-        kept = np.empty((block, CANDIDATES), np.float32)  # errors by the scale, which are tried together
-        u, d, inverses, sums = np.empty((4, CANDIDATES), np.float32)
-        for b in range(len(ends) - 2, -1, -1):
-            lo, hi = ends[b], ends[b + 1]
+@rows_kernel
+def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
+    """Rounds rows of a panel; factor[j, i]: by which the error of column i > j counts in the target of j."""
+    columns, n_blocks, block, scratch_size = load_numbers(arguments, 4)
+    targets_at, weight_at, factor_at, weights_at, ends_at, shrink_at = load_numbers(arguments + 8 * 4, 6)
+    codes_at, scales_at, errors_at, scratch_at = load_numbers(arguments + 8 * 10, 4)
+    factor, weights, ends, shrink = floats(factor_at), floats(weights_at), numbers(ends_at), floats(shrink_at)
+    scratch = scratch_at + 4 * part * scratch_size
+    t, e, kept = floats(scratch), floats(scratch + 4 * columns), scratch + 8 * columns  # kept: errors by the scale
+    last_four = kept + 4 * block * CANDIDATES
+    u, d = floats(last_four), floats(last_four + 4 * CANDIDATES)
+    inverses, sums = floats(last_four + 8 * CANDIDATES), floats(last_four + 12 * CANDIDATES)
+    for r in range(first, last):
+        targets, weight = floats(targets_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
+        codes, errors = signed_chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)
+        for j in range(columns):
+            put(e, j, np.float32(0))
+        for b in range(n_blocks - 1, -1, -1):
+            lo, hi = get(ends, b), get(ends, b + 1)
             peak = np.float32(0)
             for j in range(lo, hi):
-                total = targets[r, j]
+                total = get(targets, j)
                 for i in range(hi, columns):
-                    total += e[i] * factor[j, i]
-                t[j] = total
+                    total += get(e, i) * get(factor, j * columns + i)
+                put(t, j, total)
                 if abs(total) > abs(peak):
                     peak = total
             for s in range(CANDIDATES):
-                d[s] = peak * shrink[s] / np.float32(-8)
-                inverses[s] = np.float32(1) / d[s] if d[s] != 0 else np.float32(0)
-                sums[s] = 0
+                put(d, s, peak * get(shrink, s) / np.float32(-8))
+                put(inverses, s, np.float32(1) / get(d, s) if get(d, s) != 0 else np.float32(0))
+                put(sums, s, np.float32(0))
             for j in range(hi - 1, lo - 1, -1):
-                u[:] = t[j]
-                for i in range(j + 1, hi):
-                    share, errors_of = factor[j, i], kept[i - lo]
-                    for s in range(CANDIDATES):
-                        u[s] += errors_of[s] * share
-                own, w, heavy = kept[j - lo], weight[r, j], weights[j]
                 for s in range(CANDIDATES):
-                    q = np.rint(u[s] * inverses[s])
+                    put(u, s, get(t, j))
+                for i in range(j + 1, hi):
+                    share, errors_of = get(factor, j * columns + i), floats(kept + 4 * (i - lo) * CANDIDATES)
+                    for s in range(CANDIDATES):
+                        put(u, s, get(u, s) + get(errors_of, s) * share)
+                own, w, heavy = floats(kept + 4 * (j - lo) * CANDIDATES), get(weight, j), get(weights, j)
+                for s in range(CANDIDATES):
+                    q = np.rint(get(u, s) * get(inverses, s))
                     q = np.float32(-8) if q < np.float32(-8) else q
                     q = np.float32(7) if q > np.float32(7) else q
-                    own[s] = w - q * d[s]
-                    left = u[s] - q * d[s]
-                    sums[s] += heavy * left * left
-            best = np.argmin(sums)
-            scale = d[best]
-            e[lo:hi] = kept[: hi - lo, best]
-            scales[r, b] = scale
+                    put(own, s, w - q * get(d, s))
+                    left = get(u, s) - q * get(d, s)
+                    put(sums, s, get(sums, s) + heavy * left * left)
+            best = 0
+            for s in range(1, CANDIDATES):
+                best = s if get(sums, s) < get(sums, best) else best
+            scale = get(d, best)
+            put(floats(scales_at), r * n_blocks + b, scale)
             inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
             for j in range(lo, hi):
-                codes[r, j] = np.int8(np.rint((weight[r, j] - e[j]) * inverse))
-                errors[r, j] = e[j]
+                error = get(floats(kept), (j - lo) * CANDIDATES + best)
+                put(e, j, error)
+                put(codes, j, np.int8(np.rint((get(weight, j) - error) * inverse)))
+                put(errors, j, error)
 
 
-@rows_jit
-def _round_panel_again(weight, slopes, hessian, ends, codes, scales, errors):  # type: ignore[no-untyped-def]
-    """slopes: of half the sum to be small, by the errors of these columns; hessian: that among them."""
-    for r in numba.prange(len(weight)):
-        slope = slopes[r].copy()
-        for b in range(len(ends) - 2, -1, -1):
-            lo, hi = ends[b], ends[b + 1]
+@rows_kernel
+def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None:
+    """Rounds rows of a panel again; slopes: of half the sum to be small, by the errors of these columns."""
+    columns, n_blocks, weight_at, slopes_at, hessian_at, ends_at = load_numbers(arguments, 6)
+    codes_at, scales_at, errors_at = load_numbers(arguments + 8 * 6, 3)
+    hessian, ends = floats(hessian_at), numbers(ends_at)
+    for r in range(first, last):
+        slope, weight = floats(slopes_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
+        codes, errors = signed_chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)
+        for b in range(n_blocks - 1, -1, -1):
+            lo, hi = get(ends, b), get(ends, b + 1)
             gain, square = np.float32(0), np.float32(0)
             for j in range(lo, hi):
-                product = np.float32(0)
+                product, code = np.float32(0), np.float32(get(codes, j))
                 for i in range(lo, hi):
-                    product += hessian[j, i] * codes[r, i]
-                gain += slope[j] * codes[r, j]
-                square += product * codes[r, j]
+                    product += get(hessian, j * columns + i) * np.float32(get(codes, i))
+                gain += get(slope, j) * code
+                square += product * code
             if square <= 0:
                 continue
-            scale = scales[r, b] + gain / square
-            scales[r, b] = scale
+            scale = get(floats(scales_at), r * n_blocks + b) + gain / square
+            put(floats(scales_at), r * n_blocks + b, scale)
             inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
             for is_coded in (False, True):  # first the codes that are there, times the new scale
                 for j in range(lo, hi):
+                    before = get(errors, j)
                     if is_coded:
-                        best = weight[r, j] - errors[r, j] + slope[j] / hessian[j, j]
-                        codes[r, j] = np.int8(min(max(np.rint(best * inverse), np.float32(-8)), np.float32(7)))
-                    error = weight[r, j] - np.float32(codes[r, j]) * scale
-                    change = error - errors[r, j]
-                    errors[r, j] = error
+                        best = get(weight, j) - before + get(slope, j) / get(hessian, j * columns + j)
+                        level = min(max(np.rint(best * inverse), np.float32(-8)), np.float32(7))
+                        put(codes, j, np.int8(level))
+                    error = get(weight, j) - np.float32(get(codes, j)) * scale
+                    change = error - before
+                    put(errors, j, error)
                     if change != 0:
                         for i in range(hi):  # those behind have been rounded again
-                            slope[i] += change * hessian[j, i]
+                            put(slope, i, get(slope, i) + change * get(hessian, j * columns + i))

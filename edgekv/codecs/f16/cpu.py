@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cpu.compile import Args, jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     CodecKernels,
@@ -15,6 +14,7 @@ from edgekv.kernels.cpu.loops import (
     address_of,
     floats,
     halves,
+    load_numbers,
     put_loop,
     score_loop,
 )
@@ -52,19 +52,18 @@ def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
 
 
 def _encode(codec: Any, x: F32, t0: int) -> None:
-    args = np.ascontiguousarray(x), codec.arrays["half"], t0
-    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
+    n_groups, n, head_dim = x.shape
+    arguments = np.ascontiguousarray(x), n, head_dim, codec.arrays["half"], codec.capacity, t0
+    _encode_tokens(n_groups * n, x.size, *arguments)
 
 
-@jit
-def _encode_tokens(first: int, last: int, args: Args) -> None:
-    x, store, t0 = args
-    (_, n_tokens, head_dim), capacity = x.shape, store.shape[1]
-    x, store = x.reshape(-1), store.reshape(-1)
+@exact_kernel
+def _encode_tokens(first: int, last: int, part: int, arguments: int) -> None:
+    x, n, head_dim, half, capacity, t0 = load_numbers(arguments, 6)
     for item in range(first, last):
-        target = (item // n_tokens * capacity + t0 + item % n_tokens) * head_dim
+        target = (item // n * capacity + t0 + item % n) * head_dim
         for d in range(head_dim):
-            put(store, target + d, float_to_half(get(x, item * head_dim + d)))
+            put(halves(half), target + d, float_to_half(get(floats(x), item * head_dim + d)))
 
 
 KERNELS = {

@@ -9,28 +9,29 @@ import numpy as np
 from edgekv.codecs.planes import GAUSS_STEP, N_CENTRES, RUN
 from edgekv.codecs.planes.cpu_keys import KEYS
 from edgekv.codecs.planes.cpu_values import VALUES
-from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
+from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
+from edgekv.kernels.cpu.loops import chars, doubles, floats, halves, load_numbers
 from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, sign_bits
 from edgekv.kernels.interface import BLOCK, LARGEST_F16
 from edgekv.types import F32, U8, U16
 
 ZERO, HALF, ONE, EIGHT = np.array([0, 0.5, 1, 8], np.float32)
 MIDDLE, HIGHEST = np.array([7.5, 15], np.float32)
+STEPS = np.array([0, *GAUSS_STEP.values()])  # by bits
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
     """Stores means of x (G, n, D) and takes them off; codes (G, cap / 64, N_CENTRES, D / 2)."""
-    n_items = x.shape[0] * x.shape[1] // BLOCK
-    args = x, codes, step, t0, np.empty((n_items, x.shape[2]), np.float32)
-    run(_centre_items, n_items, 8 * x.size, args)
+    n_items, (_, n, width) = x.shape[0] * x.shape[1] // BLOCK, x.shape
+    scratch = np.empty((n_items, width), np.float32)
+    _centre_items(n_items, 8 * x.size, x, n, width, codes, step, step.shape[1], t0, scratch)
 
 
-@fast_jit
-def _centre_items(first: int, last: int, args: Args) -> None:
-    x, codes, step, t0, scratch = args
-    (_, n, width), n_blocks = x.shape, step.shape[1]
-    x, codes, step, scratch = x.reshape(-1), codes.reshape(-1), step.reshape(-1), scratch.reshape(-1)
+@RangeKernel
+def _centre_items(first: int, last: int, part: int, arguments: int) -> None:
+    x_at, n, width, codes_at, step_at, n_blocks, t0, scratch_at = load_numbers(arguments, 8)
+    x, codes, step, scratch = floats(x_at), chars(codes_at), halves(step_at), floats(scratch_at)
     groups = n // BLOCK
     for item in range(first, last):
         target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * N_CENTRES
@@ -70,25 +71,25 @@ def _encode_mean(
 
 def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
     """Stores x (G, n, D) in planes (G, cap / 64, B, GROUPS, D / 8, 16); scale (G, cap)."""
-    n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
-    scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
-    args = x, planes, scale, t0, GAUSS_STEP[bits], scratch
-    run(_encode_keys, n_items, 8 * x.size, args)
+    n_items, bits, (_, n, width) = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2], x.shape
+    scratch = np.empty((n_items, 2, width), np.float32)
+    sizes = n, width, bits, scale.shape[1], planes.shape[1], t0
+    _encode_keys(n_items, 8 * x.size, *sizes, x, planes, scale, scratch, STEPS)
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     """Stores x (G, n, D) in codes (G, cap / 64, 2 * b, D, 4); scale (G, cap)."""
-    bits = codes.shape[2] // 2
-    args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
-    run(_encode_values, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+    bits, (n_groups, n, width) = codes.shape[2] // 2, x.shape
+    sizes = n, width, bits, scale.shape[1], codes.shape[1], t0
+    _encode_values(n_groups * n // BLOCK, 8 * x.size, *sizes, np.ascontiguousarray(x), codes, scale, STEPS)
 
 
-@jit
-def _encode_keys(first: int, last: int, args: Args) -> None:
-    x, planes, scale, t0, gauss_step, scratch = args
-    (_, n, width), (_, n_stored, bits, _, _, _) = x.shape, planes.shape
-    capacity, blocks, block_bytes = scale.shape[1], n // BLOCK, bits * width * BLOCK // 8
-    x, planes, scale, scratch = x.reshape(-1), planes.reshape(-1), scale.reshape(-1), scratch.reshape(-1)
+@exact_kernel
+def _encode_keys(first: int, last: int, part: int, arguments: int) -> None:
+    n, width, bits, capacity, n_stored, t0 = load_numbers(arguments, 6)
+    x_at, planes_at, scale_at, scratch_at, steps_at = load_numbers(arguments + 8 * 6, 5)
+    x, planes, scale, scratch = floats(x_at), chars(planes_at), halves(scale_at), floats(scratch_at)
+    blocks, block_bytes, gauss_step = n // BLOCK, bits * width * BLOCK // 8, get(doubles(steps_at), bits)
     for item in range(first, last):
         g, block = item // blocks, t0 // BLOCK + item % blocks
         left = 2 * item * width
@@ -128,17 +129,17 @@ def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
     return total
 
 
-@jit
-def _encode_values(first: int, last: int, args: Args) -> None:
-    x, codes, scale, t0, bits, gauss_step = args
-    (_, n, head_dim), capacity = x.shape, scale.shape[1]
-    x, scale = x.reshape(-1), scale.reshape(-1)
-    blocks, n_stored, block_bytes = n // BLOCK, codes.shape[1], 8 * bits * head_dim
-    codes = codes.reshape(-1)
+@exact_kernel
+def _encode_values(first: int, last: int, part: int, arguments: int) -> None:
+    n, head_dim, bits, capacity, n_stored, t0 = load_numbers(arguments, 6)
+    x_at, codes_at, scale_at, steps_at = load_numbers(arguments + 8 * 6, 4)
+    x, codes, scale, gauss_step = floats(x_at), chars(codes_at), halves(scale_at), get(doubles(steps_at), bits)
+    blocks, block_bytes = n // BLOCK, 8 * bits * head_dim
     for item in range(first, last):
         g, block = item // blocks, t0 // BLOCK + item % blocks
         start = (g * n_stored + block) * block_bytes
-        codes[start : start + block_bytes] = 0
+        for i in range(start, start + block_bytes):
+            put(codes, i, np.uint8(0))
         for t in range(BLOCK):
             row = (item * BLOCK + t) * head_dim
             square = _square_of(x, row, head_dim)

@@ -16,64 +16,88 @@ import numpy.typing as npt
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.compile import Args, Scalar, entry_jit, fast_jit, jit
-from edgekv.kernels.cpu.launch import PARALLEL_FOR, parallel_for
+from edgekv.kernels.cpu.compile import Scalar, fast_jit
+from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
     Bound,
     address_of,
     aligned_size,
+    bits_of,
     bound,
     call,
+    float_of,
     floats,
     ints,
     kernels_of,
+    load_numbers,
+    load_tuple,
     numbers,
     scratch_memory,
 )
 from edgekv.kernels.cpu.rows import Decoded
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, PEAK, SHRINK, TOTAL, exp_of_negative, fill, weigh
+from edgekv.kernels.cpu.softmax import MINUS_INFINITY, SHRINK, STATE, L, M, exp_of_negative, fill, weigh
 from edgekv.kernels.interface import BLOCK, Segment, Visible
 from edgekv.types import F32
 
 FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
-PLAN = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            *("n_groups", "rows", "n_tokens", "head_dim", "splits", "n_units"),
-            *("queries", "lo", "hi", "out", "sinks"),  # addresses
-            *("lowest", "highest", "lowest_all", "highest_all"),  # positions that some, and that all, rows see
-            *("memory", "item_bytes"),
-            *("out_at", "scores_at", "scratch_at"),  # of a work item, from its start on
-            *("kept", "kept_gap", "any_kept"),  # scores (n_groups, rows, gap) that outlive the walk
-            "cap",  # the bits of a float32, 0: none
-        )
-    ]
-)
-RUN = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            *("key_store", "value_store"),  # addresses
-            *("prepare", "score", "add", "finish"),  # addresses, 0: none
-            *("first", "stop", "position", "positions", "positions_gap", "block"),
-            *("score_step", "add_step"),  # tokens of one call, at most
-            *("width", "prepared_at", "sums_at"),  # width 0: values are added to the result itself
-            *("kept", "column"),
-        )
-    ]
-)
 
 
 class Plan(NamedTuple):
-    """A plan, the run of each segment, and how to go about it; ``alive`` keeps what the addresses point to."""
+    """What all segments share, as kernels get it: sizes, addresses, and where parts of a work item's memory begin."""
 
-    plan: npt.NDArray[Any]
-    runs: npt.NDArray[Any]
-    parallel: bool
-    alive: tuple[Any, ...]
+    n_groups: int
+    rows: int  # of a KV head: query heads times tokens
+    n_tokens: int
+    head_dim: int
+    splits: int
+    n_blocks: int  # of all segments
+    queries: int
+    lo: int
+    hi: int
+    out: int
+    sinks: int
+    lowest: int  # positions that some rows see, and that all rows see
+    highest: int
+    lowest_of_all: int
+    highest_of_all: int
+    memory: int
+    item_bytes: int
+    out_at: int
+    scores_at: int
+    scratch_at: int
+    weights: int  # (n_groups, rows, weights_stride), 0: not asked for
+    weights_stride: int
+    cap: int  # the bits of a float32, 0: none
+    segments: int
+    n_segments: int
+
+
+class SegmentPlan(NamedTuple):
+    """A segment as kernels get it."""
+
+    key_store: int
+    value_store: int
+    prepare: int  # addresses of loops, 0: none
+    score: int
+    add: int
+    finish: int
+    first: int
+    stop: int
+    position: int
+    positions: int  # address, 0: tokens follow ``position``
+    positions_stride: int
+    block: int
+    score_step: int  # tokens of one call, at most
+    add_step: int
+    width: int  # 0: values are added to the result itself
+    prepared_at: int
+    sums_at: int
+    column: int  # of ``weights``
+
+
+PLAN_BYTES, SEGMENT_BYTES = 8 * len(Plan._fields), 8 * len(SegmentPlan._fields)
 
 
 class PairPlan(NamedTuple):
@@ -82,7 +106,7 @@ class PairPlan(NamedTuple):
     keys: Bound
     values: npt.NDArray[np.int64]  # numbers of the store
     rows: int
-    addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
+    addresses: tuple[int, ...]  # of the stores, then of the loops, as `SegmentPlan` begins
     block: int
     steps: tuple[int, int]  # tokens that one call of score and of add takes
     width: int
@@ -99,51 +123,46 @@ def make_plan(
     weights: F32 | None,
     sinks: F32 | None,
     cap: float | None,
-) -> Plan:
-    """Returns the plan of `attend`, whose arguments these are: queries and out (H, n, D)."""
+) -> tuple[Plan, tuple[Any, ...]]:
+    """Returns the plan of `attend`, whose arguments these are, and the arrays that its addresses point to."""
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
     lo, hi = visible
-    out_at = place = aligned_size(4 * END * rows)  # behind each row's ends
+    out_at = place = aligned_size(4 * STATE * rows)  # behind each row's softmax state
     place += aligned_size(4 * rows * head_dim)
-    runs = np.empty(len(segments), RUN)
+    segment_plans = np.empty((len(segments), len(SegmentPlan._fields)), np.int64)
     pairs: list[PairPlan] = []
-    column = n_units = n_tokens = longest = scratch_bytes = 0
+    n_blocks = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
         _, _, first, stop, position, positions = segment
         pair = _pair_plan(segment, rows)
-        kept, block, width = weights is not None, pair.block, pair.width
-        sums_at = place + pair.prepared_bytes
+        block, sums_at = pair.block, place + pair.prepared_bytes
         where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
-        runs[i] = (
+        segment_plans[i] = (
             *(*pair.addresses, first, stop, position, *where, block, *pair.steps),
-            *(width, place, sums_at, kept, column),
+            *(pair.width, place, sums_at, n_tokens),
         )
         pairs.append(pair)
         place = sums_at + pair.sums_bytes
-        column += stop - first if kept else 0
         n_tokens += stop - first
-        n_units += -(-stop // block) - first // block
+        n_blocks += -(-stop // block) - first // block
         longest = max(longest, block)
         scratch_bytes = max(scratch_bytes, pair.scratch_bytes)
-    work = n_groups * rows * head_dim * n_tokens
-    splits = launch.token_splits(n_groups, work)
+    splits = launch.token_splits(n_groups, n_groups * rows * head_dim * n_tokens)
     scratch_at = place + aligned_size(4 * rows * longest)
     item_bytes = scratch_at + scratch_bytes
     sink = np.full(n_heads * n, -np.inf, np.float32) if sinks is None else np.repeat(sinks, n).astype(np.float32)
-    plan = np.empty(1, PLAN)
-    plan[0] = (
-        *(n_groups, rows, n, head_dim, splits, n_units),
+    plan = Plan(
+        *(n_groups, rows, n, head_dim, splits, n_blocks),
         *(address_of(queries), address_of(lo), address_of(hi), address_of(out), address_of(sink)),
-        *(lo[0], hi[-1], lo[-1], hi[0]),
+        *(int(lo[0]), int(hi[-1]), int(lo[-1]), int(hi[0])),
         *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes),
         *(out_at, place, scratch_at),
-        *(0 if weights is None else address_of(weights), column, column > 0),
-        0 if cap is None else int(np.float32(cap).view(np.int32)),
+        *((0, 0) if weights is None else (address_of(weights), n_tokens)),
+        *(0 if cap is None else bits_of(cap), address_of(segment_plans), len(segments)),
     )
-    parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
-    return Plan(plan, runs, parallel, (pairs, queries, visible, sink))
+    return plan, (segment_plans, pairs, queries, visible, sink)
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:
@@ -187,116 +206,92 @@ def attend(
 ) -> None:
     """Attends: queries and out (H, n, D), weights (G, R * n, tokens); see `interface.Kernels.attend`."""
     segments = [with_numbers(segment) for segment in segments]
-    made = make_plan(queries, segments, visible, out, weights, sinks, cap)
-    if made.parallel:
-        threads.run_parallel(_attend, PARALLEL_FOR.address, threads.count(), made.plan, made.runs)
-    else:
-        _attend(0, 1, made.plan, made.runs)
+    plan, alive = make_plan(queries, segments, visible, out, weights, sinks, cap)
+    arguments, n_items = np.array(plan, np.int64), plan.n_groups * plan.splits
+    work = queries.size * sum(segment.stop - segment.first for segment in segments)
+    _attend_items.run(n_items, address_of(arguments), threads.count(), work)
+    # Without weights a microsecond: less than waking threads again.
+    _finish_groups.run(plan.n_groups, address_of(arguments), threads.count() if plan.weights else 1, work)
+    del alive
 
 
-@entry_jit
-def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
-    p = plan[0]
-    parallel_for(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
-    few = n_parts if p.any_kept else 1  # without kept scores a microsecond: less than waking threads again
-    parallel_for(team, few, p.n_groups, _finish_groups, (plan, runs))
-
-
-@fast_jit
-def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
-    p = plan[0]
+@RangeKernel
+def _attend_items(first: int, last: int, part: int, arguments: int) -> None:
+    p = load_tuple(Plan, arguments)
     for item in range(first, last):
         g, split = item // p.splits, item % p.splits
         memory = p.memory + item * p.item_bytes
-        ends, out = floats(memory), floats(memory + p.out_at)
-        for m in range(p.rows):  # a sink is the first score, of the first share
-            put(ends, END * m + PEAK, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
-            put(ends, END * m + TOTAL, ONE)
-        fill(out, 0, p.rows * p.head_dim, ZERO)
-        for i in range(len(runs)):
-            run = runs[i]
-            if run.width:
-                fill(floats(memory + run.sums_at), 0, p.rows * run.width, ZERO)
-        for i in range(len(runs)):
-            run = runs[i]
-            first_block, last_block = _share_of(split, i, plan, runs)
+        state = floats(memory)
+        for row in range(p.rows):  # a sink is the first score, of the first share
+            put(state, STATE * row + M, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + row))
+            put(state, STATE * row + L, ONE)
+        fill(floats(memory + p.out_at), 0, p.rows * p.head_dim, ZERO)
+        passed = 0
+        for i in range(p.n_segments):
+            s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
+            fill(floats(memory + s.sums_at), 0, p.rows * s.width, ZERO)
+        for i in range(p.n_segments):
+            s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
+            base, end = s.first // s.block, (s.stop + s.block - 1) // s.block
+            first_block = max(base + p.n_blocks * split // p.splits - passed, base)
+            last_block = min(base + p.n_blocks * (split + 1) // p.splits - passed, end)
+            passed += end - base
             if first_block < last_block:
-                _walk(first_block, last_block, g, memory, plan, runs, i)
-                if run.width:
-                    call(run.finish, (run.value_store, memory + run.sums_at, memory + p.out_at, p.rows))
+                _walk(first_block, last_block, g, memory, arguments, i)
+                if s.width:
+                    call(s.finish, (s.value_store, memory + s.sums_at, memory + p.out_at, p.rows))
 
 
 @fast_jit
-def _share_of(split: int, i: int, plan: Any, runs: Any) -> tuple[int, int]:
-    """First and last + 1 of the blocks of run i that a share of a head's blocks has."""
-    p, run, passed = plan[0], runs[i], 0
-    for k in range(i):
-        passed += (runs[k].stop + runs[k].block - 1) // runs[k].block - runs[k].first // runs[k].block
-    base, after = run.first // run.block, (run.stop + run.block - 1) // run.block
-    start, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
-    return max(base + start - passed, base), min(base + end - passed, after)
-
-
-@fast_jit
-def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: int) -> None:
-    """Blocks block..last of run i through scores, running softmax and value sum."""
-    p, run = plan[0], runs[i]
-    prepared = _prepare(g, memory, plan, runs, i)
-    ends, own, scratch = floats(memory), memory + p.scores_at, memory + p.scratch_at
-    s, sums = floats(own), memory + (run.sums_at if run.width else p.out_at)
+def _walk(block: int, last: int, g: int, memory: int, arguments: int, i: int) -> None:
+    """Takes blocks block..last of segment i through scores, running softmax and value sum."""
+    p = load_tuple(Plan, arguments)
+    s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
+    prepared = p.queries + 4 * g * p.rows * p.head_dim
+    if s.prepare:
+        call(s.prepare, (s.key_store, prepared, p.rows, g, memory + s.prepared_at))
+        prepared = memory + s.prepared_at
+    scores, scratch = memory + p.scores_at, memory + p.scratch_at
+    sums = memory + (s.sums_at if s.width else p.out_at)
     for at in range(block, last):
-        t = max(run.first, at * run.block)
-        n = min(run.stop, (at + 1) * run.block) - t
-        position = run.position + t - run.first
-        if run.positions == 0 and (position + n <= p.lowest or position >= p.highest):
-            for m in range(p.rows if run.kept else 0):
-                column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
-                fill(floats(p.kept), column, column + n, MINUS_INFINITY)
+        t = max(s.first, at * s.block)
+        n = min(s.stop, (at + 1) * s.block) - t
+        position, column = s.position + t - s.first, s.column + t - s.first
+        if s.positions == 0 and (position + n <= p.lowest or position >= p.highest):
+            for row in range(p.rows if p.weights else 0):
+                start = (g * p.rows + row) * p.weights_stride + column
+                fill(floats(p.weights), start, start + n, MINUS_INFINITY)
             continue
-        # asked here: a call that passes arrays costs as much as scores do
-        in_sight = run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all
-        _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
+        done = 0
+        while done < n:
+            n_tokens = min(n - done, s.score_step - (t + done) % s.score_step)
+            to = scores + 4 * done
+            call(s.score, (s.key_store, prepared, p.rows, g, t + done, n_tokens, to, s.block, scratch))
+            done += n_tokens
         if p.cap:
-            _bound(s, run.block, n, p.rows, np.int32(p.cap).view(np.float32))
-        if not in_sight:
-            _mask(s, run.block, g, t, n, position, plan, runs, i)
-        for m in range(p.rows if run.kept else 0):
-            column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
+            _bound(floats(scores), s.block, n, p.rows, float_of(p.cap))
+        if s.positions or position < p.lowest_of_all or position + n > p.highest_of_all:
+            _mask(floats(scores), g, t, n, arguments, i)
+        for row in range(p.rows if p.weights else 0):
+            start = (g * p.rows + row) * p.weights_stride + column
             for k in range(n):
-                put(floats(p.kept), column + k, get(s, m * run.block + k))
+                put(floats(p.weights), start + k, get(floats(scores), row * s.block + k))
         whole = (n + BLOCK - 1) // BLOCK * BLOCK
-        for m in range(p.rows if n < whole else 0):
-            fill(s, m * run.block + n, m * run.block + whole, MINUS_INFINITY)
-        if weigh(own, run.block, p.rows, whole, memory):
-            for m in range(p.rows):
-                if get(ends, END * m + SHRINK) != ONE:
-                    _rescale(m, get(ends, END * m + SHRINK), memory, plan, runs)
-        _add(run, own, run.block, p.rows, g, t, n, sums, scratch)
-
-
-@fast_jit
-def _score(run: Any, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    """Tokens t..t + n in as many calls as the keys' loop needs."""
-    done = 0
-    while done < n:
-        few = min(n - done, run.score_step - (t + done) % run.score_step)
-        call(run.score, (run.key_store, prepared, rows, g, t + done, few, s + 4 * done, gap, scratch))
-        done += few
-
-
-@fast_jit
-def _add(run: Any, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    """Tokens t..t + n in as many calls as the values' loop needs."""
-    done = 0
-    while done < n:
-        few = min(n - done, run.add_step - (t + done) % run.add_step)
-        call(run.add, (run.value_store, p + 4 * done, gap, rows, g, t + done, few, out, scratch))
-        done += few
+        for row in range(p.rows if n < whole else 0):
+            fill(floats(scores), row * s.block + n, row * s.block + whole, MINUS_INFINITY)
+        if weigh(scores, s.block, p.rows, whole, memory):
+            _rescale(memory, arguments)
+        done = 0
+        while done < n:
+            n_tokens = min(n - done, s.add_step - (t + done) % s.add_step)
+            weights = scores + 4 * done
+            call(s.add, (s.value_store, weights, s.block, p.rows, g, t + done, n_tokens, sums, scratch))
+            done += n_tokens
 
 
 @fast_jit
 def _bound(s: F32, gap: int, n: int, rows: int, cap: Scalar) -> None:
-    """n scores of each row, gap elements apart, = cap * tanh(they / cap)."""
+    """Replaces n scores x of each row, ``gap`` elements apart, by cap * tanh(x / cap)."""
     inverse = ONE / cap
     for m in range(rows):
         for k in range(m * gap, m * gap + n):
@@ -308,37 +303,31 @@ def _bound(s: F32, gap: int, n: int, rows: int, cap: Scalar) -> None:
 
 
 @fast_jit
-def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
-    """The address of the queries of head g as run i's keys want them."""
-    p, run = plan[0], runs[i]
-    q = p.queries + 4 * g * p.rows * p.head_dim
-    if not run.prepare:
-        return q
-    call(run.prepare, (run.key_store, q, p.rows, g, memory + run.prepared_at))
-    return memory + run.prepared_at
-
-
-@fast_jit
-def _mask(s: F32, gap: int, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i: int) -> None:
-    """-inf for the tokens that a row's query does not see."""
-    p, run = plan[0], runs[i]
-    lo, hi, where = numbers(p.lo), numbers(p.hi), ints(run.positions)
-    for m in range(p.rows):
-        j = m % p.n_tokens
+def _mask(scores: F32, g: int, t: int, n: int, arguments: int, i: int) -> None:
+    """Sets the scores of tokens t..t + n that a row's query does not see to -inf."""
+    p = load_tuple(Plan, arguments)
+    s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
+    for row in range(p.rows):
+        lo, hi = get(numbers(p.lo), row % p.n_tokens), get(numbers(p.hi), row % p.n_tokens)
         for k in range(n):
-            at = np.int64(get(where, g * run.positions_gap + t + k)) if run.positions else position + k
-            if at < get(lo, j) or at >= get(hi, j):
-                put(s, m * gap + k, MINUS_INFINITY)
+            position = s.position + t - s.first + k
+            if s.positions:
+                position = np.int64(get(ints(s.positions), g * s.positions_stride + t + k))
+            if position < lo or position >= hi:
+                put(scores, row * s.block + k, MINUS_INFINITY)
 
 
 @fast_jit
-def _rescale(m: int, factor: float, memory: int, plan: Any, runs: Any) -> None:
-    """Row m's sums so far, times factor."""
-    p = plan[0]
-    _scale(floats(memory + p.out_at), m * p.head_dim, p.head_dim, factor)
-    for i in range(len(runs)):
-        if runs[i].width:
-            _scale(floats(memory + runs[i].sums_at), m * runs[i].width, runs[i].width, factor)
+def _rescale(memory: int, arguments: int) -> None:
+    """Multiplies the sums so far of rows whose running maximum was raised."""
+    p, state = load_tuple(Plan, arguments), floats(memory)
+    for row in range(p.rows):
+        factor = get(state, STATE * row + SHRINK)
+        if factor != ONE:
+            _scale(floats(memory + p.out_at), row * p.head_dim, p.head_dim, factor)
+            for i in range(p.n_segments):
+                s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
+                _scale(floats(memory + s.sums_at), row * s.width, s.width, factor)
 
 
 @fast_jit
@@ -347,60 +336,42 @@ def _scale(x: F32, start: int, n: int, factor: float) -> None:
         put(x, d, get(x, d) * factor)
 
 
-@fast_jit
-def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
+@RangeKernel
+def _finish_groups(first: int, last: int, part: int, arguments: int) -> None:
     """Puts a head's shares together, and makes weights sum to 1."""
-    p = plan[0]
+    p = load_tuple(Plan, arguments)
     for g in range(first, last):
         memory = p.memory + g * p.splits * p.item_bytes
-        ends, out, result = floats(memory), floats(memory + p.out_at), floats(p.out + 4 * g * p.rows * p.head_dim)
-        for m in range(p.rows):
-            _merge(m, memory, plan)
-        for i in range(len(runs)):
-            if runs[i].kept:
-                _exponentiate(g, ends, plan, runs, i)
-        for m in range(p.rows):
-            total = get(ends, END * m + TOTAL)
+        state, out, result = floats(memory), floats(memory + p.out_at), floats(p.out + 4 * g * p.rows * p.head_dim)
+        for row in range(p.rows):
+            for split in range(1, p.splits):
+                _merge(row, memory, memory + split * p.item_bytes, p.out_at, p.head_dim)
+            m, total = get(state, STATE * row + M), get(state, STATE * row + L)
             factor = ONE / total if total > ZERO else ZERO
-            for d in range(m * p.head_dim, (m + 1) * p.head_dim):
+            for d in range(row * p.head_dim, (row + 1) * p.head_dim):
                 put(result, d, get(out, d) * factor)
-            if p.any_kept:
-                _scale(floats(p.kept), (g * p.rows + m) * p.kept_gap, p.kept_gap, factor)
+            if p.weights:
+                weights = floats(p.weights + 4 * (g * p.rows + row) * p.weights_stride)
+                for k in range(p.weights_stride):
+                    weight = ZERO if m == MINUS_INFINITY else exp_of_negative(get(weights, k) - m)
+                    put(weights, k, weight * factor)
 
 
 @fast_jit
-def _merge(m: int, memory: int, plan: Any) -> None:
-    """Row m of a head's shares, added to that of the first, which starts at ``memory``."""
-    p = plan[0]
-    ends, out = floats(memory), floats(memory + p.out_at)
-    for split in range(1, p.splits):
-        other = memory + split * p.item_bytes
-        theirs, peak = floats(other), get(ends, END * m + PEAK)
-        their_peak = get(theirs, END * m + PEAK)
-        top = max(peak, their_peak)
-        if top == MINUS_INFINITY:
-            continue
-        ours, other_factor = exp_of_negative(peak - top), exp_of_negative(their_peak - top)
-        put(ends, END * m + PEAK, top)
-        put(ends, END * m + TOTAL, get(ends, END * m + TOTAL) * ours + get(theirs, END * m + TOTAL) * other_factor)
-        sums = floats(other + p.out_at)
-        for d in range(m * p.head_dim, (m + 1) * p.head_dim):
-            put(out, d, get(out, d) * ours + get(sums, d) * other_factor)
-
-
-@fast_jit
-def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
-    """Kept scores become weights."""
-    p, run = plan[0], runs[i]
-    kept, n = floats(p.kept), run.stop - run.first
-    for m in range(p.rows):
-        start = (g * p.rows + m) * p.kept_gap + run.column
-        peak = get(ends, END * m + PEAK)
-        if peak == MINUS_INFINITY:
-            fill(kept, start, start + n, ZERO)
-            continue
-        for k in range(start, start + n):
-            put(kept, k, exp_of_negative(get(kept, k) - peak))
+def _merge(row: int, memory: int, other: int, out_at: int, head_dim: int) -> None:
+    """Adds a row's sums of another share of its head's tokens to those of the first share."""
+    state, other_state = floats(memory), floats(other)
+    m, other_m = get(state, STATE * row + M), get(other_state, STATE * row + M)
+    largest = max(m, other_m)
+    if largest == MINUS_INFINITY:
+        return
+    factor, other_factor = exp_of_negative(m - largest), exp_of_negative(other_m - largest)
+    put(state, STATE * row + M, largest)
+    total = get(state, STATE * row + L) * factor + get(other_state, STATE * row + L) * other_factor
+    put(state, STATE * row + L, total)
+    out, sums = floats(memory + out_at), floats(other + out_at)
+    for d in range(row * head_dim, (row + 1) * head_dim):
+        put(out, d, get(out, d) * factor + get(sums, d) * other_factor)
 
 
 def with_numbers(segment: Segment) -> Segment:
@@ -431,19 +402,18 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     pieces = -(-t1 // block) - t0 // block
     work = queries.size * (t1 - t0)
     splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
-    args = (
-        *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
-        *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s[0, 0])),
-        *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
-        *(item_bytes, prepared),
+    memory = scratch_memory("ranges.scores", n_groups * splits * item_bytes)
+    loop_addresses = loops.prepare.address if loops.prepare else 0, loops.score.address
+    _score_items(
+        *(n_groups * splits, work, rows, head_dim, splits, t0, t1, block, store, queries, *loop_addresses),
+        *(address_of(s[0, 0]), s.strides[0] // 4, s.strides[1] // 4, memory, item_bytes, prepared),
     )
-    launch.run(_score_items, n_groups * splits, work, args)
 
 
-@fast_jit
-def _score_items(first: int, last: int, args: Args) -> None:
-    rows, head_dim, splits, t0, t1, block, store, queries, prepare, score, s, gap_g, gap_m = args[:13]
-    memory, item_bytes, prepared_bytes = args[13:]
+@RangeKernel
+def _score_items(first: int, last: int, part: int, arguments: int) -> None:
+    rows, head_dim, splits, t0, t1, block, store, queries = load_numbers(arguments, 8)
+    prepare, score, s, gap_g, gap_m, memory, item_bytes, prepared_bytes = load_numbers(arguments + 8 * 8, 8)
     for item in range(first, last):
         g, split = item // splits, item % splits
         mine = memory + item * item_bytes
@@ -477,11 +447,10 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     assert put_key is not None
     assert put_value is not None
     n_bytes = aligned_size(max(one.loops.put_scratch(keys), other.loops.put_scratch(values)))
-    args = (
-        *(address_of(one.numbers), address_of(other.numbers), put_key.address, put_value.address),
-        *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
+    _append_heads(
+        *(n_groups, k.size * max(1, n_bytes), one.numbers, other.numbers, put_key.address, put_value.address),
+        *(k, v, n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
-    launch.run(_append_heads, n_groups, k.size * max(1, n_bytes), args)
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
@@ -494,16 +463,15 @@ def encode(codec: Any, x: F32, t0: int) -> None:
         n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // PART)
         memory = scratch_memory("append", n_groups * n_parts * n_bytes)
         x = np.ascontiguousarray(x)
-        store = address_of(bound(codec).numbers)
-        args = store, loops.put.address, address_of(x), n, head_dim, t0, memory, n_bytes
-        launch.run(_encode_parts, n_groups * n_parts, x.size, args)
+        arguments = bound(codec).numbers, loops.put.address, x, n, head_dim, t0, memory, n_bytes
+        _encode_parts(n_groups * n_parts, x.size, *arguments)
     else:
         codec.encode(x, t0)
 
 
-@jit
-def _encode_parts(first: int, last: int, args: Args) -> None:
-    store, put, x, n, head_dim, t0, memory, n_bytes = args
+@exact_kernel
+def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
+    store, put, x, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 8)
     n_parts = (n + PART - 1) // PART
     for item in range(first, last):
         g, t = item // n_parts, item % n_parts * PART
@@ -511,9 +479,9 @@ def _encode_parts(first: int, last: int, args: Args) -> None:
         call(put, (store, row, min(PART, n - t), g, t0 + t, memory + item * n_bytes))
 
 
-@jit
-def _append_heads(first: int, last: int, args: Args) -> None:
-    key_store, value_store, put_key, put_value, k, v, n, head_dim, t0, memory, n_bytes = args
+@exact_kernel
+def _append_heads(first: int, last: int, part: int, arguments: int) -> None:
+    key_store, value_store, put_key, put_value, k, v, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 11)
     for g in range(first, last):
         row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
         call(put_key, (key_store, k + row, n, g, t0, scratch))

@@ -614,7 +614,7 @@ def _correct(output: int, start: int, n: int, memory: int, place: int) -> None:
         _correct_tile(p, output)
 
 
-CORRECTION = Loop(_correct, exact=True)
+CORRECTION = Loop(_correct, fastmath=False)
 """(output, start, n, memory, place): add the corrections to y of the `Product` at a place, for outputs output...
 
 Of a tile all blocks; of a panel blocks start..start + n, with the panel's scratch.

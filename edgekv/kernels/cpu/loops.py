@@ -33,60 +33,44 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.ccallback import CFunc
-from numba.core.sigutils import normalize_signature
 
-from edgekv.kernels.cpu.compile import FAST, KeptKernel, intrinsic
+from edgekv.kernels import threads
+from edgekv.kernels.cpu.compile import FAST, compile_loop, intrinsic, loop_address
 from edgekv.kernels.interface import find_codec_kernels
 from edgekv.types import F32
 
 ALIGNMENT = 64
 AT_ONCE = 256  # tokens that attention takes through its steps together
-_compiling = threading.RLock()
 
 
 class Loop:
-    """A function of whole numbers, compiled when its address is first asked for."""
+    """A function of whole numbers, compiled, or loaded from the disk, when its address is first asked for."""
 
-    def __init__(self, function: Callable[..., None], exact: bool = False, parallel: bool = False) -> None:
-        """exact: arithmetic as written, else sums in any order. parallel: `numba.prange` runs on all threads."""
-        self.function, self.exact, self.parallel = function, exact, parallel
-        self._compiled: Any = None
+    def __init__(self, function: Callable[..., None], fastmath: Any = FAST, parallel: bool = False) -> None:
+        """Takes a function; fastmath: LLVM's flags, False: arithmetic as written; parallel: prange takes threads."""
+        self.function, self._options = function, (fastmath, parallel)
 
     @functools.cached_property
     def address(self) -> int:
-        """Any Python thread may ask: one compiles, the others wait for it."""
-        with _compiling:
-            if self._compiled is None:
-                self._compiled = self._compile()
-            return int(self._compiled.address)
+        """Address of the machine code."""
+        if self._options[1]:
+            threads.count()  # starts Numba's threads, whose functions the machine code calls
+        return loop_address(self.function, *self._options)
 
-    def _compile(self) -> Any:
-        """The function; nobody else has it before it is whole."""
-        signature = types.void(*[types.intp] * self.function.__code__.co_argcount)
-        fastmath = False if self.exact else FAST
-        options = {"nopython": True, "error_model": "numpy", "fastmath": fastmath, "parallel": self.parallel}
-        make: Any = CFunc
-        compiled = make(self.function, normalize_signature(signature), locals={}, options=options)
-        if (kept := KeptKernel.of(self.function)) is not None:
-            compiled._cache = kept
-        compiled.compile()
-        return compiled
-
-    def call(self, *numbers: int) -> None:
-        """Calls it from Python."""
-        assert self.address
-        self._compiled.ctypes(*numbers)
+    @functools.cached_property
+    def call(self) -> Callable[..., None]:
+        """The function as Python calls it, with whole numbers."""
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * self.function.__code__.co_argcount)(self.address)
 
     def assembly(self) -> str:
-        """The machine code, compiled by this process and not loaded from Numba's cache."""
-        assert self.address
-        return str(self._compiled._library.get_asm_str())
+        """Compiles the function and returns its assembly."""
+        return str(compile_loop(self.function, *self._options)._library.get_asm_str())
 
 
 score_loop = add_loop = Loop
-prepare_loop = put_loop = finish_loop = functools.partial(Loop, exact=True)  # what they round is compared
-parallel_loop = functools.partial(Loop, exact=True, parallel=True)
+exact_loop = functools.partial(Loop, fastmath=False)
+prepare_loop = put_loop = finish_loop = exact_loop  # what they round is compared
+parallel_loop = functools.partial(Loop, fastmath=False, parallel=True)
 
 
 @intrinsic
@@ -198,6 +182,47 @@ def scratch_memory(name: str, n_bytes: int) -> int:
     return cast(int, start)
 
 
+@intrinsic
+def load_numbers(context: Any, address: Any, n: Any) -> Any:
+    """Returns the n int64 at an address as a tuple; n: a literal."""
+    if not isinstance(n, types.IntegerLiteral):
+        return None  # Numba then asks again with the literal
+    return _load_tuple(types.UniTuple(types.intp, n.literal_value), address, n)
+
+
+@intrinsic
+def load_tuple(context: Any, kind: Any, address: Any) -> Any:
+    """Returns the NamedTuple of a class whose fields are the int64 at an address."""
+    fields = types.NamedUniTuple(types.intp, len(kind.instance_class._fields), kind.instance_class)
+    return _load_tuple(fields, kind, address)
+
+
+def _load_tuple(kind: Any, *arguments: Any) -> Any:
+    at = arguments.index(types.intp)
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        start = builder.inttoptr(values[at], ir.IntType(64).as_pointer())
+        numbers = [builder.load(builder.gep(start, [ir.IntType(64)(i)])) for i in range(kind.count)]
+        return context.make_tuple(builder, kind, numbers)
+
+    return kind(*arguments), build
+
+
+@intrinsic
+def float_of(context: Any, bits: Any) -> Any:
+    """Returns the float32 of the low 32 bits of a whole number: the inverse of `bits_of`."""
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(builder.trunc(values[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.intp), build
+
+
+def bits_of(x: float) -> int:
+    """Returns the bits of x as float32: kernels get whole numbers."""
+    return int(np.float32(x).view(np.int32))
+
+
 def _pointer(kind: Any) -> Any:
     @intrinsic
     def pointer(context: Any, address: Any) -> Any:
@@ -212,4 +237,4 @@ def _pointer(kind: Any) -> Any:
 # The memory at an address, for `scalar.get` and `scalar.put`.
 floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
 chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
-signed_chars = _pointer(types.int8)
+signed_chars, doubles = _pointer(types.int8), _pointer(types.float64)

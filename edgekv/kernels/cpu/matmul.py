@@ -34,7 +34,16 @@ from edgekv.kernels.cpu.gemm import (
     product_at,
     put_product,
 )
-from edgekv.kernels.cpu.loops import Loop, address_of, aligned_size, floats, numbers, scratch_memory
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.loops import (
+    address_of,
+    aligned_size,
+    exact_loop,
+    floats,
+    load_numbers,
+    numbers,
+    scratch_memory,
+)
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
 from edgekv.machine import blas_threads
@@ -166,7 +175,7 @@ class QuantizedMatmul:
 
     def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
         """Take the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
-        self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
+        self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
         (blocks, gap), block = self._at[:2], weights.layout.block
         self._outputs, self._row_bytes = len(weights.scales) // n_experts, gap + 4 * block
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
@@ -195,11 +204,11 @@ class QuantizedMatmul:
             whole, experts = given, np.ascontiguousarray(experts)
             given = np.empty(BEFORE + n * N_NUMBERS, np.int64)
             first_part = address_of(whole) + 8 * BEFORE
-            LAY_OUT.call(first_part, self._row_bytes, address_of(experts), n, address_of(given))
-        shares = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
-        prepare, multiply = self._stages
-        prepare.run(n, given, shares if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
-        multiply.run(int(given[N_TILES]), given, shares)
+            _lay_out.call(first_part, self._row_bytes, address_of(experts), n, address_of(given))
+        n_threads = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
+        prepare, multiply = self._kernels
+        prepare.run(n, address_of(given), n_threads if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
+        multiply.run(int(given[N_TILES]), address_of(given), n_threads)
         return y
 
 
@@ -213,10 +222,14 @@ def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
 
 
 @functools.cache
-def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
-    """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
+def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
+    """Returns the kernel that prepares rows, and the one that multiplies tiles or panels with them.
+
+    Their items are the rows, and the tiles or panels, of all products.
+    """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
 
+    @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_NUMBERS)
@@ -225,6 +238,7 @@ def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
             if a < b:
                 prepare_rows(a, b, p, block, of_unit)
 
+    @RangeKernel
     def multiply(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_NUMBERS)
@@ -233,9 +247,13 @@ def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
             if a < b:
                 multiply_tiles(a, b, part, product_at(product, place), place, step)
 
-    return launch.Stage(prepare), launch.Stage(multiply)
+    return prepare, multiply
 
 
+_tiles_of = jit(tiles_of)
+
+
+@exact_loop
 def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
     """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
 
@@ -278,10 +296,6 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
     put(numbers(given), N_TILES, n_tiles)
 
 
-_tiles_of = jit(tiles_of)
-LAY_OUT = Loop(_lay_out, exact=True)
-
-
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass
 MOST_ROWS = 64  # up to which the kernel is as fast as BLAS, or faster
 FLOAT_BLOCK = 512  # outputs that a thread multiplies at a time by BLAS
@@ -320,22 +334,20 @@ def multiply_rows(x: F32, weights: F32, n_threads: int | None = None) -> F32:
     n_threads = n_threads or threads.count()
     y = np.empty((n, outputs), np.float32)
     size = max(1, min(FLOAT_PANEL // max(1, columns), outputs // n_threads) // OUTPUTS) * OUTPUTS  # of a panel
-    given = np.array((address_of(x), n, columns, address_of(weights), outputs, address_of(y), size), np.int64)
-    work = n * outputs * columns
-    _FLOATS.run(-(-outputs // size), given, n_threads if work >= launch.MIN_PARALLEL_WORK else 1)
+    arguments = x, n, columns, weights, outputs, y, size
+    _multiply_floats(-(-outputs // size), n * outputs * columns, *arguments, n_threads=n_threads)
     return y
 
 
-def _multiply_floats(first: int, last: int, part: int, place: int) -> None:
-    given = numbers(place)
-    x, n, columns, weights = get(given, 0), get(given, 1), get(given, 2), get(given, 3)
-    outputs, y, size = get(given, 4), get(given, 5), get(given, 6)
+_score = score_rows(4, alike=True)
+
+
+@RangeKernel
+def _multiply_floats(first: int, last: int, part: int, arguments: int) -> None:
+    x, n, columns, weights, outputs, y, size = load_numbers(arguments, 7)
     for output in range(first * size, min(last * size, outputs), size):
         panel, target, width = weights + 4 * output * columns, y + 4 * output, min(size, outputs - output)
         _score(x, n, panel, columns, width, target, outputs)
         if columns % WIDTH:
             score_rest(floats(x), n, floats(panel), columns, width, floats(target), outputs)
 
-
-_score = score_rows(4, alike=True)
-_FLOATS = launch.Stage(_multiply_floats)

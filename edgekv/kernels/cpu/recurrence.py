@@ -12,13 +12,13 @@ from numba import types
 from numba.core import cgutils
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import Args, fast_jit, intrinsic
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.compile import fast_jit, intrinsic
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.loops import float_of, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32
 
-NONE = np.empty(0, np.float32)
 CHANNELS = 128  # of a convolution, per item of work
 LANES = emit.LANES
 VECTOR = emit.vector(emit.F32, LANES)
@@ -30,9 +30,8 @@ def short_conv(x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None =
     """Fills out (n, C) from x (n, 3C): a short convolution between two gates."""
     n, channels = out.shape
     scratch = np.empty(channels, np.float32)
-    arrays = (array.reshape(-1) for array in (x, out, window, weight, NONE if bias is None else bias, scratch))
-    args = (n, channels, len(weight), *arrays)
-    run(_conv_channels, -(-channels // CHANNELS), x.size + n * weight.size, args)
+    arguments = n, channels, len(weight), x, out, window, weight, 0 if bias is None else bias, scratch
+    _conv_channels(-(-channels // CHANNELS), x.size + n * weight.size, *arguments)
 
 
 def gated_delta(
@@ -51,19 +50,20 @@ def gated_delta(
     n, (value_heads, key_dim, value_dim), convolved = len(x), matrix.shape, window.shape[1]
     key_heads = (convolved - value_heads * value_dim) // (2 * key_dim)
     sizes = n, key_heads, key_dim, value_heads, value_dim
-    flat_x, y = x.reshape(-1), np.empty(n * convolved, np.float32)
-    first = (*sizes, len(conv), flat_x, y, window.reshape(-1), conv.reshape(-1))
-    run(_delta_inputs, 2 * key_heads + value_heads, 2 * n * conv.size, first)
+    y = np.empty(n * convolved, np.float32)
+    n_heads = 2 * key_heads + value_heads
+    _delta_inputs(n_heads, 2 * n * conv.size, *sizes, len(conv), x, y, window, conv)
     rates = np.empty(3 * value_heads * n, np.float32)  # of each token: decay, beta, and query times key
-    weights = log_decay, time_bias, norm, np.float32(eps)
-    args = (*sizes, flat_x, y, matrix.reshape(-1), rates, *weights, out.reshape(-1))
-    run(_delta_heads, value_heads, 4 * n * matrix.size, args)
+    arrays = x, y, matrix, rates, log_decay, time_bias, norm, out
+    _delta_heads(value_heads, 4 * n * matrix.size, *sizes, float(eps), *arrays)
 
 
-@fast_jit
-def _conv_channels(first: int, last: int, args: Args) -> None:
+@RangeKernel
+def _conv_channels(first: int, last: int, part: int, arguments: int) -> None:
     """y = c * conv(b * x) of blocks of CHANNELS."""
-    n, channels, taps, x, out, window, weight, bias, product = args
+    n, channels, taps, x_at, out_at, window_at, weight_at, bias, product_at = load_numbers(arguments, 9)
+    x, out, product = floats(x_at), floats(out_at), floats(product_at)
+    window, weight = floats(window_at), floats(weight_at)
     for item in range(first, last):
         begin = item * CHANNELS
         width = min(CHANNELS, channels - begin)
@@ -73,9 +73,9 @@ def _conv_channels(first: int, last: int, args: Args) -> None:
             for d in range(width):
                 put(product, begin + d, get(x, b + d) * get(x, inner + d))
             _convolve(product, begin, y, width, channels, taps, begin, window, weight, out)
-            if len(bias):
+            if bias:
                 for d in range(width):
-                    put(out, y + d, get(out, y + d) + get(bias, begin + d))
+                    put(out, y + d, get(out, y + d) + get(floats(bias), begin + d))
             for d in range(width):
                 put(out, y + d, get(out, y + d) * get(x, c + d))
 
@@ -99,10 +99,12 @@ def _convolve(
         put(window, last - channels + d, get(x, at + d))
 
 
-@fast_jit
-def _delta_inputs(first: int, last: int, args: Args) -> None:
+@RangeKernel
+def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
     """y (n, channels): convolved queries, keys (both of the length that the rule wants) and values, by head."""
-    n, key_heads, key_dim, value_heads, value_dim, taps, x, y, window, weight = args
+    n, key_heads, key_dim, value_heads, value_dim, taps = load_numbers(arguments, 6)
+    x_at, y_at, window_at, weight_at = load_numbers(arguments + 8 * 6, 4)
+    x, y, window, weight = floats(x_at), floats(y_at), floats(window_at), floats(weight_at)
     n_keys = 2 * key_heads * key_dim
     channels = n_keys + value_heads * value_dim
     projected = channels + value_heads * (value_dim + 2)
@@ -126,11 +128,13 @@ def _delta_inputs(first: int, last: int, args: Args) -> None:
                     put(y, to + d, get(y, to + d) * factor)
 
 
-@fast_jit
-def _delta_heads(first: int, last: int, args: Args) -> None:
+@RangeKernel
+def _delta_heads(first: int, last: int, part: int, arguments: int) -> None:
     """The rule, head by head; the columns of a matrix know nothing of each other."""
-    n, key_heads, key_dim, value_heads, value_dim = args[:5]
-    x, y, matrix, rates, log_decay, time_bias, norm, eps, out = args[5:]
+    n, key_heads, key_dim, value_heads, value_dim, eps = load_numbers(arguments, 6)
+    x_at, y_at, matrix_at, rates_at, decay_at, bias_at, norm_at, out_at = load_numbers(arguments + 8 * 6, 8)
+    x, y, matrix, rates, out = floats(x_at), floats(y_at), floats(matrix_at), floats(rates_at), floats(out_at)
+    log_decay, time_bias, norm = floats(decay_at), floats(bias_at), floats(norm_at)
     n_keys, n_values = key_heads * key_dim, value_heads * value_dim
     channels = 2 * n_keys + n_values
     projected = channels + n_values + 2 * value_heads
@@ -158,7 +162,7 @@ def _delta_heads(first: int, last: int, args: Args) -> None:
             here, z, squares = t * n_values + to, t * projected + channels + to, ZERO
             for d in range(value_dim):
                 squares += get(out, here + d) * get(out, here + d)
-            factor = ONE / np.sqrt(squares / np.float32(value_dim) + eps)
+            factor = ONE / np.sqrt(squares / np.float32(value_dim) + float_of(eps))
             for d in range(value_dim):
                 gate = get(x, z + d)
                 gate *= sigmoid(gate)

@@ -9,9 +9,9 @@ from llvmlite import ir
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.launch import flat, run
-from edgekv.kernels.cpu.loops import address_of
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel, rows_view
+from edgekv.kernels.cpu.loops import address_of, float_of, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32
 
@@ -33,57 +33,57 @@ def split_rope(
 ) -> None:
     """Splits qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D), rotated by cos, sin (n, rot // 2)."""
     (n_heads, n_tokens, head_dim), n_kv_heads = q.shape, k.shape[0]
-    sizes = n_heads, n_kv_heads, head_dim, cos.shape[1]
-    inputs = tuple(np.ascontiguousarray(x).reshape(-1) for x in (qkv, cos, sin, q_norm, k_norm))
-    args = (*sizes, *inputs, *flat(q), *flat(k), *flat(v), np.float32(scale), np.float32(eps))
-    run(_split_tokens, n_tokens, ELEMENT_WORK * qkv.size, args)
+    numbers = n_heads, n_kv_heads, head_dim, cos.shape[1], float(scale), float(eps)
+    qkv, cos, sin, q_norm, k_norm = (np.ascontiguousarray(x) for x in (qkv, cos, sin, q_norm, k_norm))
+    norms = (norm if norm.size else 0 for norm in (q_norm, k_norm))
+    outputs = *rows_view(q), *rows_view(k), *rows_view(v)
+    _split_tokens(n_tokens, ELEMENT_WORK * qkv.size, *numbers, qkv, cos, sin, *norms, *outputs)
 
 
-@fast_jit
-def _split_tokens(first: int, last: int, args: Args) -> None:
-    n_heads, n_kv_heads, head_dim, half, qkv, cos, sin, q_norm, k_norm = args[:9]
-    q, q_gap_h, q_gap_t, k, k_gap_h, k_gap_t, v, v_gap_h, v_gap_t, scale, eps = args[9:]
+@RangeKernel
+def _split_tokens(first: int, last: int, part: int, arguments: int) -> None:
+    n_heads, n_kv_heads, head_dim, half, scale, eps = load_numbers(arguments, 6)
+    qkv, cos, sin, q_norm, k_norm = load_numbers(arguments + 8 * 6, 5)
+    q, q_stride_h, q_stride_t, k, k_stride_h, k_stride_t, v, v_stride_h, v_stride_t = load_numbers(
+        arguments + 8 * 11, 9
+    )
     for t in range(first, last):
-        x = t * (n_heads + 2 * n_kv_heads) * head_dim
-        for h in range(n_heads):
-            y = h * q_gap_h + t * q_gap_t
-            _normalise(qkv, x, head_dim, q_norm, eps, scale, q, y)
-            _rotate(cos, sin, t * half, half, q, y)
-            x += head_dim
-        for h in range(n_kv_heads):
-            y = h * k_gap_h + t * k_gap_t
-            _normalise(qkv, x, head_dim, k_norm, eps, ONE, k, y)
-            _rotate(cos, sin, t * half, half, k, y)
-            x += head_dim
-        for h in range(n_kv_heads):
-            y = h * v_gap_h + t * v_gap_t
-            for d in range(head_dim):
-                put(v, y + d, get(qkv, x + d))
-            x += head_dim
+        x, row_cos, row_sin = qkv + 4 * t * (n_heads + 2 * n_kv_heads) * head_dim, cos + 4 * t * half, sin + 4 * t * half
+        for h in range(n_heads + 2 * n_kv_heads):
+            if h < n_heads:
+                y, norm, factor = q + 4 * (h * q_stride_h + t * q_stride_t), q_norm, float_of(scale)
+            elif h < n_heads + n_kv_heads:
+                y, norm, factor = k + 4 * ((h - n_heads) * k_stride_h + t * k_stride_t), k_norm, ONE
+            else:
+                y, norm, factor = v + 4 * ((h - n_heads - n_kv_heads) * v_stride_h + t * v_stride_t), 0, ONE
+            _normalise(floats(x), head_dim, norm, float_of(eps), factor, floats(y))
+            if h < n_heads + n_kv_heads:
+                _rotate(floats(row_cos), floats(row_sin), half, floats(y))
+            x += 4 * head_dim
 
 
 @fast_jit
-def _normalise(x: F32, i: int, head_dim: int, weight: F32, eps: Scalar, scale: Scalar, out: F32, j: int) -> None:
-    """out[j:] = the RMS norm of the head x[i:], or x if there are no weights, times scale."""
-    if len(weight) == 0:
+def _normalise(x: F32, head_dim: int, norm: int, eps: Scalar, scale: Scalar, out: F32) -> None:
+    """Sets out to the RMS norm of the head x with the weights at an address (0: to x itself), times scale."""
+    if norm == 0:
         for d in range(head_dim):
-            put(out, j + d, get(x, i + d) * scale)
+            put(out, d, get(x, d) * scale)
         return
-    squares = np.float32(0)
+    squares, weight = np.float32(0), floats(norm)
     for d in range(head_dim):
-        squares += get(x, i + d) * get(x, i + d)
+        squares += get(x, d) * get(x, d)
     factor = scale / np.sqrt(squares / np.float32(head_dim) + eps)
     for d in range(head_dim):
-        put(out, j + d, get(x, i + d) * factor * get(weight, d))
+        put(out, d, get(x, d) * factor * get(weight, d))
 
 
 @fast_jit
-def _rotate(cos: F32, sin: F32, i: int, half: int, x: F32, j: int) -> None:
-    """Rotates the head x[j:] in place by the angles from i on."""
+def _rotate(cos: F32, sin: F32, half: int, x: F32) -> None:
+    """Rotates the first 2 * half channels of the head x in place."""
     for d in range(half):
-        x1, x2, c, s = get(x, j + d), get(x, j + half + d), get(cos, i + d), get(sin, i + d)
-        put(x, j + d, x1 * c - x2 * s)
-        put(x, j + half + d, x2 * c + x1 * s)
+        x1, x2, c, s = get(x, d), get(x, half + d), get(cos, d), get(sin, d)
+        put(x, d, x1 * c - x2 * s)
+        put(x, half + d, x2 * c + x1 * s)
 
 
 LANES = emit.LANES
@@ -94,14 +94,15 @@ ZERO = np.float32(0)
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
     """Fills out (A, n, D) with the transform of x (A, n, d)."""
-    args = np.ascontiguousarray(x), flips, _scale(flips), out
-    run(_rows, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
+    x = np.ascontiguousarray(x)
+    _hadamard_rows(out.shape[0] * out.shape[1], ROW_WORK * out.size, x, x.shape[2], flips, len(flips), out)
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
     """Adds the inverse of `hadamard` of x (A, n, D) to out (A, n, d)."""
-    args = np.array(x), flips, _scale(flips), out
-    run(_back_rows, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
+    x = np.array(x)  # is used up
+    arguments = x, flips, len(flips), out, out.shape[2]
+    _hadamard_back_rows(out.shape[0] * out.shape[1], ROW_WORK * x.size, *arguments)
 
 
 def project(x: F32, matrix: F32) -> F32:
@@ -110,46 +111,45 @@ def project(x: F32, matrix: F32) -> F32:
     return result
 
 
-def _scale(flips: F32) -> Any:
-    return np.float32(1 / np.sqrt(len(flips)))
+@exact_kernel
+def _hadamard_rows(first: int, last: int, part: int, arguments: int) -> None:
+    x, n, flips, width, out = load_numbers(arguments, 5)
+    for item in range(first, last):
+        hadamard_row(floats(x), item * n, n, floats(flips), width, floats(out), item * width)
+
+
+@exact_kernel
+def _hadamard_back_rows(first: int, last: int, part: int, arguments: int) -> None:
+    x, flips, width, out, n = load_numbers(arguments, 5)
+    for item in range(first, last):
+        hadamard_back_row(floats(x), item * width, width, floats(flips), floats(out), item * n, n)
 
 
 @jit
-def _rows(first: int, last: int, args: Args) -> None:
-    x, flips, scale, out = args
-    given, width = x.shape[2], len(flips)
-    x, out = x.reshape(-1), out.reshape(-1)
-    for item in range(first, last):
-        for d in range(given):
-            put(out, item * width + d, get(x, item * given + d) * get(flips, d))
-        for d in range(given, width):
-            put(out, item * width + d, ZERO)
-        _transform(out, item * width, width, scale)
+def hadamard_row(q: F32, query: int, n: int, flips: F32, width: int, x: F32, row: int) -> None:
+    """Sets x[row:][:width] to the transform of q[query:][:n] behind signs."""
+    for d in range(n):
+        put(x, row + d, get(q, query + d) * get(flips, d))
+    for d in range(n, width):
+        put(x, row + d, ZERO)
+    _transform(x, row, width, np.float32(1 / np.sqrt(width)))
 
 
 @jit
-def _back_rows(first: int, last: int, args: Args) -> None:
-    x, flips, scale, out = args
-    wanted, width = out.shape[2], len(flips)
-    x, out = x.reshape(-1), out.reshape(-1)
-    for item in range(first, last):
-        _transform(x, item * width, width, scale)
-        for d in range(wanted):
-            i = item * wanted + d
-            put(out, i, get(out, i) + get(x, item * width + d) * get(flips, d))
+def hadamard_back_row(x: F32, row: int, width: int, flips: F32, out: F32, target: int, n: int) -> None:
+    """Adds to out[target:][:n] the inverse of `hadamard_row` of x[row:][:width], which is used up."""
+    _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+    for d in range(n):
+        put(out, target + d, get(out, target + d) + get(x, row + d) * get(flips, d))
 
 
 @jit
 def rotate_row(
     q: F32, query: int, n: int, flips: F32, matrix: F32, is_hadamard: int, width: int, x: F32, row: int
 ) -> None:
-    """x[row:][:width] = P q[query:][:n]: a Hadamard transform behind signs, or a matrix (width, n)."""
+    """Sets x[row:][:width] to P q[query:][:n]: a Hadamard transform behind signs, or a matrix (width, n)."""
     if is_hadamard:
-        for d in range(n):
-            put(x, row + d, get(q, query + d) * get(flips, d))
-        for d in range(n, width):
-            put(x, row + d, ZERO)
-        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+        hadamard_row(q, query, n, flips, width, x, row)
     else:
         multiply_row(q, query, n, matrix, width, x, row)
 
@@ -158,11 +158,9 @@ def rotate_row(
 def rotate_back_row(
     x: F32, row: int, width: int, flips: F32, inverse: F32, is_hadamard: int, out: F32, target: int, n: int
 ) -> None:
-    """out[target:][:n] += the inverse of P of x[row:][:width], which is used up."""
+    """Adds to out[target:][:n] the inverse of P of x[row:][:width], which is used up."""
     if is_hadamard:
-        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
-        for d in range(n):
-            put(out, target + d, get(out, target + d) + get(x, row + d) * get(flips, d))
+        hadamard_back_row(x, row, width, flips, out, target, n)
     else:
         for d in range(n):
             put(out, target + d, get(out, target + d) + product(x, row, inverse, d * width, width))
@@ -170,14 +168,14 @@ def rotate_back_row(
 
 @jit
 def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, row: int) -> None:
-    """x[row:][:n_rows] = matrix (n_rows, n) times q[query:][:n]."""
+    """Sets x[row:][:n_rows] to matrix (n_rows, n) times q[query:][:n]."""
     for i in range(n_rows):
         put(x, row + i, product(q, query, matrix, i * n, n))
 
 
 @fast_jit
 def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
-    """a[i:][:n] times b[j:][:n]."""
+    """Returns the dot product of a[i:][:n] and b[j:][:n]."""
     total = ZERO
     for d in range(n):
         total += get(a, i + d) * get(b, j + d)
@@ -185,7 +183,9 @@ def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
 
 
 def rotation_numbers(rotation: Any) -> dict[str, int]:
-    """For a store: whether it is a Hadamard transform, its signs or its matrix, and the inverse matrix."""
+    """Returns a rotation's numbers of a store: whether it is a Hadamard transform, its signs or matrix, and the
+    inverse matrix.
+    """
     if rotation.flips is None:
         return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
     return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}
@@ -193,7 +193,7 @@ def rotation_numbers(rotation: Any) -> dict[str, int]:
 
 @jit
 def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
-    """x[start:][:width] becomes scale * H x."""
+    """Multiplies x[start:][:width] by scale * H in place."""
     distance = width // 2
     while distance >= LANES:
         for pair in range(start, start + width, 2 * distance):

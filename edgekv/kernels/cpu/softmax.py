@@ -6,16 +6,17 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
-from edgekv.kernels.cpu.launch import flat, run
+from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, inline_jit, intrinsic
+from edgekv.kernels.cpu.launch import RangeKernel, rows_view
+from edgekv.kernels.cpu.loops import floats, load_numbers, numbers
 from edgekv.kernels.cpu.scalar import ROUND, get, maximum, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, I64
 
-END = 3
-"""float32 of what a row's scores have come to, its ends, in this order:"""
-PEAK, TOTAL, SHRINK = range(END)
-"""the largest score so far; the sum of weights relative to it; what earlier weights must be multiplied with."""
+STATE = 3
+"""float32 of a row's state in the running softmax, in this order:"""
+M, L, SHRINK = range(STATE)
+"""the largest score m so far; the sum l of exp(score - m); what the sums before the latest tokens are multiplied by."""
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
@@ -35,18 +36,19 @@ EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:
     """Takes the softmax over columns lo[m]..hi[m] of each row of s (G, M, columns); lo, hi (M,)."""
-    args = *flat(s), lo, hi, s.shape[2]
-    run(_softmax_rows, s.shape[0] * s.shape[1], EXP_WORK * s.size, args)
+    n_groups, n_rows, n_columns = s.shape
+    _softmax_rows(n_groups * n_rows, EXP_WORK * s.size, *rows_view(s), lo, hi, n_rows, n_columns)
 
 
-@fast_jit
-def _softmax_rows(first: int, last: int, args: Args) -> None:
-    s, gap_g, gap_m, lo, hi, n_columns = args
+@RangeKernel
+def _softmax_rows(first: int, last: int, part: int, arguments: int) -> None:
+    address, stride_g, stride_m, lo, hi, n_rows, n_columns = load_numbers(arguments, 7)
+    s = floats(address)
     for item in range(first, last):
-        g, m = item // len(lo), item % len(lo)
-        row = g * gap_g + m * gap_m
-        start = min(max(lo[m], 0), n_columns)
-        end = min(max(hi[m], start), n_columns)
+        g, m = item // n_rows, item % n_rows
+        row = g * stride_g + m * stride_m
+        start = min(max(get(numbers(lo), m), 0), n_columns)
+        end = min(max(get(numbers(hi), m), start), n_columns)
         fill(s, row, row + start, ZERO)
         _softmax_row(s, row + start, row + end)
         fill(s, row + end, row + n_columns, ZERO)
@@ -88,7 +90,7 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
     nothing, offsets = emit.constant(emit.F32, float(MINUS_INFINITY)), range(0, 4 * BLOCK, 4 * WIDE.count)
     with emit.loop(b, emit.I64(0), rows, 1, [emit.I64(0)]) as row:
         x = b.add(s, b.mul(row.i, b.mul(gap, emit.I64(4))))
-        end, stop = b.add(ends, b.mul(row.i, emit.I64(4 * END))), b.add(x, b.mul(n, emit.I64(4)))
+        end, stop = b.add(ends, b.mul(row.i, emit.I64(4 * STATE))), b.add(x, b.mul(n, emit.I64(4)))
         with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, float(MINUS_INFINITY))]) as block:
             scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
             block.following = [emit.maximum(b, block.values[0], emit.tree(b, emit.maximum, scores))]
@@ -99,7 +101,7 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
             top = emit.largest(b, largest)
             shrink = _exp_of_negative(b, b.fsub(before, top))
             emit.store(b, top, end)
-            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4 * TOTAL), shrink), end, 4 * TOTAL)
+            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4 * L), shrink), end, 4 * L)
             emit.store(b, shrink, end, 4 * SHRINK)
         peak = emit.load(b, emit.F32, end)
         peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
@@ -110,7 +112,7 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
                 emit.store(b, weight, block.i, offset)
                 block.following = [b.fadd(block.following[0], weight)]
         emit.store(
-            b, b.fadd(emit.load(b, emit.F32, end, 4 * TOTAL), emit.total(b, block.values[0])), end, 4 * TOTAL
+            b, b.fadd(emit.load(b, emit.F32, end, 4 * L), emit.total(b, block.values[0])), end, 4 * L
         )
         row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
     return row.values[0]

@@ -6,8 +6,8 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.arrays import zeros
-from edgekv.kernels.cpu.launch import Stage
-from edgekv.kernels.cpu.loops import address_of, floats, numbers
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.loops import floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 
 PROBE_BYTES = 256 << 20  # far beyond any cache
@@ -25,7 +25,6 @@ class Bandwidth:
         self._elements = zeros((PROBE_BYTES // 4,), np.float32)
         self._elements.fill(1)
         self._sums = np.zeros(self._n * LINE // 4, np.float32)
-        self._numbers = np.array([address_of(self._elements), address_of(self._sums)])
         self.best = 0.0
         self.sample()
         self.sample()  # the first one compiled
@@ -33,16 +32,15 @@ class Bandwidth:
     def sample(self) -> None:
         """Reads the probe once more; ``best`` is the most bytes per second so far."""
         begin = time.perf_counter()
-        _SUM.run(PROBE_BYTES // 4, self._numbers, self._n)
+        n_elements = PROBE_BYTES // 4
+        _sum_elements(n_elements, n_elements, self._elements, self._sums, n_threads=self._n)
         self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))
 
 
-def _sum_items(first: int, last: int, part: int, given: int) -> None:
-    elements, sums = floats(get(numbers(given), 0)), floats(get(numbers(given), 1) + LINE * part)
+@RangeKernel
+def _sum_elements(first: int, last: int, part: int, arguments: int) -> None:
+    elements, sums = load_numbers(arguments, 2)
     total = np.float32(0)
     for i in range(first, last):
-        total += get(elements, i)
-    put(sums, 0, total)
-
-
-_SUM = Stage(_sum_items)
+        total += get(floats(elements), i)
+    put(floats(sums + LINE * part), 0, total)

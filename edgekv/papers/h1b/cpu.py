@@ -7,12 +7,13 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import Args, Scalar, intrinsic, jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
+from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import (
     CodecKernels,
     address_of,
     floats,
+    load_numbers,
     numbers,
     prepare_loop,
     put_loop,
@@ -35,8 +36,8 @@ ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
     """Stores the signs of x (n_kv_heads, n, bits) as tokens t0.. of codes, as `codec.pack_signs` does."""
-    args = np.ascontiguousarray(x), codes, t0
-    run(_pack_tokens, x.shape[0] * x.shape[1], x.size, args)
+    n_groups, n, n_bits = x.shape
+    _pack_tokens(n_groups * n, x.size, np.ascontiguousarray(x), n, n_bits, codes, codes.shape[1], t0)
 
 
 @prepare_loop
@@ -118,15 +119,15 @@ KERNELS = {
 }
 
 
-@jit
-def _pack_tokens(first: int, last: int, args: Args) -> None:
-    x, codes, t0 = args
-    _, n_tokens, n_bits = x.shape
-    x = x.reshape(-1)
+@exact_kernel
+def _pack_tokens(first: int, last: int, part: int, arguments: int) -> None:
+    x, n, n_bits, codes, n_blocks, t0 = load_numbers(arguments, 6)
+    n_words = n_bits // WORD_BITS
     for item in range(first, last):
-        g, t = item // n_tokens, t0 + item % n_tokens
-        for w in range(n_bits // WORD_BITS):
-            codes[g, t // BLOCK, w, t % BLOCK] = _pack_word(x, item * n_bits + w * WORD_BITS)
+        g, t = item // n, t0 + item % n
+        for w in range(n_words):
+            place = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
+            put(words(codes), place, _pack_word(floats(x), item * n_bits + w * WORD_BITS))
 
 
 @jit

@@ -11,9 +11,9 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import address_of, chars, halves, numbers, words, words32
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.launch import exact_kernel
+from edgekv.kernels.cpu.loops import address_of, chars, halves, load_numbers, numbers, words, words32
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 from edgekv.kernels.interface import BLOCK
@@ -35,19 +35,20 @@ def huffman_pack(
     codes: U8, words: U16, lengths: U8, plain: U8, offsets: U32, b0: int, block: int, pool: U64
 ) -> None:
     """Packs blocks of codes (n_kv_heads, n, head_dim) as `reference.huffman_pack` does."""
-    args = codes, words, lengths, plain, offsets, b0, block, pool
-    run(_pack_blocks, plain.size, PACK_WORK * codes.size, args)
+    arrays = (np.ascontiguousarray(array) for array in (codes, words, lengths, plain, offsets))
+    sizes = plain.shape[1], block * codes.shape[2], words.shape[1], lengths.shape[1], offsets.shape[1], b0
+    _pack_blocks(plain.size, PACK_WORK * codes.size, *sizes, *arrays, pool)
 
 
-@jit
-def _pack_blocks(first: int, last: int, args: Args) -> None:
-    codes, words, lengths, plain, offsets, b0, block, pool = args
-    n_blocks, n_codes = plain.shape[1], block * codes.shape[2]
-    codes = codes.reshape(-1)
+@exact_kernel
+def _pack_blocks(first: int, last: int, part: int, arguments: int) -> None:
+    n_blocks, n_codes, n_words, n_lengths, n_offsets, b0 = load_numbers(arguments, 6)
+    codes, all_words, lengths, plain, offsets, pool = load_numbers(arguments + 8 * 6, 6)
     for item in range(first, last):
         g, b = item // n_blocks, item % n_blocks
-        form, start = plain[g, b], item * n_codes
-        _pack_block(codes, start, n_codes, words[form], lengths[form], pool, np.int64(offsets[g, b0 + b]))
+        form, word = np.int64(get(chars(plain), item)), np.int64(get(words32(offsets), g * n_offsets + b0 + b))
+        code_words, code_lengths = halves(all_words + 2 * form * n_words), chars(lengths + form * n_lengths)
+        _pack_block(chars(codes), item * n_codes, n_codes, code_words, code_lengths, words(pool), word)
 
 
 @jit

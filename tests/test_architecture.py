@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import graphlib
 import pathlib
@@ -31,10 +30,6 @@ LAYERS = (
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
 PACKAGE = pathlib.Path(edgekv.__file__).parent
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PARALLEL = {  # what compiles with parallel=True, and where it is
-    "kernels/cpu/loops.py": "parallel_loop",
-    "weights/formats.py": "rows_jit",
-}
 CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
 ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools: what was reached
     "(root)": 1_145, "checkpoint": 2_240, "cli": 2_440, "codecs": 2_970, "engine": 4_470, "eval": 850,
@@ -120,61 +115,9 @@ def test_rooms_grow_by_decision() -> None:
 
 def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:
     """It holds the lock without which two Python threads in Numba's workqueue end the process."""
-    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    makers = {(path, name_of(node)) for path, tree in trees.items() for node in tree.body if says_parallel(node)}
-    assert makers == set(PARALLEL.items()), "what is compiled with parallel=True is decorated with one of these"
-    kernels = {
-        (path, node.name)
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and {name_of(each) for each in node.decorator_list} & {*PARALLEL.values()}
-    }
-    assert {name for _, name in kernels} == {
-        "PARALLEL_FOR",
-        "_quantize",
-        "_round_panel",
-        "_round_panel_again",
-    }
-    around = [
-        f"{path}:{node.lineno}: {name_of(node)}"
-        for path, tree in trees.items()
-        for node in used_elsewhere(path, tree, makers | kernels)
-    ]
-    assert around == []
-
-
-def says_parallel(node: ast.AST) -> bool:
-    """Whether parallel=True is said anywhere in it."""
-    keywords = [each for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg == "parallel"]
-    return any(isinstance(each.value, ast.Constant) and each.value.value is True for each in keywords)
-
-
-def name_of(node: ast.AST) -> str:
-    """The last part of what a name, an attribute, a definition or an assignment is called; else nothing."""
-    if isinstance(node, ast.Assign):
-        return name_of(node.targets[0])
-    return str(getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "name", ""))
-
-
-def used_elsewhere(path: str, tree: ast.Module, known: set[tuple[str, str]]) -> list[ast.Name | ast.Attribute]:
-    """Where known names are read, but neither as decorators nor handed to `run_parallel`, or a part of them."""
-    allowed: set[ast.AST] = set()
-    names = {name for file, name in known if file == path}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            allowed.update(node.decorator_list)
-        elif isinstance(node, ast.Call) and name_of(node.func) == "run_parallel":
-            allowed.update(node.args)
-            allowed.update(each.value for each in node.args if isinstance(each, ast.Attribute))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            file = f"{node.module.removeprefix('edgekv.').replace('.', '/')}.py"
-            names.update(each.asname or each.name for each in node.names if (file, each.name) in known)
-    of_modules = {name for _, name in known}
-    return [
-        node
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names)
-        or (isinstance(node, ast.Attribute) and node.attr in of_modules)
-        if node not in allowed
-    ]
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [path for path, text in texts.items() if "parallel=True" in text] == ["kernels/cpu/loops.py"]
+    assert [path for path, text in texts.items() if "@parallel_loop" in text] == ["kernels/cpu/launch.py"]
+    assert {path for path, text in texts.items() if "PARALLEL_FOR" in text} == {"kernels/cpu/launch.py"}
+    assert texts["kernels/cpu/launch.py"].count("PARALLEL_FOR") == 2
+    assert "threads.run_parallel(PARALLEL_FOR.call, " in texts["kernels/cpu/launch.py"]

@@ -1,4 +1,4 @@
-"""What holds for all kernels: two complete backends, one compilation each, aligned stores, threads."""
+"""What holds for all kernels: two complete backends, aligned stores, threads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from collections.abc import Callable, Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import arrays, cpu, interface, reference, threads
 from edgekv.kernels.cpu import compile as jit
-from edgekv.kernels.cpu import launch, rope, scalar
-from edgekv.kernels.cpu.attend import _score_items
-from edgekv.kernels.cpu.launch import shared
+from edgekv.kernels.cpu import launch, scalar
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(interface.Kernels) if not name.startswith("_")]
 
@@ -153,20 +149,6 @@ def test_addresses_are_of_contiguous_arrays() -> None:
     for parts in (x.T, x[:, :2], x[::2], x[::-1], np.broadcast_to(x[0], (3, 4)), fixed.T):
         with pytest.raises(ValueError, match="kernels take contiguous ones"):
             address_of(parts)
-
-
-def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
-    """Contiguous and sliced scores, single tokens and many: one signature."""
-    rng, empty = np.random.default_rng(0), np.empty(0, np.float32)
-    keys = codec("f16", (2, 128, 32), {"half": np.zeros((2, 128, 32), np.uint16)})
-    for n_rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
-        s = np.zeros((2, n_rows, 70 + gap), np.float32)[:, :, :70]
-        cpu.scores(keys, normal(rng, 2, n_rows, 32), 0, 70, s)
-        cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, 70))
-        heads = [np.zeros((h, n_rows + gap, 32), np.float32)[:, :n_rows] for h in (4, 2, 2)]
-        cpu.split_rope(normal(rng, n_rows, 256), *normal(rng, 2, n_rows, 8), *heads, 1.0, empty, empty, 1e-6)
-    for items in (rope._split_tokens, _score_items, _softmax_rows):
-        assert len(shared(items).signatures) == 1, items
 
 
 def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first() -> None:

@@ -17,20 +17,19 @@ from edgekv import Session
 from edgekv.engine import cpu as ahead
 from edgekv.engine.loading import WARM_UP
 from edgekv.kernels import kernel_cache
-from edgekv.kernels.cpu import compile as kept
+from edgekv.kernels.cpu import compile as compiling
 from edgekv.kernels.cpu import loops
-from edgekv.kernels.cpu.compile import entry_jit
 from edgekv.kvcache import CacheSpec
 
 AFTER_LOADING = """
-import numba.core.dispatcher as dispatcher
 from edgekv import Session
 from edgekv.kernels import kernel_cache
+from edgekv.kernels.cpu import loops
 kernel_cache.is_warm = lambda what: False
 session = Session.load("demo", kv="onebit", ctx=1024, draft="ngram")
 met = []
-compile = dispatcher.Dispatcher.compile
-dispatcher.Dispatcher.compile = lambda self, sig: met.append(str(self)) or compile(self, sig)
+address = loops.loop_address
+loops.loop_address = lambda function, *options: met.append(str(function)) or address(function, *options)
 for n in (3, 600):
     session.reset()
     list(session.generate([1 + i % 50 for i in range(n)], max_new_tokens=80, temperature=1.0))
@@ -60,19 +59,19 @@ def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.M
 def test_what_was_compiled_is_remembered_until_the_sources_change(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
+    monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     assert not kernel_cache.is_warm("a scheme")
     kernel_cache.mark_warm("a scheme")
     assert kernel_cache.is_warm("a scheme")
     assert not kernel_cache.is_warm("another")
-    kernel_cache.forget_old(str(tmp_path), "other sources")
+    kernel_cache.remove_outdated(str(tmp_path), "other sources")
     assert not kernel_cache.is_warm("a scheme")
 
 
 def test_the_second_process_ends_with_what_needs_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
+    monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(ahead, "all_cores", lambda: 2)
     this, counts = psutil.Process(), []
 
@@ -92,13 +91,10 @@ def test_the_second_process_ends_with_what_needs_it(
 def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function without a file, since another's would be loaded."""
     begun, everybody, names = [], threading.Barrier(4), dict[str, Any]()
-
-    class Counted(loops.CFunc):
-        def compile(self) -> None:
-            begun.append(self)
-            super().compile()
-
-    monkeypatch.setattr(loops, "CFunc", Counted)
+    compile_loop = compiling.compile_loop
+    monkeypatch.setattr(
+        compiling, "compile_loop", lambda *options: begun.append(options) or compile_loop(*options)
+    )
     exec("def nothing(number): return", names)
     loop = loops.Loop(names["nothing"])
 
@@ -112,33 +108,33 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
     assert len(begun) == 1
 
 
-def one_more(x: int) -> int:
-    return x + 1
+def nothing(number: int) -> None:
+    return
 
 
 def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may still run when the folder has become that of other sources."""
+    """It may still run when the folder has become that of other sources. A damaged file is compiled again."""
+    compiled: list[str] = []
+    compile_loop = compiling.compile_loop
+    monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_cache, "remove_outdated", lambda folder, sources: None)
+    monkeypatch.setattr(
+        compiling,
+        "compile_loop",
+        lambda *options: compiled.append(kernel_cache.sources()) or compile_loop(*options),
+    )
 
-    def made_from(sources: str) -> None:
-        monkeypatch.setattr(kept, "sources", lambda: sources)
+    def run(sources: str) -> None:
+        monkeypatch.setattr(kernel_cache, "sources", lambda: sources)
+        loops.Loop(nothing).call(1)
 
-    monkeypatch.setattr(kernel_cache, "folder", lambda source: tmp_path)
-    older, newer = entry_jit(one_more), kept.KeptKernel(one_more)
-    for kernel, sources in ((older._cache, "old"), (newer, "new"), (older._cache, "old")):
-        made_from(sources)
-        assert kernel.cache_path == str(tmp_path)
-    assert older(1) == 2
-    (signature,) = older.overloads
-    assert [file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")] == ["test_warm.one_more"]
-    made_from("new")
-    assert newer.load_overload(signature, older.targetctx) is None
-    made_from("old")
-    assert newer.load_overload(signature, older.targetctx) is not None
-    for damaged in ("*.nbc", "*.nbi"):
-        for file in tmp_path.glob(damaged):
-            file.write_bytes(file.read_bytes()[:50])
-        again = entry_jit(one_more)
-        assert (again(1), sum(again.stats.cache_hits.values())) == (2, 0)
-    assert newer.load_overload(signature, older.targetctx) is not None
+    for sources in ("old", "new", "old", "new"):
+        run(sources)
+    assert compiled == ["old", "new"]
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-50])
+    run("new")
+    run("new")
+    assert compiled == ["old", "new", "new"]

@@ -59,7 +59,7 @@ class CpuBackend(Backend):
         """Runs `main` in a process of its own within the block, unless that was done before, or can't help."""
         kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
         what, process, nothing = f"ahead {sorted(kinds)}", None, subprocess.DEVNULL
-        can_help = kinds and kernel_cache.folder(__file__) and all_cores() > 1
+        can_help = kinds and kernel_cache.folder() and all_cores() > 1
         if can_help and not kernel_cache.is_warm(what):
             with contextlib.suppress(OSError):
                 command = child.command(__name__, str(spec))

@@ -104,10 +104,10 @@ def kernel_file(function: Callable[..., Any], options: str) -> pathlib.Path | No
     What a function takes from those around it is a part of the name, so it must be the same in every process.
     """
     variables = repr([cell.cell_contents for cell in function.__closure__ or ()])
-    if " at 0x" in variables:  # an object that is called by its address
+    source = function.__code__.co_filename
+    if " at 0x" in variables or not os.path.isfile(source):  # an object without a name, or no source
         return None
     name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.replace('<locals>.', '')}"
-    source = function.__code__.co_filename
     line = str(function.__code__.co_firstlineno)
     return _path(name, function.__module__, line, variables, options, _other_sources(source))
 

@@ -45,7 +45,7 @@ FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
 
 
 class Plan(NamedTuple):
-    """What all segments share, as kernels get it: sizes, addresses, and where parts of a work item's memory begin."""
+    """The arguments that all segments share: sizes, addresses, and where parts of a work item's memory begin."""
 
     n_groups: int
     rows: int  # of a KV head: query heads times tokens
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 class SegmentPlan(NamedTuple):
-    """A segment as kernels get it."""
+    """The arguments of one segment."""
 
     key_store: int
     value_store: int
@@ -481,7 +481,8 @@ def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
 
 @exact_kernel
 def _append_heads(first: int, last: int, part: int, arguments: int) -> None:
-    key_store, value_store, put_key, put_value, k, v, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 11)
+    key_store, value_store, put_key, put_value, k, v = load_numbers(arguments, 6)
+    n, head_dim, t0, memory, n_bytes = load_numbers(arguments + 8 * 6, 5)
     for g in range(first, last):
         row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
         call(put_key, (key_store, k + row, n, g, t0, scratch))

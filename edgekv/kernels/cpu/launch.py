@@ -62,7 +62,7 @@ def _number(x: Any) -> int:
 
 
 def token_splits(n_kv_heads: int, work: int) -> int:
-    """Returns the parts to cut each head's tokens into, so that heads times parts divide evenly over the threads."""
+    """Returns the parts to cut each head's tokens into, so that all parts divide evenly over the threads."""
     if work < MIN_PARALLEL_WORK:
         return 1
     return threads.count() // gcd(n_kv_heads, threads.count())

@@ -34,7 +34,7 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 
 def layer_norm(x: F32, weight: F32, bias: F32, eps: float) -> F32:
-    """Returns (x - mean) / sqrt(variance + eps) * weight + bias of x (n, channels), weight and bias (channels,)."""
+    """Returns (x - mean) / sqrt(variance + eps) * weight + bias of x (n, channels); weight, bias (channels,)."""
     return _norm(x, weight, bias, eps)
 
 
@@ -51,7 +51,7 @@ def activation(x: F32, kind: str) -> F32:
 
 
 def gated(x: F32, kind: str) -> F32:
-    """Applies one of SIGMOIDS to the first half of the channels of x (n, 2 * m) and multiplies by the second: (n, m)."""
+    """Returns an activation of SIGMOIDS of the first half of x (n, 2 * m), times the second half: (n, m)."""
     n, m = x.shape[0], x.shape[1] // 2
     out, (a, b) = np.empty((n, m), np.float32), SIGMOIDS[kind]
     _sigmoid_rows(n, WORK * x.size, np.ascontiguousarray(x), out, m, True, a, b)
@@ -147,7 +147,7 @@ def route(logits: F32, per_token: int, renormalized: bool) -> tuple[I64, I64, F3
 
 
 def add_results(x: F32, results: F32, tokens: I64, weights: F32) -> F32:
-    """Adds to x (n, channels) each pair's result (m, channels) times its weight (m,), in the order of the pairs."""
+    """Returns x (n, channels) plus each pair's result (m, channels) times its weight (m,), in the pairs' order."""
     total: F32 = x.copy()
     _add_channels(results.shape[1], results.size, results, tokens, weights, total, *results.shape)
     return total

@@ -47,7 +47,7 @@ class Loop:
     """A function of whole numbers, compiled, or loaded from the disk, when its address is first asked for."""
 
     def __init__(self, function: Callable[..., None], fastmath: Any = FAST, parallel: bool = False) -> None:
-        """Takes a function; fastmath: LLVM's flags, False: arithmetic as written; parallel: prange takes threads."""
+        """fastmath: LLVM's flags, False: arithmetic as written. parallel: `prange` runs on all threads."""
         self.function, self._options = function, (fastmath, parallel)
 
     @functools.cached_property

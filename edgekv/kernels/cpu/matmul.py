@@ -350,4 +350,3 @@ def _multiply_floats(first: int, last: int, part: int, arguments: int) -> None:
         _score(x, n, panel, columns, width, target, outputs)
         if columns % WIDTH:
             score_rest(floats(x), n, floats(panel), columns, width, floats(target), outputs)
-

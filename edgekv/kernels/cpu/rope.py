@@ -48,7 +48,7 @@ def _split_tokens(first: int, last: int, part: int, arguments: int) -> None:
         arguments + 8 * 11, 9
     )
     for t in range(first, last):
-        x, row_cos, row_sin = qkv + 4 * t * (n_heads + 2 * n_kv_heads) * head_dim, cos + 4 * t * half, sin + 4 * t * half
+        x = qkv + 4 * t * (n_heads + 2 * n_kv_heads) * head_dim
         for h in range(n_heads + 2 * n_kv_heads):
             if h < n_heads:
                 y, norm, factor = q + 4 * (h * q_stride_h + t * q_stride_t), q_norm, float_of(scale)
@@ -58,7 +58,7 @@ def _split_tokens(first: int, last: int, part: int, arguments: int) -> None:
                 y, norm, factor = v + 4 * ((h - n_heads - n_kv_heads) * v_stride_h + t * v_stride_t), 0, ONE
             _normalise(floats(x), head_dim, norm, float_of(eps), factor, floats(y))
             if h < n_heads + n_kv_heads:
-                _rotate(floats(row_cos), floats(row_sin), half, floats(y))
+                _rotate(floats(cos + 4 * t * half), floats(sin + 4 * t * half), half, floats(y))
             x += 4 * head_dim
 
 

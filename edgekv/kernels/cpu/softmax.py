@@ -14,9 +14,9 @@ from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, I64
 
 STATE = 3
-"""float32 of a row's state in the running softmax, in this order:"""
+"""Numbers (float32) of a row's state in the running softmax, in this order:"""
 M, L, SHRINK = range(STATE)
-"""the largest score m so far; the sum l of exp(score - m); what the sums before the latest tokens are multiplied by."""
+"""The largest score m so far, the sum l of exp(score - m), and what earlier sums are to be multiplied by."""
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
@@ -56,15 +56,15 @@ def _softmax_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 @fast_jit
 def _softmax_row(s: F32, start: int, end: int) -> None:
-    peak = MINUS_INFINITY
+    m = MINUS_INFINITY
     for i in range(end - start):
-        peak = maximum(peak, get(s, start + i))
-    if peak == MINUS_INFINITY:
+        m = maximum(m, get(s, start + i))
+    if m == MINUS_INFINITY:
         fill(s, start, end, ZERO)
         return
     total = ZERO
     for i in range(end - start):
-        weight = exp_of_negative(get(s, start + i) - peak)
+        weight = exp_of_negative(get(s, start + i) - m)
         put(s, start + i, weight)
         total += weight
     scale = ONE / total
@@ -73,11 +73,11 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
 
 
 @intrinsic
-def weigh(context: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
-    """Each row of s, gap elements apart: its first n = exp(they - the largest so far), n a multiple of BLOCK.
+def weigh(context: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
+    """Replaces the first n scores of each row of s, ``stride`` elements apart, by exp(score - m).
 
-    ends (rows, END): peaks are raised, these weights added to totals, and what earlier ones are to be multiplied
-    with is put beside them. Scores of -inf get 0. Returns whether any peak was raised.
+    n: a multiple of BLOCK. Raises m in state (rows, STATE) to the largest of them, adds them to l, sets SHRINK.
+    A score of -inf gets 0. Returns whether any m was raised.
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -86,34 +86,32 @@ def weigh(context: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
     return types.intp(*[types.intp] * 5), build
 
 
-def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
+def _weigh_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
     nothing, offsets = emit.constant(emit.F32, float(MINUS_INFINITY)), range(0, 4 * BLOCK, 4 * WIDE.count)
     with emit.loop(b, emit.I64(0), rows, 1, [emit.I64(0)]) as row:
-        x = b.add(s, b.mul(row.i, b.mul(gap, emit.I64(4))))
-        end, stop = b.add(ends, b.mul(row.i, emit.I64(4 * STATE))), b.add(x, b.mul(n, emit.I64(4)))
+        x = b.add(s, b.mul(row.i, b.mul(stride, emit.I64(4))))
+        m_at, stop = b.add(state, b.mul(row.i, emit.I64(4 * STATE))), b.add(x, b.mul(n, emit.I64(4)))
         with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, float(MINUS_INFINITY))]) as block:
             scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
             block.following = [emit.maximum(b, block.values[0], emit.tree(b, emit.maximum, scores))]
-        largest, before = block.values[0], emit.load(b, emit.F32, end)
+        largest, before = block.values[0], emit.load(b, emit.F32, m_at)
         raised = _any_above(b, largest, before)
-        emit.store(b, emit.constant(emit.F32, 1), end, 4 * SHRINK)
+        emit.store(b, emit.constant(emit.F32, 1), m_at, 4 * SHRINK)
         with b.if_then(raised, likely=False):
             top = emit.largest(b, largest)
             shrink = _exp_of_negative(b, b.fsub(before, top))
-            emit.store(b, top, end)
-            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4 * L), shrink), end, 4 * L)
-            emit.store(b, shrink, end, 4 * SHRINK)
-        peak = emit.load(b, emit.F32, end)
-        peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
-        peaks = emit.splat(b, peak, WIDE.count)
+            emit.store(b, top, m_at)
+            emit.store(b, b.fmul(emit.load(b, emit.F32, m_at, 4 * L), shrink), m_at, 4 * L)
+            emit.store(b, shrink, m_at, 4 * SHRINK)
+        m = emit.load(b, emit.F32, m_at)
+        m = b.select(b.fcmp_ordered("==", m, nothing), emit.constant(emit.F32, 0), m)
+        ms = emit.splat(b, m, WIDE.count)
         with emit.loop(b, x, stop, 4 * UNROLLED, [emit.constant(WIDE, 0)]) as block:
             for offset in range(0, 4 * UNROLLED, 4 * WIDE.count):
-                weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), peaks))
+                weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), ms))
                 emit.store(b, weight, block.i, offset)
                 block.following = [b.fadd(block.following[0], weight)]
-        emit.store(
-            b, b.fadd(emit.load(b, emit.F32, end, 4 * L), emit.total(b, block.values[0])), end, 4 * L
-        )
+        emit.store(b, b.fadd(emit.load(b, emit.F32, m_at, 4 * L), emit.total(b, block.values[0])), m_at, 4 * L)
         row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
     return row.values[0]
 

@@ -123,7 +123,7 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     monkeypatch.setattr(
         compiling,
         "compile_loop",
-        lambda *options: compiled.append(kernel_cache.sources()) or compile_loop(*options),
+        lambda *given: compiled.append(kernel_cache.sources()) or compile_loop(*given),
     )
 
     def run(sources: str) -> None:

@@ -70,7 +70,7 @@ def count() -> int:
 def run_parallel(kernel: Callable[..., None], *args: Any, n_threads: int | None = None) -> None:
     """Calls a kernel with `count()` threads, or ``n_threads`` of them, from any Python thread.
 
-    kernel: what shares its work among Numba's threads, as a rule `PARALLEL_FOR.call` or a `shared` one.
+    kernel: what shares its work among Numba's threads (`edgekv.kernels.cpu.launch`).
     """
     if not _n_threads:
         _start()  # makes the guard

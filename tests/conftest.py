@@ -37,10 +37,13 @@ if not HAS_PAPERS:
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Returns how many processes run the tests: two, whose kernels share all cores, or one for a single file."""
-    is_one_file = len(config.args) == 1 and ".py" in config.args[0]
-    return 0 if is_one_file else min(2, len(os.sched_getaffinity(0)))
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Runs several test files in two processes where pytest-xdist is installed; ``-n 0`` keeps them in one."""
+    option, several = config.option, len(config.args) > 1 or ".py" not in config.args[0]
+    is_unsaid = getattr(option, "numprocesses", 0) is None and option.capture != "no" and not option.usepdb
+    if is_unsaid and several and "PYTEST_XDIST_WORKER" not in os.environ:
+        option.numprocesses, option.dist, option.loadscopereorder = 2, "loadfile", False
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """An example of a KV scheme in a package of its own: keys and values in bfloat16.
 
 After `pip install ./examples/scheme_package`, whose pyproject.toml has the entry point, its name works everywhere:
-`--kv bf16`, `Session.load(..., kv="bf16")`, sessions on disk and `edgekv eval`. The codec's methods define its bytes
-in NumPy, which is enough to run; the loop in edgekv_bf16_loops.py makes it fast on a CPU.
+`--kv bf16`, `Session.load(..., kv="bf16")`, sessions on disk and `edgekv eval`. The codec's methods define its
+bytes in NumPy, which is enough to run; the loop in edgekv_bf16_loops.py makes it fast on a CPU.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Adapter:
                 raise ConfigError(f"{path}: its __metadata__ does not say {name!r}; write the adapter again")
         for tensor in tensors.values():
             if DTYPES.get(tensor.dtype) not in FLOATS:
-                what = f"tensor {tensor.name!r} is {tensor.dtype}"
-                raise ConfigError(f"{path}: {what}; accepted: F64, F32, F16, BF16")
+                problem = f"tensor {tensor.name!r} is {tensor.dtype}"
+                raise ConfigError(f"{path}: {problem}; accepted: F64, F32, F16, BF16")
         if len(stored) != 1:
             has = " and ".join(stored) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
             raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
@@ -147,8 +147,8 @@ class Adapter:
     def adapt(self, caches: Sequence[Any]) -> None:
         """Sets the parameters of each layer's cache."""
         for layer, cache in enumerate(caches):
-            own = {name: np.atleast_1d(a[layer]) if a.ndim else a for name, a in self.parameters.items()}
-            cache.load_adapter(own, f"adapter {self.path.name}")
+            parameters = {name: np.atleast_1d(a[layer]) if a.ndim else a for name, a in self.parameters.items()}
+            cache.load_adapter(parameters, f"adapter {self.path.name}")
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:

@@ -74,7 +74,7 @@ def open_checkpoint(
         from edgekv.checkpoint.gguf import import_gguf, open_gguf
 
         beside, index = import_gguf(place)
-        tensors = seen = open_gguf(place, index)
+        tensors = readable = open_gguf(place, index)
         config_path = None if config is None else user_path(config)
         values = index["config"] if config_path is None else read_config(config_path)
     else:
@@ -82,13 +82,14 @@ def open_checkpoint(
             raise _unreadable_weights(place, [place.name])
         beside, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
         values, config_path = _find_config(place, beside, tensors, config)
-        seen = unpack_tensors(tensors.unstacked() if stacks_experts(values) else tensors, values)
+        readable = unpack_tensors(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
     def identify(progress: TaskProgress | None) -> str:
         hashes = [file.content_hash(progress) for file in tensors.files]
         return hashlib.sha256(json.dumps([values, hashes], sort_keys=True).encode()).hexdigest()[:16]
 
-    return Checkpoint(Path(path), folder, seen, values, config_path, _find_tokenizer(beside, tokenizer), identify)
+    tokenizer_folder = _find_tokenizer(beside, tokenizer)
+    return Checkpoint(Path(path), folder, readable, values, config_path, tokenizer_folder, identify)
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

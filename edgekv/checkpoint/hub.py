@@ -57,8 +57,8 @@ class HubName:
 
 def parse_hub_name(text: str) -> HubName | None:
     """Parses ``org/name[@revision][:file.gguf]``; returns None for a text of another form."""
-    found = _NAME.fullmatch(text)
-    return HubName(*found.groups()) if found and ".." not in text and len(found[1]) <= 96 else None
+    match = _NAME.fullmatch(text)
+    return HubName(*match.groups()) if match and ".." not in text and len(match[1]) <= 96 else None
 
 
 def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
@@ -68,17 +68,17 @@ def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
     return None if is_path else parse_hub_name(os.fspath(path))
 
 
-def cached_model_name(place: pathlib.Path) -> str | None:
+def cached_model_name(path: pathlib.Path) -> str | None:
     """Returns the name of a model at a path in the Hub's cache; None for any other path."""
-    folder, file = (place.parent, place.name) if place.suffix == GGUF else (place, None)
-    found = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
-    if found is None:
+    folder, file = (path.parent, path.name) if path.suffix == GGUF else (path, None)
+    match = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    if match is None:
         return None
     try:
         is_main = (folder.parents[1] / "refs" / "main").read_text().strip() == folder.name
     except OSError:
         is_main = False
-    return str(HubName(f"{found[1]}/{found[2]}", None if is_main else folder.name, file))
+    return str(HubName(f"{match[1]}/{match[2]}", None if is_main else folder.name, file))
 
 
 def cached(name: HubName) -> pathlib.Path | None:

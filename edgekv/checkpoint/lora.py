@@ -158,8 +158,8 @@ class Lora:
             return hashlib.sha256(f"{source.identify(progress)}+{self.identity}".encode()).hexdigest()[:16]
 
         deltas, shapes = self.deltas(arch, source.path), arch.tensors()
-        found = {name: source.tensors.require(name, shapes[name]) for name in deltas}
-        merged = {name: LoraTensor(found[name], delta) for name, delta in deltas.items()}
+        originals = {name: source.tensors.require(name, shapes[name]) for name in deltas}
+        merged = {name: LoraTensor(originals[name], delta) for name, delta in deltas.items()}
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
     def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
@@ -203,24 +203,24 @@ def _lora_error(problem: str, advice: str = "") -> ConfigError:
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
     """Returns the linear layers by each name that PEFT may give a module."""
-    found: dict[str, WeightPart] = {}
+    modules: dict[str, WeightPart] = {}
     tied = {tensor for tensor, _ in arch.tables().values()}
     for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor not in tied):
         name = part.tensor.removesuffix(".weight")
-        found[name] = part
+        modules[name] = part
         if part.tensor == arch.head_tensor:
-            found["lm_head"] = part
+            modules["lm_head"] = part
         elif name.startswith(arch.prefix):
-            found |= {f"{prefix}{name[len(arch.prefix) :]}": part for prefix in (*arch.prefixes, "model.", "")}
-    return found
+            modules |= {f"{prefix}{name[len(arch.prefix) :]}": part for prefix in (*arch.prefixes, "model.", "")}
+    return modules
 
 
 def _split(given: str) -> tuple[Path, float]:
     """Returns the folder, and the scale after the last colon, 1 without one."""
-    whole = user_path(given)
+    path = user_path(given)
     folder, colon, text = given.rpartition(":")
-    if not colon or os.path.isdir(whole):
-        return whole, 1.0
+    if not colon or os.path.isdir(path):
+        return path, 1.0
     try:
         scale = float(text)
     except ValueError:
@@ -257,18 +257,18 @@ def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns the finite matrices A and B of each module."""
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        found = TENSOR.fullmatch(name)
-        if found is None:
+        match = TENSOR.fullmatch(name)
+        if match is None:
             raise _tensor_error(tensor, "is neither lora_A nor lora_B of a linear layer and can't be merged")
         if len(tensor.shape) != 2 or not all(tensor.shape) or DTYPES.get(tensor.dtype) not in FLOATS:
-            what = f"is {tensor.dtype} {tensor.shape}; accepted: matrices of F64, F32, F16 or BF16"
-            raise _tensor_error(tensor, what)
+            problem = f"is {tensor.dtype} {tensor.shape}; accepted: matrices of F64, F32, F16 or BF16"
+            raise _tensor_error(tensor, problem)
         with np.errstate(over="ignore"):  # of F64
             finite = np.isfinite(to_float32(tensor.read())).all()
         tensor.release()
         if not finite:
             raise _tensor_error(tensor, "has values that are not finite; train it again")
-        if halves.setdefault(found[1], {}).setdefault(found[2], tensor) is not tensor:
+        if halves.setdefault(match[1], {}).setdefault(match[2], tensor) is not tensor:
             raise _tensor_error(tensor, "is there twice, with and without the adapter's name")
     if not halves:
         raise CheckpointError(f"{tensors.path}: holds no tensors; {HINT}", field="lora")
@@ -282,9 +282,9 @@ def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     """Returns alpha / r of a module. Raises CheckpointError if its tensors have another rank."""
     rank = _matching_value(config.rank_pattern, module, config.r)
     alpha = _matching_value(config.alpha_pattern, module, config.lora_alpha)
-    found = a.shape[0], b.shape[1]
-    if found != (rank, rank):
-        what = f"A and B of {short_repr(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} says {rank}"
+    ranks = a.shape[0], b.shape[1]
+    if ranks != (rank, rank):
+        what = f"A and B of {short_repr(module)} have the ranks {ranks[0]} and {ranks[1]}, {CONFIG} says {rank}"
         raise CheckpointError(f"{a.path}: {what}; {HINT}", field="lora")
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 

@@ -135,14 +135,14 @@ class MappedFile:
         Raises CheckpointError if the file has changed since it was opened, or can't be read.
         """
         if self._hash is None:
-            known, place, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _file_facts(self.status)
-            *of, found = (known.read() or {}).get(place, [None])
-            if of != facts:
-                begun_ns, found = time.time_ns(), self._hashed(progress)
+            memo, path, facts = Memo("hashes.json", 1), os.path.realpath(self.path), _file_facts(self.status)
+            *file_facts, digest = (memo.read() or {}).get(path, [None])
+            if file_facts != facts:
+                begun_ns, digest = time.time_ns(), self._hashed(progress)
                 if abs(begun_ns - self.status.st_ctime_ns) > SETTLED_NS:
-                    others = {key: value for key, value in (known.read() or {}).items() if key != place}
-                    known.keep(dict(list(others.items())[1 - MOST_HASHES :]) | {place: [*facts, found]})
-            self._hash = str(found)
+                    other_files = {key: value for key, value in (memo.read() or {}).items() if key != path}
+                    memo.keep(dict(list(other_files.items())[1 - MOST_HASHES :]) | {path: [*facts, digest]})
+            self._hash = str(digest)
         return self._hash
 
     def _hashed(self, progress: TaskProgress | None) -> str:
@@ -272,19 +272,19 @@ class Tensors(dict[str, Tensor]):
         """
         single: dict[str, Tensor] = {}
         for name, tensor in self.items():
-            found = STACKED.match(name)
-            if found is None:
+            match = STACKED.match(name)
+            if match is None:
                 single[name] = tensor
                 continue
-            base, projection, bias = found.groups()
+            base, projection, bias = match.groups()
             axes, end = (2, "bias") if bias else (3, "weight")
             if len(tensor.shape) != axes or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
-                what = f"has shape {tensor.shape}, expected {axes} axes, the first of experts"
-                raise tensor.error(f"{what}: download the checkpoint again")
+                problem = f"has shape {tensor.shape}, expected {axes} axes, the first of experts"
+                raise tensor.error(f"{problem}: download the checkpoint again")
             for part, first, step in EXPERT_PARTS[projection]:
                 for e in range(tensor.shape[0]):
-                    own = f"{base}.{e}.{part}.{end}"
-                    single[own] = StackedTensor(tensor, own, e, first, step)
+                    full_name = f"{base}.{e}.{part}.{end}"
+                    single[full_name] = StackedTensor(tensor, full_name, e, first, step)
         return Tensors(single, self.files, self.method)
 
 
@@ -313,21 +313,21 @@ def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = Non
 
     def span(start: int) -> bytes:
         digest = hashlib.sha256()
-        for at in range(start, end := min(start + SPAN_BYTES, nbytes), READ_BYTES):
-            data = os.pread(descriptor, min(READ_BYTES, end - at), at)
-            if len(data) < min(READ_BYTES, end - at):
+        for offset in range(start, end := min(start + SPAN_BYTES, nbytes), READ_BYTES):
+            data = os.pread(descriptor, min(READ_BYTES, end - offset), offset)
+            if len(data) < min(READ_BYTES, end - offset):
                 raise OSError(0, "it ends before its size")
             digest.update(data)
         return digest.digest()
 
-    whole = hashlib.sha256(nbytes.to_bytes(8, "little"))
+    total_digest = hashlib.sha256(nbytes.to_bytes(8, "little"))
     starts = range(0, nbytes, SPAN_BYTES)
     with ThreadPoolExecutor(all_cores()) as pool:
         for start, digest in zip(starts, pool.map(span, starts), strict=True):
-            whole.update(digest)
+            total_digest.update(digest)
             if progress and nbytes > SPAN_BYTES:
                 progress(HASHING, min(start + SPAN_BYTES, nbytes), nbytes)
-    return whole.hexdigest()
+    return total_digest.hexdigest()
 
 
 def _file_facts(status: os.stat_result) -> list[int]:

@@ -52,33 +52,33 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser with a subcommand for each of COMMANDS, or for ``only`` one of them."""
-    about = "Run Llama- and GPT-2-style models with long contexts on small machines."
-    main_parser = Parser(prog="edgekv", description=about)
+    help_text = "Run Llama- and GPT-2-style models with long contexts on small machines."
+    main_parser = Parser(prog="edgekv", description=help_text)
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else (only,):
-        module, about = COMMANDS[name]
-        sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        module, help_text = COMMANDS[name]
+        sub = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         functions = import_module(f"edgekv.cli.{module}")
         getattr(functions, f"{name}_arguments")(sub)
         sub.set_defaults(execute=getattr(functions, f"{name}_command"), options=sub._option_string_actions)
-    about = "print a script for your shell's TAB key"
-    sub = commands.add_parser("completion", help=about, description=about, epilog=HINT)
+    help_text = "print a script for your shell's TAB key"
+    sub = commands.add_parser("completion", help=help_text, description=help_text, epilog=HINT)
     sub.add_argument("shell", choices=SHELLS)
     sub.set_defaults(execute=lambda arguments: _print_completion(main_parser, arguments.shell))
     return main_parser
 
 
-def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
+def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
     import shtab
 
-    parsers = [whole]
-    for each in parsers:  # which grows on the way
-        for action in each._actions:
+    parsers = [root]
+    for parser in parsers:  # which grows on the way
+        for action in parser._actions:
             if action.metavar in ("FILE", "PATH", "FOLDER"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             parsers += (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ()
-    print(shtab.complete(whole, shell))
+    print(shtab.complete(root, shell))
     return 0
 
 
@@ -87,11 +87,11 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
 
     on_import: called once the modules that the command needs are loaded.
     """
-    given = sys.argv[1:] if argv is None else list(argv)
-    given[:1] = [ALIASES.get(name, name) for name in given[:1]]
+    words = sys.argv[1:] if argv is None else list(argv)
+    words[:1] = [ALIASES.get(name, name) for name in words[:1]]
     arguments = None
     try:
-        arguments = build_parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+        arguments = build_parser(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
         if getattr(arguments, "kv", None) == "list":
             arguments = build_parser("schemes").parse_args(["schemes"])
         with visible_terminals():
@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
             status: int = arguments.execute(arguments)
             sys.stdout.flush()
     except EdgeKVError as error:
-        said = error_text(error, getattr(arguments, "options", None))
-        print(f"edgekv: error: {one_line(said)}", file=sys.stderr)
+        message = error_text(error, getattr(arguments, "options", None))
+        print(f"edgekv: error: {one_line(message)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again when it ends, and complains
         if isinstance(error, BrokenPipeError):  # the reader of our output went away
             return 141
-        said = f"standard output can't be written ({error.strerror}): make room, or redirect it"
-        print(f"edgekv: error: {said}", file=sys.stderr)
+        message = f"standard output can't be written ({error.strerror}): make room, or redirect it"
+        print(f"edgekv: error: {message}", file=sys.stderr)
         return 2
     return status

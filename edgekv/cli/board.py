@@ -53,19 +53,19 @@ def board_command(arguments: argparse.Namespace) -> int:
     path, text = folder / f"{board.slug}.json", folder / f"{board.slug}.md"
     with contextlib.suppress(OSError):  # `require_writable` says why
         folder.mkdir(parents=True, exist_ok=True)
-    for each in (path, text):
-        require_writable(each)
+    for file in (path, text):
+        require_writable(file)
     if path.exists() and not arguments.again:
-        before = Board.load(path)
+        earlier = Board.load(path)
         for name in ("machine", "plan"):
-            if getattr(before, name) != getattr(board, name):
+            if getattr(earlier, name) != getattr(board, name):
                 raise ConfigError(
-                    f"{path}: was measured with another {name} ({getattr(before, name)}, now "
+                    f"{path}: was measured with another {name} ({getattr(earlier, name)}, now "
                     f"{getattr(board, name)}); begin anew with --again, or give another --output"
                 )
-        environment = board.environment if arguments.about else before.environment
-        meter = board.meter if about.meter else before.meter
-        board = msgspec.structs.replace(before, environment=environment, meter=meter)
+        environment = board.environment if arguments.about else earlier.environment
+        meter = board.meter if about.meter else earlier.meter
+        board = msgspec.structs.replace(earlier, environment=environment, meter=meter)
     try:
         with Bars() as bars:
             Run(board, path, source, 60 * arguments.minutes, say, bars.update).go()
@@ -74,6 +74,6 @@ def board_command(arguments: argparse.Namespace) -> int:
     print(f"{path}\n{text}")
     if arguments.power_csv and not any(getattr(row, "energy", None) for row in board.measured):
         say(f"{arguments.power_csv}: covers no measurement; the meter's clock and this machine's must agree")
-    if later := sum(left.why == NO_TIME for left in board.left_out):
-        say(f"{later} measurements were left out for the time; the same command goes on with them")
+    if n_left_out := sum(left.why == NO_TIME for left in board.left_out):
+        say(f"{n_left_out} measurements were left out for the time; the same command goes on with them")
     return 0

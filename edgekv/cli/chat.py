@@ -140,13 +140,13 @@ class Terminal:
                 return
             try:
                 if message.startswith("/"):
-                    name, _, rest = message[1:].partition(" ")
+                    name, _, text = message[1:].partition(" ")
                     if name not in COMMANDS:
-                        known = ", ".join(f"/{command}" for command in COMMANDS)
-                        raise EdgeKVError(f"/{name} is unknown; there are: {known}, /exit")
-                    if name in ("load", "image") and not rest.strip():
+                        names = ", ".join(f"/{command}" for command in COMMANDS)
+                        raise EdgeKVError(f"/{name} is unknown; there are: {names}, /exit")
+                    if name in ("load", "image") and not text.strip():
                         raise EdgeKVError(f"/{name} needs a file: /{name} FILE")
-                    COMMANDS[name](self, rest.strip())
+                    COMMANDS[name](self, text.strip())
                 else:
                     images, self._images = self._images, []
                     self._answer(functools.partial(self.chat.ask, message, images=images))
@@ -155,7 +155,7 @@ class Terminal:
                 say(f"error: {error_text(error, options)}")
 
     def _answer(self, begin: Callable[..., Generator[Step, None, None]]) -> None:
-        session, before = self.chat.session, self._n_left_out()
+        session, dropped_before = self.chat.session, self._n_left_out()
         sampling, seed = self.sampling, self.sampling.seed
         if seed is not None:  # each answer has its own: trying again would otherwise change nothing
             sampling = dataclasses.replace(sampling, seed=seed + self._n_answers)
@@ -166,15 +166,16 @@ class Terminal:
                 interrupt.check()
                 bars.update("reading", done, total)
 
-            how = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.arguments.stop}
+            settings = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.arguments.stop}
             try:
-                with contextlib.closing(begin(**how, progress=progress)) as steps:
+                with contextlib.closing(begin(**settings, progress=progress)) as steps:
                     self._stream(steps, interrupt)
                 ctx = session.plan.ctx
                 say(f"({session.report().speed()}; context {min(len(session.tokens), ctx)} of {ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
-        messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
+        dropped = self._n_left_out()
+        messages, tokens = (after - before for after, before in zip(dropped, dropped_before, strict=True))
         if messages or tokens:
             say(f"(the context was full: {messages} of the oldest messages, {tokens} tokens of this turn dropped)")
 
@@ -195,69 +196,69 @@ class Terminal:
         """Returns the numbers of messages and of tokens that were dropped from the context."""
         return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
 
-    def save(self, rest: str) -> None:
+    def save(self, text: str) -> None:
         """FILE: write the conversation with its cache (default: --session)"""
-        path = rest or self.arguments.session
+        path = text or self.arguments.session
         if not path:
             raise EdgeKVError("/save needs a file: /save FILE")
         size = self.chat.session.save(path)
         say(f"{path}: {len(self.chat.session.tokens)} tokens, {format_bytes(size)}")
 
-    def load(self, rest: str) -> None:
+    def load(self, text: str) -> None:
         """FILE: take up a saved conversation"""
-        self.chat.session.load_state(rest)
-        say(f"{rest}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
+        self.chat.session.load_state(text)
+        say(f"{text}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
 
-    def system(self, rest: str) -> None:
+    def system(self, text: str) -> None:
         """TEXT: another system message; none removes it"""
-        if rest:
-            self.chat.set_system("" if rest == "none" else rest)
-        now = [message["content"] for message in self.chat.messages if message["role"] == "system"]
-        say(f"system: {now[0]}" if now else "there is no system message")
+        if text:
+            self.chat.set_system("" if text == "none" else text)
+        system_messages = [message["content"] for message in self.chat.messages if message["role"] == "system"]
+        say(f"system: {system_messages[0]}" if system_messages else "there is no system message")
 
-    def set(self, rest: str) -> None:
+    def set(self, text: str) -> None:
         """NAME NUMBER: temperature, presence_penalty and so on; alone it lists them"""
         settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
-        if rest:
-            name, _, text = rest.partition(" ")
+        if text:
+            name, _, value = text.partition(" ")
             name = name.replace("-", "_")
             if name not in settings:
                 raise EdgeKVError(f"/set {name}: there is no such setting", accepted=settings)
-            settings[name] = _read(name, text, settings[name])
+            settings[name] = _read(name, value, settings[name])
             self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
             self.sampling = SamplingParams(**settings)
         biases = ",".join(f"{token}={bias:g}" for token, bias in (self.sampling.logit_bias or {}).items())
         shown = {**self.sampling.as_dict(), "logit_bias": biases or "none", LENGTH: self.max_new_tokens}
-        say(", ".join(f"{name} {'drawn' if value is None else value}" for name, value in shown.items()))
+        say(", ".join(f"{name} {'drawn' if number is None else number}" for name, number in shown.items()))
 
-    def image(self, rest: str) -> None:
+    def image(self, text: str) -> None:
         """FILE: show it with the next message"""
-        path = str(pathlib.Path(rest.strip("'\"")).expanduser())
+        path = str(pathlib.Path(text.strip("'\"")).expanduser())
         require_vision(self.chat.session.model)
         picture(path)
         self._images.append(path)
         say(f"{path} goes with the next message")
 
-    def stats(self, rest: str) -> None:
+    def stats(self, text: str) -> None:
         """tokens, times, bytes of the last answer"""
         session, report = self.chat.session, self.chat.session.report()
         say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
         say("there is no answer yet" if report.time_to_first_token_s is None else report.to_text())
 
-    def retry(self, rest: str) -> None:
+    def retry(self, text: str) -> None:
         """another answer to the last question"""
         self._answer(self.chat.retry)
 
-    def history(self, rest: str) -> None:
+    def history(self, text: str) -> None:
         """what has been said"""
         for message in self.chat.messages:
             say(f"{message['role']}: {message['content']}")
 
-    def clear(self, rest: str) -> None:
+    def clear(self, text: str) -> None:
         """forget what has been said"""
         self.chat.clear()
 
-    def help(self, rest: str) -> None:
+    def help(self, text: str) -> None:
         """this list"""
         for name, command in COMMANDS.items():
             say(f"/{name:<9}{command.__doc__}")

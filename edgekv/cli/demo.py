@@ -67,9 +67,9 @@ class Demo:
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, text: str, ctx: int, seed: int) -> None:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
-        most = min(len(tokens), decoder.config.max_positions) - WRITTEN
-        if not LEAST_CTX <= ctx <= most:
-            raise refused("ctx", ctx, f"{LEAST_CTX} to {most}, as text and model go")
+        longest = min(len(tokens), decoder.config.max_positions) - WRITTEN
+        if not LEAST_CTX <= ctx <= longest:
+            raise refused("ctx", ctx, f"{LEAST_CTX} to {longest}, as text and model go")
         self.reader = Reader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]
@@ -86,7 +86,7 @@ class Demo:
         cache_bytes = sum(cache.nbytes for cache in attending(caches))
         texts = reader.ask(self.haystack, caches, spec)
         questions = self.haystack.questions
-        answers = [(text, each.is_answered(text)) for text, each in zip(texts, questions, strict=True)]
+        answers = [(text, question.is_answered(text)) for text, question in zip(texts, questions, strict=True)]
         with blas_threads(1):
             begin = time.perf_counter()
             likeliest = [int(to_host(decoder.step(token, caches)).argmax()) for token in self.after]
@@ -142,6 +142,6 @@ def _table(values: dict[str, str], trials: Sequence[Trial]) -> str:
     }
     cells = [[label, *map(show, trials)] for label, show in rows.items()]
     for i, (name, value) in enumerate(values.items()):
-        said = [trial.answers[i] for trial in trials]
-        cells.append([name, *(f"{value} found" if ok else f"{s[:5].strip()}, not {value}" for s, ok in said)])
+        answers = [trial.answers[i] for trial in trials]
+        cells.append([name, *(f"{value} found" if ok else f"{s[:5].strip()}, not {value}" for s, ok in answers)])
     return align_columns(cells, left=range(1 + len(trials)))

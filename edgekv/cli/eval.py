@@ -66,11 +66,11 @@ def is_list_of_names(kv: str | None) -> bool:
     return kv not in (None, "all")
 
 
-def report_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
+def report_left_out(suited_and_reasons: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
     """Returns the schemes that `suited` found, and prints why others were left out."""
-    for reason in found[1]:
+    for reason in suited_and_reasons[1]:
         say(f"left out: {reason}")
-    return found[0]
+    return suited_and_reasons[0]
 
 
 def _published(name: str) -> dict[str, float | None]:
@@ -87,19 +87,19 @@ def schemes_text() -> str:
     rows = [["kv", "bytes", "KL", "speed", "what is kept"]]
     for name in (*PRESETS, *schemes()):
         spec = CacheSpec.parse(name)
-        found = _published(name)
+        published = _published(name)
         row = [
             name,
             f"{spec.bytes_per_token():.1f}",
-            shown(found["kl"], ".2g"),
-            shown(found["attention"], ".1f", "x"),
+            shown(published["kl"], ".2g"),
+            shown(published["attention"], ".1f", "x"),
         ]
         rows.append([*row, spec.scheme.summary])
-    known = published_results()
+    results = published_results()
     notes = [
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
-        f"{known['quality_on']}; speed of attention against dense:",
-        f"{known['speed_on']}; -: not measured",
+        f"{results['quality_on']}; speed of attention against dense:",
+        f"{results['speed_on']}; -: not measured",
         "recommended: to name none: --kv auto takes q4 for long contexts, and the smallest that passed the",
         "gate on your model once you ran it: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
@@ -251,19 +251,19 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
         f"recommended: --kv {kv} ({why})"
     )
     if arguments.json:
-        found = {
+        results = {
             "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
             "recommended": kv,
             "needles": {"hidden": needles.n_hidden, "dense": needles.n_known, "applicable": needles.applies},
             "limits": limits,
         }
-        write_json(arguments.json, found | facts)
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        write_json(arguments.json, results | facts)
+    time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
-    known = {**settings, "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
+    record = {**settings, "limits": dataclasses.asdict(limits), "machine": machine, "time": time}
     memory = Verdicts(measured.model)
     for spec, verdict in zip(specs, verdicts, strict=True):
-        memory.remember(spec, verdict, known)
+        memory.remember(spec, verdict, record)
     return 1 if best is None else 0
 
 

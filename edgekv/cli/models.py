@@ -71,9 +71,10 @@ def info_arguments(parser: argparse.ArgumentParser) -> None:
 def info_command(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
-    own = model.weight_format("auto")
-    forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
-    others = [each.kernel for each in c.recurrences if each is not None]
+    stored_format = model.weight_format("auto")
+    forms = [stored_format] if model.is_store else list(dict.fromkeys([stored_format, *WEIGHTS.values()]))
+    kernels = [layer.kernel for layer in c.recurrences if layer is not None]
+    recurrent = [f"{kernels.count(kernel)} {kernel}" for kernel in dict.fromkeys(kernels)]
     facts = {
         "model": str(model.path),
         "model_type": c.model_type,
@@ -90,7 +91,7 @@ def info_command(arguments: argparse.Namespace) -> int:
         "vocab_size": c.vocab_size,
         "max_positions": c.max_positions,
         "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
-        "recurrent_layers": ", ".join(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)) or None,
+        "recurrent_layers": ", ".join(recurrent) or None,
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "quantized": ", ".join(model.quantized) or None,
@@ -98,7 +99,7 @@ def info_command(arguments: argparse.Namespace) -> int:
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
         "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
-        "auto_weights": own.name,
+        "auto_weights": stored_format.name,
     }
     if arguments.json:
         if isinstance(model.weights, CheckpointWeights):
@@ -134,7 +135,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
     plan = _plan(model, options, options.kv)
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
-    least = next(((size, kv) for size, kv in fitting if kv), None)
+    smallest = next(((size, kv) for size, kv in fitting if kv), None)
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
     state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
     verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
@@ -158,8 +159,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
         ("fits", total <= free, None),
         (
             "least_machine_bytes",
-            least and least[0],
-            least and f"a machine with {format_bytes(least[0])}, of the usual ones; there --kv {least[1]}",
+            smallest and smallest[0],
+            smallest and f"a machine with {format_bytes(smallest[0])}, of usual ones; there --kv {smallest[1]}",
         ),
         ("notes", plan.notes, "; ".join(plan.notes) or None),
     ]
@@ -253,8 +254,8 @@ def warm_command(arguments: argparse.Namespace) -> int:
     specs = report_left_out(suited(requested, config, default_ctx(config), named))
     with Bars() as bars:
         for spec in specs:
-            given = vars(options) | {"kv": spec}
-            with Session.load(model_path(arguments), progress=bars.update, **given) as session:
+            settings = vars(options) | {"kv": spec}
+            with Session.load(model_path(arguments), progress=bars.update, **settings) as session:
                 seconds = session.report().compile_s
             print(f"{spec.short}: " + (f"compiled in {seconds:.1f} s" if seconds else "was compiled already"))
     return 0

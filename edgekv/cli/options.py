@@ -28,14 +28,14 @@ from edgekv.weights.formats import WEIGHTS
 # Types for argparse
 
 
-def number(what: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
+def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
     """Returns a type for argparse: a number for which ``accepts`` is true. what: a description of such numbers."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
             if accepts(value := kind(text)):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
 
     return convert
 
@@ -47,12 +47,12 @@ positive_seconds = number("a number of seconds above 0", lambda value: 0 < value
 
 def token_counts(least: int) -> Any:
     """Returns a type for argparse: numbers of tokens from ``least`` on, separated by commas."""
-    what = f"a list of numbers from {least} on, separated by commas"
+    description = f"a list of numbers from {least} on, separated by commas"
 
     def read(text: str) -> list[int]:
         return [int(item) for item in text.split(",") if item]
 
-    return number(what, lambda found: min(found, default=least) >= least, read)
+    return number(description, lambda numbers: min(numbers, default=least) >= least, read)
 
 
 def output_file(path: str) -> str:
@@ -186,10 +186,10 @@ def field_names(declared: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(declared)]
 
 
-def add_options(parser: Any, names: str, **others: Any) -> None:
+def add_options(parser: Any, names: str, **extra: Any) -> None:
     """Adds the named OPTIONS, and ``others``: new options, or other arguments or help for one of OPTIONS."""
-    for name in dict.fromkeys([*names.split(), *others]):
-        change = others.get(name, {})
+    for name in dict.fromkeys([*names.split(), *extra]):
+        change = extra.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
         parser.add_argument(option_name(name), **settings)
 
@@ -202,8 +202,8 @@ def switch(text: str) -> dict[str, Any]:
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
     """Adds the options of sampling and of the text's end. max_new_tokens: the default, for the help."""
     add_options(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
-    how = parser.add_mutually_exclusive_group()
-    add_options(how, "", greedy=switch("always the likeliest token: --temperature 0"))
+    exclusive = parser.add_mutually_exclusive_group()
+    add_options(exclusive, "", greedy=switch("always the likeliest token: --temperature 0"))
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
         settings = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
@@ -211,18 +211,18 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
             settings["help"] += later
         if name == "logit_bias":
             settings |= REPEATED
-        add_options(how if name == "temperature" else parser, "", **{name: settings})
+        add_options(exclusive if name == "temperature" else parser, "", **{name: settings})
     add_options(parser, "stop")
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
     """Returns the sampling options, else ``defaults``. Raises ConfigError for values out of range."""
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in field_names(SamplingParams)}
-    given["logit_bias"] = dict(given["logit_bias"]) or None
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in field_names(SamplingParams)}
+    values["logit_bias"] = dict(values["logit_bias"]) or None
     if arguments.greedy:
-        given["temperature"] = 0.0
-    known = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(defaults or SamplingParams(), **known)
+        values["temperature"] = 0.0
+    present = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(defaults or SamplingParams(), **present)
 
 
 # Values of options
@@ -239,10 +239,10 @@ def model_path(arguments: argparse.Namespace) -> str:
 
 def load_options(arguments: argparse.Namespace) -> Options:
     """Returns the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
-    given = {name: getattr(arguments, name) for name in field_names(Options) if hasattr(arguments, name)}
-    if isinstance(given.get("lora"), list):
-        given |= _split_loras(given["lora"])
-    return Options(**given)
+    values = {name: getattr(arguments, name) for name in field_names(Options) if hasattr(arguments, name)}
+    if isinstance(values.get("lora"), list):
+        values |= _split_loras(values["lora"])
+    return Options(**values)
 
 
 def _split_loras(values: list[str]) -> dict[str, Any]:
@@ -255,8 +255,8 @@ def _split_loras(values: list[str]) -> dict[str, Any]:
         else:
             merged.append(value)
     if len(merged) > 1 or len(dict(named)) < len(named):
-        what = "one FOLDER at most is merged into the weights; others are NAME=FOLDER, each of another name"
-        raise ConfigError(f"--lora {' --lora '.join(values)}: {what}", field="lora")
+        problem = "one FOLDER at most is merged into the weights; others are NAME=FOLDER, each of another name"
+        raise ConfigError(f"--lora {' --lora '.join(values)}: {problem}", field="lora")
     return {"lora": merged[0] if merged else None, "loras": dict(named)}
 
 

@@ -203,12 +203,12 @@ def _record(arguments: argparse.Namespace) -> int:
         except OSError as error:
             why = f"can't be run ({error.strerror}); give a program that exists"
             raise PowerError(f"{command[0]}: {why}") from None
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        old_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with meter.phase(PHASE):
                 code = child.wait()
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, old_handler)
     if arguments.csv and isinstance(sampler, PowerSampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
     _plot(sampler, arguments)
@@ -239,29 +239,32 @@ def samples_csv(trace: Trace, unix_offset_s: float) -> str:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Prints what can be measured here; returns 0 if anything can, else 1."""
-    found = survey()
-    print_rows(diagnosis(found))
-    return 0 if any(isinstance(meter, PowerMeter) for meter in found.values()) else 1
+    meters = survey()
+    print_rows(diagnosis(meters))
+    return 0 if any(isinstance(meter, PowerMeter) for meter in meters.values()) else 1
 
 
-def diagnosis(found: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
+def diagnosis(meters: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
     """Returns (topic, text) of the board, each kind of sensor, permissions, and the one that --power uses."""
     profile, board = find_profile(root), machine_info(root)["board"]
-    known = f"{board}: {profile_text(profile)}" if profile else f"{board or 'not a known board'}: no profile"
+    text = profile_text(profile) if profile else "no profile"
     try:
         member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
         group = f"you are{'' if member else ' not'} in the group {GROUP}"
     except KeyError:
         group = f"there is no group {GROUP} on this system"
-    rows = [("board", known), *((name, _sensor_text(meter)) for name, meter in found.items())]
+    rows = [
+        ("board", f"{board or 'not a known board'}: {text}"),
+        *((name, _sensor_text(meter)) for name, meter in meters.items()),
+    ]
     rows.append(("throttling", "is reported here" if read_throttle(root) else "nothing here reports it"))
     rows.append(("group", group))
-    if any(isinstance(meter, MeterRefused) for meter in found.values()):
+    if any(isinstance(meter, MeterRefused) for meter in meters.values()):
         rule = power_file(RULE) or f"{RULE} (of the folder power/ of the source)"
         rows.append(("permission", f"sudo cp {rule} /etc/udev/rules.d/"))
         rows.append(("permission", "sudo udevadm control --reload && sudo udevadm trigger"))
         rows.append(("permission", f"sudo usermod -aG {GROUP} $USER, then log in again"))
-    usable = [name for name, meter in found.items() if isinstance(meter, PowerMeter)]
+    usable = [name for name, meter in meters.items() if isinstance(meter, PowerMeter)]
     verdict = "nothing can be measured here: use an external meter's log with --power-csv FILE"
     if usable:
         verdict = f"--power uses {usable[0]}" + (f"; also here: {', '.join(usable[1:])}" if usable[1:] else "")

@@ -86,8 +86,8 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
     """Opens --chat-template, else the model's own template, else a plain transcript with a printed note."""
-    place = session.model.tokenizer_path
-    template = ChatTemplate.open(session.require_tokenizer(), place, given=arguments.chat_template)
+    tokenizer_path = session.model.tokenizer_path
+    template = ChatTemplate.open(session.require_tokenizer(), tokenizer_path, given=arguments.chat_template)
     if template.is_plain:
         print("this model brings no chat template: a plain User/Assistant transcript is used", file=sys.stderr)
     return template
@@ -117,8 +117,8 @@ def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
-    given = arguments.prompt is not None or arguments.prompt_file is not None
-    prompt: str | list[int] = read_prompt(arguments) if given or not is_saved(arguments) else []
+    has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
+    prompt: str | list[int] = read_prompt(arguments) if has_prompt or not is_saved(arguments) else []
     sampling_params(arguments)  # a bad value is said before anything is loaded
     schema = None if arguments.json_schema is None else read_schema(arguments.json_schema)
     images = []
@@ -132,7 +132,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
     sampling = sampling_params(arguments, sampling_defaults(session.model))
-    how = {
+    settings = {
         "images": images,
         "max_new_tokens": arguments.max_new_tokens or LENGTH + SPARE,
         "sampling": continued(session.last_sampler, sampling),
@@ -140,7 +140,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         "json_schema": schema,
     }
     with terminable(), meter:
-        status = _generate(session, prompt, how, not (arguments.max_new_tokens or schema), bars, meter)
+        status = _generate(session, prompt, settings, not (arguments.max_new_tokens or schema), bars, meter)
     if arguments.session is not None:
         session.save(arguments.session)
     report = session.report()
@@ -156,7 +156,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _generate(
     session: Session,
     prompt: str | list[int],
-    how: dict[str, Any],
+    settings: dict[str, Any],
     at_sentence: bool,
     bars: Bars,
     meter: EnergyMeter,
@@ -166,27 +166,27 @@ def _generate(
         with bars:
             with meter.phase("prefill") as prefill:
                 steps = session.generate(
-                    prompt, progress=lambda done, total: bars.prefill(n_prompt, done, total), **how
+                    prompt, progress=lambda done, total: bars.prefill(n_prompt, done, total), **settings
                 )
                 n_prompt = session.report().prefill_tokens
                 if n_prompt:
                     bars.prefill(n_prompt, 0, 1)
                 first = next(steps)
             prefill.tokens = session.report().prefill_tokens
-            ended, tail = None, ""
+            end_reason, tail = None, ""
             with meter.phase("decode") as decode, contextlib.closing(steps):
                 for n, step in enumerate(itertools.chain([first], steps), 1):
                     decode.tokens = n - 1
                     print(step.text, end="", flush=True)
                     tail = (tail + step.text)[-8:]
-                    if step.finish_reason == "length" and n == how["max_new_tokens"]:
-                        ended = f"cut after {n} tokens; --max-new-tokens N for another length"
+                    if step.finish_reason == "length" and n == settings["max_new_tokens"]:
+                        end_reason = f"cut after {n} tokens; --max-new-tokens N for another length"
                     if n >= LENGTH and at_sentence and not step.finish_reason and SENTENCE_END.search(tail):
-                        ended = f"end of a sentence after {n} tokens"
+                        end_reason = f"end of a sentence after {n} tokens"
                         break
         print()
-        if ended:
-            session.report().finish_message = ended
+        if end_reason:
+            session.report().finish_message = end_reason
     except KeyboardInterrupt as interrupt:
         print()
         session.report().finish_message = "interrupted"

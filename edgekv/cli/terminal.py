@@ -45,8 +45,8 @@ class _Terminal:
         self.raw, self._returns = raw, returns
 
     def write(self, text: str) -> int:
-        kept = "\r" if self._returns and text.startswith("\r") else ""
-        self.raw.write(kept + escape_controls(text[len(kept) :]))
+        start = "\r" if self._returns and text.startswith("\r") else ""
+        self.raw.write(start + escape_controls(text[len(start) :]))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,17 +64,17 @@ def visible_terminals() -> Iterator[None]:
 
     Files and pipes get the text as it is, with escapes for characters that their encoding lacks.
     """
-    before = sys.stdout, sys.stderr
+    streams_before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     streams: list[Any] = [
-        _Terminal(stream, stream is sys.stderr) if stream.isatty() else stream for stream in before
+        _Terminal(stream, stream is sys.stderr) if stream.isatty() else stream for stream in streams_before
     ]
     sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = streams_before
 
 
 def redraw(lines: list[str], height: int) -> int:
@@ -197,11 +197,11 @@ def terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    old_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 class Interrupt:

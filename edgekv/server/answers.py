@@ -114,12 +114,12 @@ class AnswerParser:
         mark = self._tool_format.begin if self._tool_format else ""
         return self._read_until(mark, self._read_between_calls, last)
 
-    def _read_until(self, mark: str, behind: Callable[[bool], bool], last: bool) -> bool:
+    def _read_until(self, mark: str, next_state: Callable[[bool], bool], last: bool) -> bool:
         """Emits the text before ``mark``, but an end of it that may be the beginning of the mark."""
-        at = self._buffer.find(mark) if mark else -1
-        if at >= 0:
-            self._emit_text(self._buffer[:at])
-            self._buffer, self._state = self._buffer[at + len(mark) :], behind
+        start = self._buffer.find(mark) if mark else -1
+        if start >= 0:
+            self._emit_text(self._buffer[:start])
+            self._buffer, self._state = self._buffer[start + len(mark) :], next_state
             return True
         safe = len(self._buffer) - (0 if last else possible_start(self._buffer, mark))
         self._emit_text(self._buffer[:safe])
@@ -146,13 +146,13 @@ class AnswerParser:
 
     def _read_name(self, form: ToolFormat, last: bool) -> bool:
         """Reads a name, and the mark before its arguments."""
-        head, found, after = self._buffer.partition(form.args)
+        head, mark, rest = self._buffer.partition(form.args)
         name, has_id, _ = head.partition("[CALL_ID]")
-        if after := after.lstrip():
-            self._name, self._buffer, self._state = name.strip(), after, self._read_call
+        if rest := rest.lstrip():
+            self._name, self._buffer, self._state = name.strip(), rest, self._read_call
         elif last:
-            self._add_cut_call(name.strip(), whole=bool(has_id or found))
-        return bool(after)
+            self._add_cut_call(name.strip(), whole=bool(has_id or mark))
+        return bool(rest)
 
     def _read_call(self, last: bool) -> bool:
         """Reads a JSON object: a name with its arguments, or arguments alone."""
@@ -179,18 +179,18 @@ class AnswerParser:
     def _add_unordered_call(self, text: str) -> None:
         """Adds a call whose fields have another order; an object that is no call is content."""
         value = json_value(text)
-        given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-        if isinstance(given, dict) and isinstance(value.get("name"), str):
-            self._add_call(value["name"], json.dumps(given, ensure_ascii=False))
+        arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+        if isinstance(arguments, dict) and isinstance(value.get("name"), str):
+            self._add_call(value["name"], json.dumps(arguments, ensure_ascii=False))
         else:
             self._emit_text(text)
 
     def _add_cut_call(self, name: str, whole: bool) -> None:
         """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
         self.is_cut, self._buffer = True, ""
-        fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
-        if len(fitting) == 1:
-            self._add_call(fitting[0], "")
+        matches = [tool for tool in self._names if (tool == name if whole else tool.startswith(name))]
+        if len(matches) == 1:
+            self._add_call(matches[0], "")
 
     def _add_call(self, name: str, arguments: str) -> None:
         id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
@@ -210,10 +210,10 @@ class AnswerParser:
 def object_end(text: str) -> int:
     """Returns the length of the JSON object at the beginning of a text; 0: it is incomplete."""
     depth = 0
-    for found in STRUCTURE.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+    for token in STRUCTURE.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
         if depth == 0:
-            return found.end()
+            return token.end()
     return 0
 
 
@@ -294,8 +294,8 @@ class AnswerFormat:
         chunks = [self._chunk(self._choice(i, d, answer.new_logprobs()), **self._timings) for d in deltas]
         if isinstance(event, AnswerEnd):
             self.n_open -= 1
-            again = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted once per prompt
-            self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **again})
+            uncounted = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted once per prompt
+            self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **uncounted})
             last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
             chunks.append(self._chunk(last, **self._timings))
         return chunks
@@ -340,9 +340,9 @@ class AnswerFormat:
 
     def _entries(self, piece: Piece, offset: int) -> Iterator[Json]:
         """Yields the log probabilities of a piece's tokens. offset: the position of its text in the answer."""
-        for found in piece.logprobs:
-            entry = self._entry(found.token, found.logprob)
-            yield entry | {"top_logprobs": [self._entry(*pair) for pair in found.top], **self.place(offset)}
+        for entry_data in piece.logprobs:
+            entry = self._entry(entry_data.token, entry_data.logprob)
+            yield entry | {"top_logprobs": [self._entry(*pair) for pair in entry_data.top], **self.place(offset)}
             offset += len(entry["token"])
 
     def _entry(self, token: int, logprob: float) -> Json:

@@ -178,8 +178,8 @@ class _Server:
     async def props(self, request: Request) -> Response:
         """Returns the properties that clients of llama.cpp's server read, and those of this server."""
         session, sampling, prompts = self._engine.session, self._engine.sampling, self._engine.prompts
-        most = self._engine.max_new_tokens
-        settings = {"max_tokens": most, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        max_tokens = self._engine.max_new_tokens
+        settings = {"max_tokens": max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
         return JSONResponse(
             {
                 "default_generation_settings": {"n_ctx": self._plan.ctx, "params": settings},
@@ -200,39 +200,39 @@ class _Server:
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        asked = request.path_params["model"]
-        if asked not in (self._name, *self._loras):
-            raise RequestError(404, f"the model {asked[:60]!r} does not exist", "model_not_found", "model")
-        return JSONResponse(self._card(asked))
+        name = request.path_params["model"]
+        if name not in (self._name, *self._loras):
+            raise RequestError(404, f"the model {name[:60]!r} does not exist", "model_not_found", "model")
+        return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        of = {} if name == self._name else {"parent": self._name}
-        return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
+        parent = {} if name == self._name else {"parent": self._name}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **parent}
 
     async def answer(self, kind: type[Any], form: type[Any], request: Request) -> Response:
         """Answers a POST request, in one piece or as a stream."""
         engine = self._engine
 
         def encode(data: bytearray) -> Any:
-            given, size = parse_request(parse_json(data), kind), engine.session.config.hidden_size
-            if isinstance(given, EmbeddingRequest) and given.dimensions not in (None, size):
-                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
-            return given, engine.prompts.encode(given)
+            parsed, size = parse_request(parse_json(data), kind), engine.session.config.hidden_size
+            if isinstance(parsed, EmbeddingRequest) and parsed.dimensions not in (None, size):
+                raise bad_field("dimensions", parsed.dimensions, f"{size}, what this model has")
+            return parsed, engine.prompts.encode(parsed)
 
-        with contextlib.ExitStack() as held:
-            body = held.enter_context(contextlib.closing(BodyShare(self._bodies)))
+        with contextlib.ExitStack() as resources:
+            body = resources.enter_context(contextlib.closing(BodyShare(self._bodies)))
             data = await read_body(request, self._limits, body)
             async with self._encoders:  # parsed bodies take more memory than their bytes
                 body.parse(data)
-                given, prompts = await run_in_threadpool(encode, data)
-            lora = given.model if given.model in self._loras else None  # any other name means the model itself
+                parsed, prompts = await run_in_threadpool(encode, data)
+            lora = parsed.model if parsed.model in self._loras else None  # any other name means the model itself
             lengths = [len(each.ids) for each in prompts]
-            nbytes = logprob_bytes(given, lengths, self._plan.ctx, engine.max_new_tokens)
+            nbytes = logprob_bytes(parsed, lengths, self._plan.ctx, engine.max_new_tokens)
             body.keep_parsed(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
-            channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
-            engine.submit(channel, given, prompts, lora)
-            if given.stream:
-                return EventStream(channel, answers, held.pop_all().close)
+            channel, answers = Channel(), form(lora or self._name, parsed, prompts, engine.prompts)
+            engine.submit(channel, parsed, prompts, lora)
+            if parsed.stream:
+                return EventStream(channel, answers, resources.pop_all().close)
             whole = await whole_answer(request.receive, channel, answers)
             return Response(status_code=499) if whole is None else JSONResponse(whole)
 

@@ -414,7 +414,7 @@ class Engine:
         self.metrics.record(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
     def _generate(self, job: Job, request: Request, session: Session, new: Prompt) -> AnswerEnd:
-        prompts, made, n_sent = self.prompts, list[Step](), 0  # n_sent: steps that were emitted
+        prompts, steps_made, n_sent = self.prompts, list[Step](), 0  # n_sent: steps that were emitted
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
         params = request.sampling(self.sampling, job.choice)
         sampler = Sampler(params, session.config.vocab_size, request.n_logprobs)
@@ -431,8 +431,8 @@ class Engine:
 
         def emit(text: str, upto: int) -> None:
             nonlocal n_sent
-            found = [each for each in sampler.logprobs[n_sent:upto] if each.token not in eos]
-            job.channel.emit(Piece(job.index, text, found, current(len(made) == 1), upto - n_sent))
+            logprobs = [each for each in sampler.logprobs[n_sent:upto] if each.token not in eos]
+            job.channel.emit(Piece(job.index, text, logprobs, current(len(steps_made) == 1), upto - n_sent))
             n_sent = upto
 
         steps = session.generate(
@@ -446,19 +446,19 @@ class Engine:
         try:
             with contextlib.closing(steps), contextlib.ExitStack() as decoding:
                 for step in steps:
-                    if not made:
+                    if not steps_made:
                         decoding.enter_context(self._metered(session))
-                    made.append(step)
+                    steps_made.append(step)
                     timings.made_s.append(time.perf_counter())
                     text = step.text + (prompts.marks.get(step.token, "") if is_chat else "")
                     if text:
-                        emit(text, len(made))
+                        emit(text, len(steps_made))
                     job.channel.check()
         finally:
-            n_kept, usage = self._remember(session, made), self._count(session, n_prompt, timings.n_cached)
+            n_kept, usage = self._remember(session, steps_made), self._count(session, n_prompt, timings.n_cached)
         if sampler.logprobs and n_kept > n_sent:  # log probabilities of tokens without text
             emit("", n_kept)
-        return AnswerEnd(job.index, made[-1].finish_reason or "length", usage, current(True))
+        return AnswerEnd(job.index, steps_made[-1].finish_reason or "length", usage, current(True))
 
     def _constraint(self, request: Request, session: Session) -> Constraint | None:
         tokenizer, vocab_size, tools = self.prompts.tokenizer, session.config.vocab_size, request.tools_allowed
@@ -571,8 +571,8 @@ class Timings:
 
 def cache_bytes(caches: Sequence[LayerState]) -> dict[str, int]:
     """Returns the bytes of the tokens in caches, without spare capacity, and the bytes in f16."""
-    held, plain = [cache for cache in attending(caches) if cache.n_seen], CacheSpec.parse(EXACT)
+    filled, plain = [cache for cache in attending(caches) if cache.n_seen], CacheSpec.parse(EXACT)
     return {
-        "kv_cache_bytes": sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held),
-        "kv_cache_f16_bytes": sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in held),
+        "kv_cache_bytes": sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in filled),
+        "kv_cache_f16_bytes": sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in filled),
     }

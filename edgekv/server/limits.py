@@ -187,11 +187,11 @@ class BoundedServer(uvicorn.Server):
         self._stop = stop
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         descriptors = soft if soft != resource.RLIM_INFINITY else 1 << 20
-        most = min(limits.max_connections, descriptors // 2)
+        max_open = min(limits.max_connections, descriptors // 2)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(BoundedProtocol, limits.client_timeout_s, most, {}),  # type: ignore[arg-type]
+                http=functools.partial(BoundedProtocol, limits.client_timeout_s, max_open, {}),  # type: ignore[arg-type]
                 ws="none",
                 log_level="warning",
                 access_log=False,

@@ -79,20 +79,20 @@ class RequestEncoder:
 
     def _chat(self, request: ChatRequest) -> EncodedPrompt:
         tools, messages, effort = request.tools_allowed, request.turns(), request.reasoning_effort
-        names = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        names |= request.chat_template_kwargs or {}
+        variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        variables |= request.chat_template_kwargs or {}
         if self.template.knows_tools:
-            names |= {"tools": tool_definitions(tools.functions) if tools else None}
+            variables |= {"tools": tool_definitions(tools.functions) if tools else None}
         else:
             messages = tools_as_text(messages, tools, self.form)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
         with self._lock:
-            known = {
+            known_tokens = {
                 i: self._answers.get(messages[i]["content"])
                 for i in answers
                 if not {"tool_calls", "reasoning_content"} & messages[i].keys()
             }
-        ids = self._checked(self._turns.ids(messages, known.get, names), request.names["prompt"])
+        ids = self._checked(self._turns.ids(messages, known_tokens.get, variables), request.names["prompt"])
         end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:])
         thinks = end.rstrip().endswith(THINK) and not (tools and tools.forced)
         images = tuple(decode_data_url(url) for url in request.images)
@@ -228,11 +228,11 @@ def tools_as_text(
             plain.append(message)
     if tools is not None:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tool_definitions(tools.functions))
-        told = INSTRUCTIONS.format(tools=lines, example=_call_text("NAME", {"ARGUMENT": "VALUE"}, form))
+        instructions = INSTRUCTIONS.format(tools=lines, example=_call_text("NAME", {"ARGUMENT": "VALUE"}, form))
         first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
         if first is None:
-            return [*plain, {"role": "user", "content": told}]
-        plain[first] = {"role": "user", "content": f"{told}\n\n{plain[first]['content']}"}
+            return [*plain, {"role": "user", "content": instructions}]
+        plain[first] = {"role": "user", "content": f"{instructions}\n\n{plain[first]['content']}"}
     return plain
 
 
@@ -269,8 +269,8 @@ def tools_grammar(
         call = f"{call} ({quoted(form.separator)} {call})*"
     rules.append(f"body: {quoted(form.opening)} {call} {quoted(form.closing)}")
     if tools.forced or schema is not None:
-        more = " call*" if tools.several and form.begin and form.separator is None else ""
-        rules += [f"call: {begin} body", f"start: call{more}{'' if tools.forced else ' | answer'}"]
+        repeated = " call*" if tools.several and form.begin and form.separator is None else ""
+        rules += [f"call: {begin} body", f"start: call{repeated}{'' if tools.forced else ' | answer'}"]
         if not tools.forced:
             rules.append(f"answer: %json {_schema_text(schema or {})}")
     elif not form.begin:

@@ -265,10 +265,10 @@ class Request(StrictStruct, kw_only=True):
 
     def sampling(self, defaults: SamplingParams, choice: int = 0) -> SamplingParams:
         """Returns the settings of answer ``choice``, which is added to the seed. defaults: for absent settings."""
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        settings = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed % (1 << 64) + choice
         try:
-            return dataclasses.replace(defaults, **given, seed=seed)
+            return dataclasses.replace(defaults, **settings, seed=seed)
         except ConfigError as error:
             raise RequestError(400, str(error), param=error.field) from None
 
@@ -369,8 +369,8 @@ class CompletionRequest(Request, kw_only=True):
         if self.echo:
             raise bad_field("echo", self.echo, "false")
         if (n := len(prompt_list(self.prompt, "prompt"))) * self.n > MAX_CHOICES:
-            many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
-            raise RequestError(400, f"{many}: ask in parts", param="n")
+            message = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
+            raise RequestError(400, f"{message}: ask in parts", param="n")
 
     @property
     def n_logprobs(self) -> int | None:
@@ -442,9 +442,9 @@ def parse_request(body: Any, kind: type[T]) -> T:
     """Returns the body as a struct. Raises RequestError (400) with the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
-    given = {name: value for name, value in body.items() if value is not None}
+    fields = {name: value for name, value in body.items() if value is not None}
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
@@ -452,9 +452,9 @@ def parse_request(body: Any, kind: type[T]) -> T:
         name = f"{path}.{field[2]}".strip(".")[:60]
         if field[1] == "required":
             raise RequestError(400, f"{name!r} is missing", param=name)
-        fields = "" if path else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
-        raise RequestError(400, f"unknown field {name!r}{fields}", param=name)
-    value: Any = given
+        accepted = "" if path else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
+        raise RequestError(400, f"unknown field {name!r}{accepted}", param=name)
+    value: Any = fields
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if isinstance(value, dict) and key in value:
             value = value[key]

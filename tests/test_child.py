@@ -42,7 +42,7 @@ def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(template, "_child", None)
-    monkeypatch.setattr(grammar, "_children", {})
+    monkeypatch.setattr(grammar, "_pools", {})
     return tmp_path
 
 

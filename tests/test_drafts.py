@@ -13,7 +13,7 @@ from cache_cases import draw, make
 from helpers import SCHEMES, SESSION_KV, n_cached
 
 from edgekv import SamplingParams, Session
-from edgekv.engine.drafts import MOST, NGramDrafts
+from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGramDrafts
 
 HEADS = (4, 2, 64)
 CAPACITY = 600
@@ -67,9 +67,9 @@ def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
         cache.prefill(q[:, :300], k[:, :300], v[:, :300])
         type(cache).finish_prefill([cache])
     at, n_wrong = 300, 0
-    while at < CAPACITY - MOST:
+    while at < CAPACITY - MAX_DRAFT_TOKENS:
         n_right = 1 + at % 3
-        n = min(1 + MOST, drafted.rollback_tokens())
+        n = min(1 + MAX_DRAFT_TOKENS, drafted.rollback_tokens())
         if n > n_right:
             right = [x[:, at : at + n_right] for x in (q, k, v)]
             both = zip(right, (x[:, : n - n_right] for x in wrong), strict=True)

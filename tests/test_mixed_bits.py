@@ -13,7 +13,7 @@ from helpers import raises
 
 from edgekv import Session
 from edgekv.codecs.planes import GAUSS_STEP
-from edgekv.engine.loading import FORMAT
+from edgekv.engine.loading import FIT_FORMAT
 from edgekv.errors import CacheError, SessionError
 from edgekv.files import Memo
 from edgekv.kvcache import CacheSpec
@@ -280,7 +280,7 @@ def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypa
     content = json.loads(whole)["content"]
     keys = np.full(np.shape(content["keys"]), 1e-9)
     keys[-1, -1] = 1
-    Memo(file, FORMAT).write(content | {"keys": keys.tolist()})
+    Memo(file, FIT_FORMAT).write(content | {"keys": keys.tolist()})
     with loaded.fork(kv="planes:k_bits=1.125,v_bits=1") as session:
         assert session.plan.kv.config.key_bits_per_head[-1] == "3"
 

@@ -12,7 +12,7 @@ from serving import DEMO, TEMPLATE
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat
-from edgekv.engine.runner import SINK
+from edgekv.engine.runner import SINK_TOKENS
 from edgekv.errors import ContextError, MemoryBudgetError
 from edgekv.text.template import ChatTemplate
 
@@ -48,7 +48,7 @@ def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> Non
     before = loaded.fork(kv=kv)
     first = text(before, PROMPT, CTX - len(PROMPT) + 1)
     everything = PROMPT + first
-    kept = everything[:SINK] + everything[SINK - KEPT :]
+    kept = everything[:SINK_TOKENS] + everything[SINK_TOKENS - KEPT :]
     after = loaded.fork(kv=kv)
     assert got == first + text(after, kept, 150 - len(first))
     assert session.tokens == after.tokens
@@ -62,7 +62,7 @@ def test_it_goes_on_for_ever(loaded: Session) -> None:
     got = text(session, PROMPT, 3 * CTX)
     assert len(got) == 3 * CTX
     assert len(session.tokens) <= CTX + 1
-    assert session.tokens[:SINK] == PROMPT[:SINK]
+    assert session.tokens[:SINK_TOKENS] == PROMPT[:SINK_TOKENS]
     assert len(session.tokens) + session.n_dropped == len(PROMPT) + len(got)
     session.reset()
     assert session.n_dropped == 0
@@ -70,12 +70,12 @@ def test_it_goes_on_for_ever(loaded: Session) -> None:
 
 def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
     session, long = loaded.fork(), PROMPT * 3
-    kept = long[:SINK] + long[SINK - (CTX - CTX // 4) :]
+    kept = long[:SINK_TOKENS] + long[SINK_TOKENS - (CTX - CTX // 4) :]
     assert text(session, long, 20) == text(loaded.fork(), kept, 20)
     more = loaded.fork()
     text(more, PROMPT, 5)
     held = more.tokens + PROMPT
-    kept = held[:SINK] + held[SINK - (CTX - CTX // 4) :]
+    kept = held[:SINK_TOKENS] + held[SINK_TOKENS - (CTX - CTX // 4) :]
     assert text(more, PROMPT, 20) == text(loaded.fork(), kept, 20)
     assert more.report().prefill_tokens == CTX - CTX // 4
     before = list(more.tokens), n_cached(more), more.n_dropped, more.last_sampler

@@ -15,7 +15,7 @@ import pytest
 
 from edgekv import Session
 from edgekv.engine import cpu as ahead
-from edgekv.engine.loading import WARM_UP
+from edgekv.engine.loading import WARM_UP_TASK
 from edgekv.kernels import kernel_cache
 from edgekv.kernels.cpu import compile as compiling
 from edgekv.kernels.cpu import loops
@@ -48,7 +48,7 @@ def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.M
     seen = []
     model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, progress=lambda *told: seen.append(told))
-    steps = [(done, total) for task, done, total in seen if task == WARM_UP]
+    steps = [(done, total) for task, done, total in seen if task == WARM_UP_TASK]
     assert steps == [(i, len(steps) - 1) for i in range(len(steps))]
     assert len(steps) > 5
     report = session.report()

@@ -291,7 +291,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
     system = option("TEXT", "the system message of a new conversation")
     no_history = switch("keep no file of the lines that were typed")
     names = f"{SESSION} session overflow chat_template device draft"
-    add_options(parser, names, system=system, no_history=no_history)
+    add_options(parser, names, draft={"default": "auto"}, system=system, no_history=no_history)
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
 
 

@@ -16,7 +16,7 @@ from edgekv.checks import refused
 from edgekv.cli.options import add_options, option
 from edgekv.cli.terminal import Bars, align_columns
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import Options, heads_bits, load_model, open_model, open_tokenizer, warm_up
+from edgekv.engine.loading import Options, fit_head_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.errors import EdgeKVError
 from edgekv.eval.gate import Prose, Reader, make_haystack
 from edgekv.kernels.arrays import to_host
@@ -117,7 +117,7 @@ def demo_command(arguments: argparse.Namespace) -> int:
         loaded = load_model(options, open_model("demo", options), bars.update)
         decoder, tokenizer = loaded.decoders[None], open_tokenizer(loaded.model)
         demo = Demo(decoder, tokenizer, prose.read_text(encoding="utf-8"), arguments.ctx, seed)
-        fit = heads_bits(loaded.model, loaded.plan.weights, decoder, tokenizer, bars.update)
+        fit = fit_head_bits(loaded.model, loaded.plan.weights, decoder, tokenizer, bars.update)
         specs = [fit(spec) for spec in specs]
         names = ["f16", *(spec.short for spec in specs[1:])]
         print(INTRODUCTION.format(len(demo.haystack.ids)))

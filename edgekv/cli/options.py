@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from edgekv import files
 from edgekv.checkpoint.hub import locate, parse_model_name, shape_names
 from edgekv.cli.terminal import PICTURES, say
-from edgekv.engine.loading import AUTO, LORA_NAME, OVERFLOWS, Options
+from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import LONGEST, ConfigError, EdgeKVError, as_argument
 from edgekv.files import require_writable, user_path
@@ -139,7 +139,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         None,
         "cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU and the scheme's "
         "kernels are, else cpu (default %(default)s)",
-        default=AUTO,
+        default=Options.device,
     ),
     "session": option(
         "FILE",
@@ -147,13 +147,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=output_file,
     ),
     "overflow": option(
-        "WAY", f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)", default="stop"
+        "WAY",
+        f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default %(default)s)",
+        default=Options.overflow,
     ),
     "draft": option(
         "SOURCE",
         "guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt and "
         "text), or auto (ngram on a CPU) (default %(default)s)",
-        default="auto",
+        default=Options.draft,
     ),
     "chat_template": option("FILE", "a Jinja chat template (default: the model's own, else a plain transcript)"),
     "max_new_tokens": count(),

@@ -102,17 +102,20 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     file = option("FILE", "read the prompt from a file; - is standard input")
     add_options(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
-    add_options(parser, "json_schema device draft json", draft={"default": "none"})
+    add_options(parser, "json_schema device draft json")
     add_power_options(parser)
 
 
-def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
-    """Raises ContextError for a prompt that does not fit the context, before weights are read."""
+def fitting_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
+    """Returns a prompt, encoded if it is long. Raises ContextError, before weights are read, if it can't fit."""
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
     if model.tokenizer_path is not None and len(prompt.encode(errors="replace")) + 2 > ctx:  # else it fits anyway
         tokenizer = open_tokenizer(model)
-        require_room(len(tokenizer.encode(without_places(prompt, tokenizer))), ctx, model.config.max_positions)
+        ids = tokenizer.encode(without_places(prompt, tokenizer))
+        require_room(len(ids), ctx, model.config.max_positions)
+        return ids
+    return prompt
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -126,7 +129,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [picture(path) for path in arguments.image]
     elif isinstance(prompt, str) and arguments.overflow == "stop" and not is_saved(arguments):
-        require_fit(arguments, prompt)
+        prompt = fitting_prompt(arguments, prompt)
     meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)

@@ -70,7 +70,7 @@ OPTIONS = {
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, f"{SESSION} chat_template device draft", **OPTIONS)
+    add_options(parser, f"{SESSION} chat_template device draft", draft={"default": "auto"}, **OPTIONS)
     add_power_options(parser)
 
 

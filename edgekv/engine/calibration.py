@@ -1,4 +1,4 @@
-"""Rounding a model's weights with a text: what `edgekv quantize --calibrate` does."""
+"""Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from edgekv.weights.rounding import CalibratingOps
 from edgekv.weights.store import Write
 
 VERSION = 2  # of the rounding: another one makes other weights
-WINDOW = 2048  # tokens that are read in one go
-MOST_TOKENS, LEAST_TOKENS = 32768, 4096  # of all windows
-WORK = 6144 * 1_000_000_000  # tokens times weights: so that a large model takes minutes, too
-LETTERS = 16  # of the text, for each token of a window: more than any tokenizer takes
+WINDOW = 2048  # tokens of a window
+MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
+MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too
+CHARACTERS = 16  # of the text for each token of a window: more than any tokenizer takes
 
 
 class Calibration:
-    """A text that a checkpoint is rounded with.
+    """The rounding of a checkpoint with a text; an instance is a `Rounding` of weights/store.py.
 
-    weights: the checkpoint's, with an identity that tells of the text. note: for store.json.
+    weights: the checkpoint's, with an identity that depends on the text. note: for store.json.
     """
 
     def __init__(self, model: Model, form: WeightFormat, text: str) -> None:
@@ -47,19 +47,19 @@ class Calibration:
         if model.adapter:
             raise _refused(f"{model.adapter.path} was trained for another cache; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
-        most = min(MOST_TOKENS, max(LEAST_TOKENS, WORK // elements))
+        most = min(MAX_TOKENS, max(MIN_TOKENS, MAX_WORK // elements))
         self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
         if not len(self._windows):
             raise _refused(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
         self.note = f"{self._windows.size} tokens {digest}"
-        own = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
+        identity = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
         self.weights = CheckpointWeights(
-            dataclasses.replace(model.weights.source, identify=lambda progress: own), model.arch
+            dataclasses.replace(model.weights.source, identify=lambda progress: identity), model.arch
         )
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
-        """A `Rounding` (weights/store.py): all windows together, layer by layer, exact and rounded."""
+        """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
         ops = CalibratingOps(self.weights, form, write)
         n = self._windows.shape[1]
         decoder = Decoder(CpuBackend(self.weights, ops, numba_kernels(), all_cores()), n)
@@ -74,13 +74,13 @@ def _refused(reason: str, advice: str = "or leave {calibrate} out") -> ConfigErr
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
-    """(m, n) token ids: up to ``most`` stretches of n tokens, of a long text from all over it."""
-    if len(text) <= most * LETTERS * n:
+    """Returns token ids (m, n) of up to ``most`` windows of n tokens, of a long text from all over it."""
+    if len(text) <= most * CHARACTERS * n:
         tokens = tokenizer.encode(text)
         found = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
         found = found[:: max(1, len(found) // most)][:most]
     else:
         starts = [i * len(text) // most for i in range(most)]
-        encoded = [tokenizer.encode(text[start : start + LETTERS * n]) for start in starts]
+        encoded = [tokenizer.encode(text[start : start + CHARACTERS * n]) for start in starts]
         found = [tokens[:n] for tokens in encoded if len(tokens) >= n]
     return np.array(found, np.int64).reshape(len(found), n)

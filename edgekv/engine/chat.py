@@ -1,4 +1,4 @@
-"""A conversation of turns: only the tokens that are new since the last turn are computed."""
+"""Chats: conversations of turns, of which only the tokens that are new since the last turn are computed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Turn(msgspec.Struct):
 
 
 class Chat:
-    """Turns with a session's model.
+    """A chat with a session's model, by a chat template.
 
-    The history is in the session's memo: a saved session brings it back, and its `reset` forgets it. What changes
-    it raises SessionError while a text is being generated.
+    system: the system message of a new chat. The history is in the session's memo: a saved session brings it back,
+    and `Session.reset` forgets it. Methods that change it raise SessionError while a text is being generated.
     """
 
     @checked()
@@ -41,16 +41,16 @@ class Chat:
         self.session, self.template = session, template
         self._tokenizer = session.require_tokenizer()
         self._encoder = ChatEncoder(template, self._tokenizer)
-        self._checked: object = None  # the history, once it was looked at
-        self._seen: dict[str, Embeddings] = {}  # the images of the history, by their files
+        self._checked: object = None  # the history that was found valid
+        self._images: dict[str, Embeddings] = {}  # the images of the history, by their files
         if system and not self.messages:
             self.messages.append({"role": "system", "content": system})
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped.
+        """The history, oldest first: dicts of role, content, images, an answer's token ids, and dropped.
 
-        Raises SessionError where that of a session file is none.
+        Raises SessionError where a session file's is damaged.
         """
         messages: list[dict[str, Any]] = self.session.memo.setdefault("messages", [])
         if messages is not self._checked:
@@ -63,7 +63,7 @@ class Chat:
 
     @checked()
     def set_system(self, text: str) -> None:
-        """Another system message from the next question on; an empty one is none. The cache is read anew then."""
+        """Replaces the system message, from the next question on; "" removes it. The chat is then read again."""
         self.session.require_idle()
         self.messages[:] = [message for message in self.messages if message["role"] != "system"]
         if text:
@@ -80,10 +80,11 @@ class Chat:
         stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
-        """The answer to a message, token by token: all that has come when the caller stops.
+        """Asks something; returns an iterator of the answer's tokens. Where the caller stops, the answer ends.
 
-        images: files that the message shows; where its text has no `<image>` for each, they come before it. Raises
-        ContextError when it does not fit, ImageError for a model that takes no images.
+        images: files that the message shows, before its text where that has no `<image>` for each. The other
+        arguments are those of `Session.generate`. Raises ContextError for a message that does not fit, ImageError
+        for a model that takes no images.
         """
         message: dict[str, Any] = {"role": "user", "content": text}
         if images:
@@ -103,7 +104,7 @@ class Chat:
         stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
-        """Another answer in place of the last one, which stays until the first token of the other comes."""
+        """Answers the last question again; returns an iterator, whose first token replaces the answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
         how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
@@ -118,7 +119,7 @@ class Chat:
     def _answer(self, history: Sequence[dict[str, Any]], stop: Stops, **how: Any) -> Generator[Step, None, None]:
         self.session.require_idle()
         messages = [dict(message) for message in history]  # the chat's from the first step on
-        images = self._see(messages)
+        images = self._read_images(messages)
         prompt, n_first = self._fitting(messages)
         new = self.session.align(prompt, n_first)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
@@ -127,9 +128,9 @@ class Chat:
         return self._collected(messages, steps)
 
     def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Prompt, int]:
-        """The conversation, and how many of its first tokens should stay when it outgrows the context.
+        """Returns the whole prompt, and how many of its first tokens should stay when it outgrows the context.
 
-        Where it did so already, and may slide, without its oldest turns. Raises ContextError where it may not.
+        Drops the oldest turns where it is too long and may slide. Raises ContextError where it may not.
         """
         prompt, ctx = self._prompt(messages), self.session.plan.ctx
         if not self.session.can_slide:
@@ -142,25 +143,25 @@ class Chat:
         return prompt, next((i for i, (a, b) in enumerate(zip(begin, prompt, strict=False)) if a != b), len(begin))
 
     def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
-        """What is shown, with its images. Raises ImageError for more or fewer than there are places for them."""
+        """Returns the prompt with its images. Raises ImageError where it lacks a place for each."""
         ids, files = self._ids(messages), _files(messages)
         if not files:
             return ids
         _, token = require_vision(self.session.model)
         require_places(ids, token, len(files))
-        return place_images(ids, token, [self._seen[file] for file in files], 0)
+        return place_images(ids, token, [self._images[file] for file in files], 0)
 
-    def _see(self, messages: Sequence[dict[str, Any]]) -> ImagesReport | None:
-        """Reads the images that are shown and were not read before; returns what is to be reported of those."""
+    def _read_images(self, messages: Sequence[dict[str, Any]]) -> ImagesReport | None:
+        """Reads the images that were not read before; returns a report on them, or None."""
         files = dict.fromkeys(_files(messages))
-        self._seen = {file: rows for file, rows in self._seen.items() if file in files}
-        new = [file for file in files if file not in self._seen]
+        self._images = {file: rows for file, rows in self._images.items() if file in files}
+        new = [file for file in files if file not in self._images]
         if not new:
             return None
         _, token = require_vision(self.session.model)
         with self.session.exclusive():
             rows, report = self.session.vision.placed([token] * len(new), new, None)
-        self._seen |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
+        self._images |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
         return report
 
     def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -170,24 +171,25 @@ class Chat:
     def _collected(
         self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
     ) -> Generator[Step, None, None]:
-        """Passes the steps on and writes question and answer into the history; without any it stays as it is."""
-        before = list(self.messages)
-        made: list[Step] = []
+        """Passes the steps on, then writes question and answer to the history, if there were any."""
+        history = list(self.messages)
+        taken: list[Step] = []
         self.messages[:] = messages
         try:
             with contextlib.closing(steps):
                 for step in steps:
-                    made.append(step)
+                    taken.append(step)
                     yield step
         finally:
             with contextlib.suppress(SessionError):  # the session was closed meanwhile
                 try:
-                    before = [*messages, self._answered(made)] if made else before
+                    history = [*messages, self._answer_message(taken)] if taken else history
                 finally:
-                    self.messages[:] = before
+                    self.messages[:] = history
 
-    def _answered(self, made: Sequence[Step]) -> dict[str, Any]:
-        text, tokens = "".join(step.text for step in made), [step.token for step in made]
+    def _answer_message(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Returns the message of an answer, after a rewind to the end of its text."""
+        text, tokens = "".join(step.text for step in steps), [step.token for step in steps]
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
         return {"role": "assistant", "content": text.strip(), "ids": ids}
@@ -206,7 +208,7 @@ def _length(prompt: Prompt) -> int:
 
 
 def _drop_oldest(messages: Sequence[dict[str, Any]]) -> bool:
-    """Leaves out the oldest question and its answer, unless it is the last one."""
+    """Drops the oldest question and its answer; returns False where it is the last one."""
     turns = [i for i, m in enumerate(messages) if m["role"] != "system" and not m.get("dropped")]
     later = [i for i in turns[1:] if messages[i]["role"] == "user"]
     for i in turns:
@@ -216,7 +218,7 @@ def _drop_oldest(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def answer_ids(tokenizer: Tokenizer, generated: Sequence[int], text: str) -> list[int]:
-    """The tokens of an answer's ``text`` among those generated: without its end, or a stop string."""
+    """Returns the generated tokens that an answer's ``text`` consists of, without its end or a stop string."""
     stream, length = StreamDecoder(tokenizer, at_start=False), 0
     for n, token in enumerate(generated):
         length += len(stream.push(token))

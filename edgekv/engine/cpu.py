@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from edgekv import child
-from edgekv.engine.decoder import CHUNK, Backend, ScoreOptions, visible_range
+from edgekv.engine.decoder import CHUNK, WARM_UP_TOKENS, Backend, ScoreOptions, visible_range
 from edgekv.engine.model import Model
 from edgekv.kernels import Kernels, kernel_cache, numba_kernels, numpy_kernels
 from edgekv.kernels.interface import bound_scores
@@ -26,7 +26,6 @@ from edgekv.weights.cpu import CpuOps, product_threads
 from edgekv.weights.formats import WeightFormat
 from edgekv.weights.ops import NumpyOps, WeightOps
 
-TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 BLOCK_ROWS = 512  # query rows per block of a prompt's attention, all heads of a group together
 
 
@@ -164,7 +163,7 @@ def main(kv: str) -> None:
     from edgekv.kernels.cpu.loops import bound, kernels_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
-    cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=TOKENS), spec.config)
+    cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=WARM_UP_TOKENS), spec.config)
     cache.allocate(numba_kernels(all_cores()), Workspace())
     cache.attend(*(rng.standard_normal((n, 1, 64), np.float32) for n in (2, 1, 1)))
     for codec in cache.stored().values() if isinstance(cache, CodecStore) else ():

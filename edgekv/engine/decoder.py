@@ -1,4 +1,4 @@
-"""The decoder: tokens through embedding, layers and head; and the backend that it computes with."""
+"""The decoder, which runs tokens through embedding, layers and head; and `Backend`, with which it computes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from edgekv.weights.ops import LoraDeltas, WeightOps
 
 CHUNK = 256  # tokens of a prompt per pass of a layer: bounds the activations
 ATTEND_SCORES = 1 << 24  # float32 alive at once when a prompt continues a filled cache
+WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 WARM_UP_ROWS = (1, 5, 80)  # tokens at once: decoding, drafts, and more than a packed block
 
 Pause = Callable[[], None]
@@ -37,19 +38,19 @@ Upload = Callable[[F32], Any]
 
 
 class RopeRotation(NamedTuple):
-    """Of n positions: cos and sin (n, rotated channels / 2), and where queries grow their factors (n, 1)."""
+    """The rotation of n positions: cos and sin (n, rotated channels / 2), factors of queries (n, 1) or None."""
 
     cos: F32
     sin: F32
     query_factors: F32 | None = None
 
     def rows(self, first: int, stop: int) -> RopeRotation:
-        """Of the positions first..stop among these."""
+        """Returns the rotation of the positions first..stop among these."""
         return RopeRotation(*(None if each is None else each[first:stop] for each in self))  # type: ignore[arg-type]
 
 
 class LayerRopes:
-    """The rotations of all layers; those of positions below ``capacity`` are computed once, unless they change."""
+    """The rotations of all layers. Those of positions below ``capacity`` are computed once, unless they change."""
 
     def __init__(
         self, layer_ropes: Sequence[RopeConfig | None], capacity: int, upload: Upload = lambda array: array
@@ -64,11 +65,11 @@ class LayerRopes:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a position's rotation is the same however long the sequence becomes."""
+        """Whether no position's rotation depends on the length of the sequence."""
         return None not in self._fixed
 
     def at(self, start: int, n: int) -> list[RopeRotation]:
-        """Each layer's rotation of the positions start..start+n, the last of the sequence so far."""
+        """Returns each layer's rotation of the positions start..start+n, the last of the sequence so far."""
         rotations = [
             fixed.rows(start, start + n)
             if fixed and start + n <= len(fixed.cos)
@@ -91,7 +92,7 @@ class LayerRopes:
 
 
 class ScoreOptions(NamedTuple):
-    """What a layer does to scores: a window of tokens, a soft bound, sinks (n_heads,), no token's own scores."""
+    """How a layer changes scores: sliding window in tokens, soft bound, sinks (n_heads,) (scores of no token)."""
 
     window: int | None = None
     cap: float | None = None
@@ -99,14 +100,14 @@ class ScoreOptions(NamedTuple):
 
 
 def visible_range(t0: int, t1: int, window: int | None) -> tuple[int, I64, I64]:
-    """The first token that any of the tokens t0..t1 sees; counted from it, what each sees: lo..hi (t1 - t0,)."""
+    """Returns the first token that t0..t1 see and, counted from it, the range lo, hi (t1 - t0,) that each sees."""
     first = 0 if window is None else max(0, t0 + 1 - window)
     hi = np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first
     return first, np.zeros_like(hi) if window is None else np.maximum(hi - window, 0), hi
 
 
 class Backend(abc.ABC):
-    """Where and with what a decoder computes; arrays of activations and caches lie in its memory.
+    """Base of the devices that a decoder computes on, whose memory holds activations and caches.
 
     chunk: tokens of a prompt whose activations are alive at a time. keeps_kernels: whether compiled kernels are
     remembered by `edgekv.kernels.kernel_cache`.
@@ -123,44 +124,44 @@ class Backend(abc.ABC):
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
-        """Whether this machine has it, and it has the scheme and the model's layers; None: of any model."""
+        """Returns whether this machine has the device, and the device the scheme and the layers of a model."""
         return True
 
     @classmethod
     def require(
         cls, spec: CacheSpec, config: ModelConfig | None = None, *, slots: int = 1, loras: bool = False
     ) -> None:
-        """Raises an EdgeKVError that says what is missing for the scheme, a model's layers, slots or loras."""
+        """Raises an EdgeKVError that says what is missing for the scheme, the model's layers, slots or LoRAs."""
         return
 
     @classmethod
     def precompiling(cls, spec: CacheSpec) -> AbstractContextManager[None]:
-        """Compiles within the block, in which a model is read, what the scheme will need."""
+        """Returns a context, for the time while a model is read, in which the scheme's kernels are compiled."""
         return nullcontext()
 
     @classmethod
     @abc.abstractmethod
     def open(cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None) -> Backend:
-        """With the model's weights in this format. threads: None: all, for products as many as are fastest."""
+        """Loads the model's weights in a format. threads: None: all cores, for products as many as are fastest."""
 
     @classmethod
     def decoder(
         cls, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
     ) -> Decoder:
-        """`open`, and the decoder of conversations of up to ``capacity`` tokens."""
+        """Loads weights as `open` does; returns a decoder of conversations of up to ``capacity`` tokens."""
         return Decoder(cls.open(model, form, threads, progress), capacity)
 
     def new_workspace(self) -> Workspace:
-        """Scratch of its own."""
+        """Returns scratch memory of the device."""
         return Workspace()
 
     def upload(self, array: F32) -> Any:
-        """The array (any shape) in the backend's memory."""
+        """Returns a copy in the device's memory of an array of any shape."""
         return array
 
     @abc.abstractmethod
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
-        """(n, hidden) float32: embeddings of n tokens at positions start..start+n."""
+        """Returns the embeddings (n, hidden) float32 of n tokens at positions start..start+n."""
 
     @abc.abstractmethod
     def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
@@ -171,16 +172,16 @@ class Backend(abc.ABC):
         """
 
     def prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, norms: tuple[Any, Any]) -> bool:
-        """Turns a prompt x (n, hidden) into layer i's result in place, fills its cache; False: it does not."""
+        """Runs layer i over a prompt x (n, hidden) in place and fills its cache; False: not supported."""
         return False
 
     def new_replay(self, decoder: Decoder) -> Any | None:
-        """What takes the decoder's steps from a recording; None: nothing does."""
+        """Returns what replays the decoder's steps from a recording; None: the device records nothing."""
         return None
 
 
 class Decoder:
-    """One model's computation. Holds weights and scratch, no conversation: that is in the caches.
+    """The computation of one model. It has weights and scratch; the conversation is in the caches.
 
     capacity: tokens of the longest conversation.
     """
@@ -200,7 +201,7 @@ class Decoder:
         ]
         sinks = [self._vector(f"{i}.sinks") if c.attention_sinks else None for i in layers]
         self._options = [ScoreOptions(c.layer_windows[i], c.score_cap, sinks[i]) for i in layers]
-        self._arrays = [  # of layers that do not attend; of convolutions (taps, channels)
+        self._recurrence_weights = [  # of layers that do not attend; convolutions as (taps, channels)
             {
                 name.partition(".")[2]: backend.upload((a[:, 0].T if a.ndim == 3 else a).copy())
                 for name in self.arch.layer_arrays(i)
@@ -211,24 +212,24 @@ class Decoder:
         self.replay = backend.new_replay(self)
 
     def _vector(self, name: str) -> Any:
-        """A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again."""
+        # A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
         return self.backend.upload(self.weights.vector(name).copy())
 
     def with_lora(self, deltas: LoraDeltas) -> Decoder:
-        """The same with low-rank changes beside the weights. ConfigError where the backend has none."""
+        """Returns a decoder with low-rank changes beside the weights. Raises ConfigError if unsupported."""
         other = copy.copy(self)
         other.ops = self.ops.with_lora(deltas)
         return other
 
     @property
     def can_replay(self) -> bool:
-        """Whether the position is all that differs between two steps, and a table has what follows from it."""
+        """Whether two steps differ in the position alone, and rotations are read from a table by it."""
         return self._ropes.is_fixed and not any(rope.query_growth for rope in self.config.ropes)
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
-        """(n, hidden) float32: embeddings of tokens at positions start..start+n.
+        """Returns the embeddings (n, hidden) float32 of tokens at positions start..start+n.
 
-        EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for.
+        Raises EdgeKVError in a forked child, which lacks the threads of the pools and would wait for them.
         """
         if os.getpid() != self._pid:
             raise EdgeKVError(
@@ -238,39 +239,39 @@ class Decoder:
         return self.backend.embed(tokens, start)
 
     def place(self, rows: F32, x: F32, start: int, at: int) -> None:
-        """Puts embeddings (m, hidden) into x (n, hidden), which begins at ``start``, from row ``at`` on."""
+        """Writes embeddings (m, hidden) to x (n, hidden) from row ``at`` on. start: position of x's first row."""
         if self.arch.learned_positions:
             first = start + at
             rows = rows + to_host(self.weights.rows("positions", np.arange(first, first + len(rows))))
         x[at : at + len(rows)] = np.asarray(rows, like=x)
 
     def head(self, x: F32) -> F32:
-        """(n, vocab) float32 logits of hidden states (n, hidden)."""
+        """Returns logits (n, vocab) float32 of hidden states (n, hidden)."""
         result: F32 = self.arch.head(self.ops.for_rows(len(x)), x)
         return result
 
     def max_draft_tokens(self, caches: Sequence[LayerState]) -> int:
-        """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
+        """Returns how many tokens, appended next by one `steps`, can be taken back from all caches."""
         if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
             return 0
         return min(cache.rollback_tokens() for cache in caches)
 
     def step(self, token: int, caches: Sequence[LayerState]) -> F32:
-        """Logits (vocab,) after appending one token, valid until the next step."""
+        """Appends one token; returns the logits (vocab,) after it, valid until the next step."""
         result: F32 = self.steps((token,), caches)[0]
         return result
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """Logits (n, vocab) after each of a few tokens, all of them appended, valid until the next step."""
+        """Appends n tokens, a few; returns the logits (n, vocab) after each, valid until the next step."""
         if len(tokens) == 1 and self.replay is not None:
             result: F32 = self.replay.step(tokens[0], attending(caches))[None]
             return result
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
-        """Logits (n, vocab): `step` of n conversations, a token each, FEW_ROWS of them in each pass.
+        """Appends a token to each of n conversations; returns the logits (n, vocab).
 
-        A pass of the linear layers has what they would have alone.
+        FEW_ROWS conversations share a pass of the linear layers, which gives each what it would have alone.
         """
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
@@ -278,9 +279,9 @@ class Decoder:
         return np.concatenate([self.head(self.forward(x[part], *conversations[part])) for part in passes])
 
     def forward(self, x: F32, *conversations: Sequence[LayerState]) -> F32:
-        """Appends tokens, as many to each conversation, through `KVCache.attend`; returns their hidden states.
+        """Appends equally many tokens to each conversation, through `KVCache.attend`.
 
-        x (n, hidden): their embeddings, those of the first conversation first.
+        x (n, hidden): embeddings, those of the first conversation first. Returns the hidden states (n, hidden).
         """
         n = len(x) // len(conversations)
         rotations = [self._ropes.at(caches[0].n_seen, n) for caches in conversations]
@@ -300,13 +301,12 @@ class Decoder:
         exact: bool = True,
         pause: Pause = lambda: None,
     ) -> F32:
-        """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
+        """Turns x (n, hidden), an embedded prompt, into its hidden states in place, and fills the caches.
 
-        Into empty caches attention is exact, and each cache then encodes the whole prompt at once; only one
+        With empty caches attention is exact, and each cache then encodes the whole prompt at once; only one
         layer's float32 keys and values are alive. A prompt that continues a filled cache, or is not to be
-        ``exact``, goes through `KVCache.attend` in blocks: each token attends to what the scheme has kept of the
-        earlier ones, as in decoding. pause() is called between chunks: tokens of other conversations may be
-        decoded in it.
+        ``exact``, goes through `KVCache.attend` in blocks: each token attends to the stored form of the earlier
+        ones, as in decoding. pause() is called between chunks, and may decode tokens of other conversations.
         """
         n, start, attended = len(x), caches[0].n_seen, attending(caches)
         exact = exact and start == 0 and attended[0].exact_prefill
@@ -327,9 +327,9 @@ class Decoder:
         return x
 
     def read_together(self, x: F32, n: int) -> F32:
-        """Hidden states of prompts of n tokens each, x (m * n, hidden), in one pass of the linear layers.
+        """Returns the hidden states (m * n, hidden) of m embedded prompts x (m * n, hidden) of n tokens each.
 
-        No conversation goes on from them: nothing is kept.
+        They share a pass of the linear layers, and fill no caches.
         """
         c, rotations = self.config, self._ropes.at(0, n)
         q, k, v = self._qkv_buffers("prefill", n)
@@ -344,19 +344,22 @@ class Decoder:
         return x
 
     def attention_in(self, i: int, x: F32) -> F32:
-        """x (n, hidden) before layer i -> queries, keys and values (n, width), as a rule."""
+        """Returns the projections (n, width) of x (n, hidden) before layer i: mostly queries, keys, values."""
         result: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
         return result
 
     def attention_out(self, i: int, x: F32, attn_out: F32) -> F32:
-        """The next layer's x (n, hidden) of residual x, which may be changed, and attention's (n, width)."""
+        """Returns x (n, hidden) of the next layer, from x, which may be overwritten, and attn_out (n, width)."""
         result: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
         return result
 
     def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
-        """What `attention_out` reads of n tokens' projections; valid until the next call."""
+        """Appends n tokens by their projections (n, width); returns the input of `attention_out`.
+
+        It is valid until the next call.
+        """
         if isinstance(cache, RecurrentState):
-            return cache.run(projected, self._arrays[i])
+            return cache.run(projected, self._recurrence_weights[i])
         assert isinstance(cache, KVCache)
         n, sinks = len(projected), self._options[i].sinks
         q, k, v = self._qkv_buffers("step", n)
@@ -371,14 +374,14 @@ class Decoder:
         return self._merge(out, projected)
 
     def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Pause) -> None:
-        """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
+        """Runs layer i over a prompt x (n, hidden) in place, chunk by chunk, exactly; fills its cache."""
         n, c, array = len(x), self.config, self.workspace.array
-        held = n if cache.needs_prompt_queries else min(n, self.chunk)
-        q = array("prefill.q", (c.n_heads, held, c.head_dim))
+        n_queries = n if cache.needs_prompt_queries else min(n, self.chunk)
+        q = array("prefill.q", (c.n_heads, n_queries, c.head_dim))
         k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
-            queries = q[:, a % held : a % held + b - a]
+            queries = q[:, a % n_queries : a % n_queries + b - a]
             projected = self.attention_in(i, x[a:b])
             self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
@@ -389,13 +392,13 @@ class Decoder:
         cache.prefill(q, k, v)
 
     def _qkv_buffers(self, name: str, n: int, workspace: Workspace | None = None) -> list[F32]:
-        """Queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
+        """Returns buffers of queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         c, array = self.config, (workspace or self.workspace).array
         heads = ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
         return [array(f"{name}.{part}", (n_heads, n, c.head_dim)) for part, n_heads in heads]
 
     def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
-        """Head split, q/k norm and rotation of layer i's fused projection into q, k, v."""
+        """Splits layer i's fused projection into heads, normalises and rotates them, into q, k and v."""
         c, (cos, sin, query_factors) = self.config, rotation
         qkv = projected[:, : c.q_size + 2 * c.kv_size] if c.gated_attention else projected
         self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], *self._norms[i], c.norm_eps)
@@ -403,17 +406,17 @@ class Decoder:
             q *= query_factors
 
     def _merge(self, out: F32, projected: F32) -> F32:
-        """(n_heads, n, head_dim) -> (n, n_heads * head_dim), and behind it the gates of the projection, if any."""
+        """Returns out (n_heads, n, head_dim) as (n, n_heads * head_dim), and the projection's gates after it."""
         merged: F32 = contiguous(out.transpose(1, 0, 2)).reshape(out.shape[1], -1)
         if not self.config.gated_attention:
             return merged
         return np.concatenate([merged, projected[:, -self.config.q_size :]], axis=1)
 
     def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
-        """Calls that compile all that a conversation of this scheme needs, on throw-away random tokens.
+        """Returns calls that compile every kernel of a conversation; none where all are compiled already.
 
-        A prompt, one token in an empty cache and in a filled one, a few at once as drafts are, and so many that a
-        block is packed and all threads work. None where they were made before.
+        On random tokens they run a prompt, one token in an empty cache and in a filled one, a few at once as
+        drafts are, and so many that a block is packed and all threads work.
         """
         cache, c, backend = caches[-1], self.config, self.backend
         linear = f"{type(self.ops).__name__} {getattr(self.weights, 'form', '')}"
@@ -443,7 +446,8 @@ class Decoder:
         def recur(i: int, state: RecurrentState) -> None:
             state.allocate(self.kernels, backend.new_workspace())
             for m in (1, CHUNK):
-                state.run(rng.standard_normal((m, state.recurrence.projected), np.float32), self._arrays[i])
+                x = rng.standard_normal((m, state.recurrence.projected), np.float32)
+                state.run(x, self._recurrence_weights[i])
 
         others = [i for i in range(c.n_layers) if i not in c.attending]
         states = zip(others, recurrent_states(c, 2 * CHUNK), strict=False)

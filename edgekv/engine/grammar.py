@@ -1,4 +1,4 @@
-"""Text that follows a JSON schema or a grammar, by the llguidance library: tokens that can't come next go."""
+"""Constraints of a text to a JSON schema or a grammar, by the llguidance library."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ MAX_IDLE = 1  # processes that wait for the next text: each holds the vocabulary
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Follows a text token by token."""
+    """A rule for which tokens may come next, which follows a text token by token."""
 
     def allowed(self, logits: F32) -> F32:
-        """logits (vocab,) with -inf where a token can't come next; the argument stays as it is."""
+        """Returns logits (vocab,) with -inf for tokens that can't come next; the argument is not changed."""
 
     def accept(self, token: int) -> bool:
-        """Takes the chosen token; True when the text is complete and nothing can follow."""
+        """Takes the chosen token; returns whether the text is complete and nothing can follow."""
 
 
 class Grammar(Constraint):
-    """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow.
+    """The constraint of one text to a grammar in llguidance's Lark. Raises ConfigError where it can't be followed.
 
-    llguidance works in a process of its own (`matcher`), which is this text's until the object is collected: a
-    stranger's grammar can take all memory or time, or overflow a stack.
+    llguidance works in a process of its own (`matcher`), which belongs to this text until the object is collected:
+    a stranger's grammar can take all memory or time, or overflow a stack.
     """
 
     KIND = "lark"
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-        children = _children_of(tokenizer, vocab_size)
-        self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, children.take()
-        weakref.finalize(self, children.give, self._child).atexit = False
+        pool = _pool_of(tokenizer, vocab_size)
+        self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, pool.take()
+        weakref.finalize(self, pool.give_back, self._child).atexit = False
         self._stopped, self._mask = False, b""
         self._follow({self.KIND: grammar})
 
@@ -65,7 +65,7 @@ class Grammar(Constraint):
         return self._stopped
 
     def _follow(self, request: Mapping[str, Any]) -> None:
-        """Tells the process, and takes what may come next. It may ask how the tokenizer writes what must come."""
+        """Sends a request to the process, answers its questions on the tokenizer, and takes its mask."""
         data = json.dumps(request).encode()
         try:
             reply = self._child.ask(data)
@@ -87,7 +87,7 @@ class Grammar(Constraint):
 
 
 class JsonSchema(Grammar):
-    """`Constraint` of one text to JSON. Raises ConfigError for a schema that llguidance can't follow."""
+    """The constraint of one text to a JSON schema. Raises ConfigError for a schema that can't be followed."""
 
     KIND = "schema"
 
@@ -100,7 +100,7 @@ class JsonSchema(Grammar):
 
 
 def read_schema(path: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError."""
+    """Reads a JSON schema from a file. Raises ConfigError."""
     try:
         return read_object(user_path(path))
     except ValueError as error:
@@ -108,24 +108,22 @@ def read_schema(path: str) -> dict[str, Any]:
 
 
 def _refused(reason: object) -> ConfigError:
-    said = str(reason).partition("\n<state>")[0]  # llguidance's own account of it
-    return ConfigError(
-        f"the JSON schema can't be followed: {' '.join(said.split())[:400] or 'unknown'}; correct or simplify it"
-    )
+    message = " ".join(str(reason).partition("\n<state>")[0].split())  # without llguidance's internal state
+    return ConfigError(f"the JSON schema can't be followed: {message[:400] or 'unknown'}; correct or simplify it")
 
 
-def _children_of(tokenizer: Tokenizer, vocab_size: int) -> _Children:
+def _pool_of(tokenizer: Tokenizer, vocab_size: int) -> _ChildPool:
     if importlib.util.find_spec("llguidance") is None:
         raise EdgeKVError("a JSON schema needs llguidance: pip install 'edgekv[grammar]'")
     if not tokenizer.eos_ids:
         raise EdgeKVError("a JSON schema needs a tokenizer with an end-of-text token")
-    if tokenizer not in _children:
-        _children[tokenizer] = _Children(tokenizer, vocab_size)
-    return _children[tokenizer]
+    if tokenizer not in _pools:
+        _pools[tokenizer] = _ChildPool(tokenizer, vocab_size)
+    return _pools[tokenizer]
 
 
-class _Children:
-    """Processes that hold a tokenizer's vocabulary, which takes a second: each follows one text at a time."""
+class _ChildPool:
+    """Processes that hold a tokenizer's vocabulary, which takes a second; each follows one text at a time."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
@@ -139,7 +137,7 @@ class _Children:
         self._vocabulary, self._idle = json.dumps(about).encode(), list[BoundedChild]()
 
     def take(self) -> BoundedChild:
-        """One for a text. Raises EdgeKVError where none can be started."""
+        """Returns an idle or a new process for a text. Raises EdgeKVError where none can be started."""
         with contextlib.suppress(IndexError):
             while True:
                 if (child := self._idle.pop()).is_alive:
@@ -151,12 +149,12 @@ class _Children:
             raise EdgeKVError(f"the process that follows schemas can't hold the vocabulary: {error}") from None
         return child
 
-    def give(self, child: BoundedChild) -> None:
-        """Its text has ended. Called when an object is collected, in any thread: there is no lock to wait for."""
+    def give_back(self, child: BoundedChild) -> None:
+        """Takes a process back; called when an object is collected, in any thread, so without a lock."""
         if child.is_alive and len(self._idle) < MAX_IDLE:
             self._idle.append(child)
         else:
             child.close()
 
 
-_children: weakref.WeakKeyDictionary[Tokenizer, _Children] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Tokenizer, _ChildPool] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""From options to what a session runs on: the model, its plan, its decoder, ready to compute."""
+"""Loads a model for sessions: options, the plan of what it will take, and weights that are ready to compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub import shipped_file
 from edgekv.checks import Count, check_fields, refused
 from edgekv.engine.cpu import scratch_bytes
-from edgekv.engine.decoder import Backend, Decoder
+from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
 from edgekv.engine.model import Model, Verdicts, sampling_defaults
 from edgekv.engine.runner import State
 from edgekv.engine.sampling import SamplingParams
@@ -26,7 +26,7 @@ from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import compile_seconds
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
-from edgekv.kvcache.choice import resolve
+from edgekv.kvcache.choice import AUTO, resolve
 from edgekv.kvcache.mixed_bits import FIT_TOKENS, MIN_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
@@ -36,13 +36,12 @@ from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.types import Path, TaskProgress
 from edgekv.vision.model import Vision
 
-AUTO = "auto"
 OVERFLOWS = "stop", "slide"  # what happens when a conversation outgrows its context
 LORA_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
 class LoadOptions(TypedDict, total=False):
-    """The keyword options of `Session.load` and `Session.restore`, for type checkers; `Options` checks them.
+    """The keyword options of `Session.load` and `Session.restore`, whose defaults `Options` has.
 
     kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its options, ``name:option=value,...``,
         or a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model,
@@ -55,10 +54,8 @@ class LoadOptions(TypedDict, total=False):
         first tokens and the latest ones stay, the oldest between them go).
     draft: what guesses the next tokens, so that one pass checks several; the text is what it is without. "none",
         "ngram" (what followed the latest tokens where they stood before), or "auto" (ngram on the device cpu).
-    device: "cpu" (Numba), "cuda" (CuPy), "numpy" (the slow reference), or
-        "auto": cuda where CuPy, a GPU and the scheme's kernels are, else cpu. The command line's default is auto;
-        here it is cpu, so that a program gives the same text on every machine and takes no GPU that it was not
-        told to take.
+    device: "cpu" (Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy, a GPU and the
+        scheme's kernels are, else cpu.
     threads: cores to use; None is all that this process may use, and for weight products as many of them as a
         short measurement at the first load finds fastest, which is then remembered.
     slots: conversations that may generate at once, each a `Session.fork` in a thread of its own: their tokens
@@ -90,7 +87,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The values of `LoadOptions`, checked. Raises an EdgeKVError whose field is the option."""
+    """The checked values of `LoadOptions`, and their defaults. Raises an EdgeKVError whose field is the option."""
 
     kv: str | CacheSpec | None = None
     ctx: Count | None = None
@@ -98,7 +95,7 @@ class Options:
     kv_budget: Count | None = None
     overflow: str = "stop"
     draft: str = "none"
-    device: str = "cpu"
+    device: str = AUTO
     threads: Count | None = None
     slots: Count = 1
     config: Path | None = None
@@ -119,7 +116,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """The options by name. Raises ConfigError for a name that is none."""
+        """Makes options of the values by name. Raises ConfigError for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in given.keys() - {*names}:
             raise ConfigError("there is no such option", field=name, value=given[name], accepted=names)
@@ -130,18 +127,18 @@ DEFAULT_CTX = 8192
 
 
 def default_ctx(config: ModelConfig) -> int:
-    """Tokens of the context where nobody says."""
+    """Returns the tokens of the context where ``ctx`` is not given."""
     return min(DEFAULT_CTX, config.max_positions)
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionPlan:
-    """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
+    """The scheme, weight format and memory of a session. Bytes are exact, those of scratch an upper bound.
 
-    ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
-    idle_bytes: of these, experts that a token leaves out, which need no memory. cache_bytes: of all KV caches.
-    state_bytes: of layers that do not attend, with their snapshots. scratch_bytes: while a prompt of ``ctx``
-    tokens is read. notes: what was chosen for the user, or lost, a line each.
+    ctx: tokens that it can hold. kv: its scheme. weights: name of the weight format. weights_bytes: weights that
+    decoding maps. idle_bytes: those of them that need no memory, experts that a token leaves out. cache_bytes: all
+    KV caches. state_bytes: layers that do not attend, with their snapshots. scratch_bytes: buffers while a prompt
+    of ``ctx`` tokens is read. notes: what was chosen for the user, or lost, a line each.
     """
 
     ctx: int
@@ -165,7 +162,7 @@ class SessionPlan:
         kv_budget: int | None = None,
         fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
     ) -> SessionPlan:
-        """The plan for options of `LoadOptions`; with ``fit`` of a loaded model (`heads_bits`) the one to open.
+        """Makes the plan for options of `LoadOptions`. fit: `fit_head_bits` of a loaded model.
 
         Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
         and for a scheme that does not fit the budget.
@@ -177,10 +174,10 @@ class SessionPlan:
             raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
-        held = weights_bytes - idle
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
-        spec, notes = resolve(kv, c, ctx, kv_budget, held + state_bytes, Verdicts(model).passed, fit)
+        model_bytes, passed = weights_bytes - idle + state_bytes, Verdicts(model).passed
+        spec, notes = resolve(kv, c, ctx, kv_budget, model_bytes, passed, fit)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)
@@ -203,7 +200,7 @@ class SessionPlan:
         )
 
     def parts(self, slots: int = 1) -> dict[str, int]:
-        """Bytes by what they are for, of so many conversations at once."""
+        """Returns the bytes of ``slots`` conversations at once, by what they are for."""
         parts = {"weights": self.weights_bytes - self.idle_bytes, "kv cache": slots * self.cache_bytes}
         states = {"state": slots * self.state_bytes} if self.state_bytes else {}
         return parts | states | {"scratch": self.scratch_bytes}
@@ -217,7 +214,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> type[Backend]:
-    """The backend of that name. Raises ConfigError (field device)."""
+    """Returns the backend called ``name``. Raises ConfigError (field device) for an unknown name."""
     if name not in DEVICES:
         raise ConfigError("unknown", field="device", value=name, accepted=(AUTO, *DEVICES))
     module, _, backend = DEVICES[name].partition(":")
@@ -226,21 +223,21 @@ def find_device(name: str) -> type[Backend]:
 
 
 def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:
-    """What ``auto`` means here for this scheme and model: cuda where it can be had; other names stay."""
+    """Returns the device that ``name`` means: auto is cuda where it has the scheme and the model, else cpu."""
     if name != AUTO:
         return name
     if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
-        return "cpu"  # without a look at all that a GPU would need
+        return "cpu"  # without importing what a GPU needs
     return "cuda" if find_device("cuda").available(spec, config) else "cpu"
 
 
 def open_caches(
     decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None = None
 ) -> list[LayerState]:
-    """An empty cache of ``capacity`` tokens for every layer, or the state of one that does not attend.
+    """Allocates an empty cache, or recurrent state, of ``capacity`` tokens for every layer.
 
-    An adapter's parameters go in where it is for this scheme. Raises CacheError where the scheme can't have the
-    model's shape.
+    adapter: its parameters are loaded where they are for this scheme. Raises CacheError where the scheme can't
+    have the model's shape.
     """
     caches = open_layers(spec, decoder.config, capacity)
     if adapter and adapter.scheme == spec.scheme.name:
@@ -251,32 +248,31 @@ def open_caches(
     return caches
 
 
-TEXT = "demo/prose.txt"
-TASK = "mixed bits (once per model)"
-FORMAT = 4
+FIT_TEXT = "demo/prose.txt"
+FIT_TASK = "mixed bits (once per model)"
+FIT_FORMAT = 4  # of the remembered measurement
 
 
-def heads_bits(
+def fit_head_bits(
     model: Model,
     weights: str,
     decoder: Decoder,
     tokenizer: Tokenizer | None,
     progress: TaskProgress | None = None,
 ) -> Callable[[CacheSpec], CacheSpec]:
-    """What makes of a scheme that with the bits of every head in its options, where these are given out by need.
+    """Returns a function that gives the heads of a scheme with mixed bits their bits; others it returns unchanged.
 
-    Measured on the first `FIT_TOKENS` of `TEXT`, once for each model, adapter and format of ``weights``. Without
-    a tokenizer, with too few positions or without the text schemes stay as they are: heads then have bits by
-    their order alone.
+    Measures on the first `FIT_TOKENS` of `FIT_TEXT`, once for each model, adapter and format of ``weights``.
+    Without a tokenizer, enough positions or the text, heads have bits by their order alone.
     """
     config = model.config
 
     @functools.cache
     def noise() -> HeadNoise | None:
-        memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
+        memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FIT_FORMAT)
         if remembered := memo.read():
             return HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
-        path, n = shipped_file(TEXT), min(FIT_TOKENS, config.max_positions)
+        path, n = shipped_file(FIT_TEXT), min(FIT_TOKENS, config.max_positions)
         text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS] if path else ""
         tokens = tokenizer.encode(text)[:n] if tokenizer else []
         if len(tokens) < MIN_FIT_TOKENS:
@@ -286,11 +282,11 @@ def heads_bits(
         return measured
 
     def fit(spec: CacheSpec) -> CacheSpec:
-        given = spec.config
-        if not (isinstance(given, PlanesConfig) and given.needs_fit and (found := noise())):
+        options = spec.config
+        if not (isinstance(options, PlanesConfig) and options.needs_fit and (measured := noise())):
             return spec
         windows = [config.layer_windows[i] for i in config.attending]
-        return dataclasses.replace(spec, config=given.with_head_bits(found, windows, config.head_dim))
+        return dataclasses.replace(spec, config=options.with_head_bits(measured, windows, config.head_dim))
 
     return fit
 
@@ -299,23 +295,22 @@ def _measured_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress 
     probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
     for probe in probes:
         probe.allocate(decoder.kernels, decoder.workspace)
-    layers = None if progress is None else lambda done, total: progress(TASK, done, total)
+    layers = None if progress is None else lambda done, total: progress(FIT_TASK, done, total)
     with blas_threads(decoder.threads):
         decoder.prefill(decoder.embed(tokens, 0), probes, layers)
     layers_noise = [probe.noise for probe in probes if isinstance(probe, NoiseProbe)]
     return HeadNoise(*map(np.stack, zip(*layers_noise, strict=True)))
 
 
-WARM_UP = "compiling kernels (once per machine)"
-WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
+WARM_UP_TASK = "compiling kernels (once per machine)"
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model's weights ready to compute with: what a session and its forks share.
+    """A model with its weights ready to compute, shared by a session and its forks.
 
-    plan: of the session that it was loaded for. decoders: by the name of the LoRA beside the weights, None without
-    one. compile_s: seconds that compiling kernels took; 0 where they were compiled before.
+    plan: that of the session for which it was loaded. decoders: by the name of the LoRA beside the weights, None
+    without one. compile_s: seconds that compiling kernels took; 0 where they were compiled before.
     """
 
     model: Model
@@ -333,17 +328,17 @@ class LoadedModel:
 
     @functools.cached_property
     def sampling(self) -> SamplingParams:
-        """How the model wants its tokens to be chosen. Raises ConfigError where its file is damaged."""
+        """The model's own sampling settings. Raises ConfigError where their file is damaged."""
         return sampling_defaults(self.model)
 
     def decoder(self, lora: str | None) -> Decoder:
-        """With one of the model's ``loras``; None: without. Raises ConfigError for an unknown name."""
+        """Returns the decoder with one of ``loras``; None: without. Raises ConfigError for an unknown name."""
         if lora not in self.decoders:
             raise ConfigError("unknown", field="lora", value=str(lora), accepted=self.model.loras)
         return self.decoders[lora]
 
     def fork_plan(self, kv: str | CacheSpec, ctx: int, kv_budget: int | None) -> SessionPlan:
-        """The plan of another conversation on these weights. Raises as `Session.fork`."""
+        """Makes the plan of another conversation on these weights. Raises the errors of `Session.fork`."""
         if ctx > self.plan.ctx:
             what, accepted = (
                 f"the session that it shares weights with has {self.plan.ctx}",
@@ -351,19 +346,19 @@ class LoadedModel:
             )
             raise ContextError(what, field="ctx", value=ctx, accepted=[accepted], advice="load that with more")
         weights = self.plan.weights
-        fit = heads_bits(self.model, weights, self.decoders[None], self.tokenizer)
+        fit = fit_head_bits(self.model, weights, self.decoders[None], self.tokenizer)
         plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)
         find_device(self.device).require(plan.kv)
         return plan
 
     def new_state(self, plan: SessionPlan) -> State:
-        """An empty conversation, with its caches allocated. Raises MemoryBudgetError where they don't fit."""
+        """Makes an empty conversation, its caches allocated. Raises MemoryBudgetError where they don't fit."""
         require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, self.decoders[None].backend.free_bytes())
         caches = open_caches(self.decoders[None], plan.kv, plan.ctx, self.model.adapter)
         return State(caches, self.model.config.rope_invalidates_keys)
 
     def settings(self, plan: SessionPlan, lora: str | None) -> dict[str, Any]:
-        """For the report: every setting by its option's name, and the threads of the weight products."""
+        """Returns the settings of a report by their options' names, with the threads of the weight products."""
         decoder = self.decoders[lora]
         weight_threads = decoder.ops.threads
         return {
@@ -380,7 +375,7 @@ class LoadedModel:
 
 
 def open_model(path: Path, options: Options) -> Model:
-    """The model at ``path`` with the files that the options name. Raises CheckpointError or ConfigError."""
+    """Opens the model at ``path`` with the files that the options name. Raises CheckpointError or ConfigError."""
     names = ("config", "tokenizer", "adapter", "lora", "loras")
     return Model.open(path, **{name: getattr(options, name) for name in names})
 
@@ -390,20 +385,21 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
 
     progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
-    given = {name: getattr(options, name) for name in ("kv", "ctx", "weights", "kv_budget")}
-    plan = SessionPlan.make(model, **given)
+    requested = {name: getattr(options, name) for name in ("kv", "ctx", "weights", "kv_budget")}
+    plan = SessionPlan.make(model, **requested)
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name)
     device = resolve_device(options.device, plan.kv, model.config)
-    place = find_device(device)
-    place.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))
+    backend = find_device(device)
+    backend.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))
     parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
-    require_memory(parts, place.free_bytes())
+    require_memory(parts, backend.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
-    with place.precompiling(plan.kv), memory_errors("loading", place.free_bytes):
-        decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
-        plan = SessionPlan.make(model, **given, fit=heads_bits(model, plan.weights, decoder, tokenizer, progress))
+    with backend.precompiling(plan.kv), memory_errors("loading", backend.free_bytes):
+        decoder = backend.decoder(model, form, plan.ctx, options.threads, progress)
+        fit = fit_head_bits(model, plan.weights, decoder, tokenizer, progress)
+        plan = SessionPlan.make(model, **requested, fit=fit)
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
     scheduler = SerialScheduler(decoder.threads)
     if options.slots > 1:
@@ -417,22 +413,19 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
 
 
 def open_tokenizer(model: Model) -> Tokenizer:
-    """The model's tokenizer. Raises TokenizerError where it has none, or a damaged one."""
+    """Loads the model's tokenizer. Raises TokenizerError where it has none, or a damaged one."""
     folder = model.path if model.path.is_dir() else model.path.parent
     return load_tokenizer(model.tokenizer_path or folder, config=model.text_config)
 
 
 def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | None) -> float:
-    """Compiles the kernels of the scheme; returns the seconds.
-
-    Before any clock of a text starts. 0 where all were compiled before and are only loaded.
-    """
+    """Compiles the kernels of the scheme, or loads compiled ones; returns the seconds of compiling."""
     calls = list(decoder.warm_up(kv.layers(decoder.config, min(WARM_UP_TOKENS, ctx))))
     before = compile_seconds()
     for i, call in enumerate(calls):
         if progress:
-            progress(WARM_UP, i, len(calls))
+            progress(WARM_UP_TASK, i, len(calls))
         call()
     if progress:
-        progress(WARM_UP, len(calls), len(calls))
+        progress(WARM_UP_TASK, len(calls), len(calls))
     return compile_seconds() - before

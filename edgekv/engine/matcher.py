@@ -1,7 +1,7 @@
-"""llguidance, run in a bounded child: a vocabulary, and what may come next in one text. `grammar` asks it.
+"""llguidance in a bounded child process, which tells `grammar` what tokens may come next in a text.
 
 Requests are JSON: first the vocabulary, then for each text its schema or grammar and one token after the other. An
-answer is one of the letters below and a mask of bits, a text to be encoded, or what is wrong.
+answer is one of the letters below, followed by a mask of bits, a text to be encoded, or an error message.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from edgekv import child
 
 MASK, STOPPED, ENCODE, ERROR = b"m", b".", b"?", b"!"
-COMPACT = {"whitespace_flexible": False}  # small models else go on and on with blanks
-_now: dict[str, Any] = {}  # llguidance's view of the vocabulary, and what follows the text
+COMPACT = {"whitespace_flexible": False}  # otherwise small models write blanks for ever
+_state: dict[str, Any] = {}  # llguidance's vocabulary, and the matcher that follows the present text
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer: every token's bytes, and which are no text."""
+    """The tokenizer that llguidance expects: every token's bytes, and which of them are special."""
 
     def __init__(self, about: dict[str, Any]) -> None:
         self.eos_token_id, self.bos_token_id = about["eos"][0], about["bos"]
@@ -25,22 +25,22 @@ class _Vocabulary:
         self.tokens = [token.encode("latin-1") for token in about["tokens"]]
 
     def __call__(self, text: str) -> list[int]:
-        """llguidance tries bytes first, once: they have no `encode`, and then it gives strings."""
+        # llguidance tries bytes first, once: they have no `encode`, and then it gives strings.
         result: list[int] = json.loads(child.ask(ENCODE + text.encode()))
         return result
 
 
 def answer(request: bytes) -> bytes:
-    """See above."""
+    """Answers one request, as the module's docstring says."""
     import llguidance
 
     data: dict[str, Any] = json.loads(request)
     if "tokens" in data:
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(data))
-        _now["vocabulary"] = llguidance.LLTokenizer(wrapper, n_vocab=data["n_vocab"], eos_token=data["eos"])
+        _state["vocabulary"] = llguidance.LLTokenizer(wrapper, n_vocab=data["n_vocab"], eos_token=data["eos"])
         return b""
     if "token" in data:
-        _now["matcher"].consume_token(data["token"])
+        _state["matcher"].consume_token(data["token"])
     else:
         try:
             lark = data.get("lark")
@@ -48,11 +48,8 @@ def answer(request: bytes) -> bytes:
                 lark = llguidance.LLMatcher.grammar_from_json_schema(data["schema"], defaults=COMPACT)
         except ValueError as error:
             return ERROR + str(error).encode()
-        _now["matcher"] = llguidance.LLMatcher(_now["vocabulary"], lark, log_level=0)
-    return _next(_now["matcher"])
-
-
-def _next(matcher: Any) -> bytes:
+        _state["matcher"] = llguidance.LLMatcher(_state["vocabulary"], lark, log_level=0)
+    matcher = _state["matcher"]
     if not matcher.is_error():
         if matcher.is_stopped():
             return STOPPED

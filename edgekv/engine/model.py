@@ -1,4 +1,4 @@
-"""An opened model: where its weights are, what they will take, and what belongs to them."""
+"""An opened model: its weights and their bytes, its LoRAs, its sampling defaults, and verdicts of the gate."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
 class Model:
     """An opened checkpoint or weight store; nothing large has been read yet.
 
-    raw_config: its config.json. adapter: its weights are in place of the checkpoint's. lora: its changes are in
-    the weights. loras: by name, beside the weights, for conversations that choose one.
+    raw_config: its config.json. adapter: weights in place of the checkpoint's. lora: merged into the weights.
+    loras: by name, beside the weights, for conversations that choose one.
     """
 
     path: pathlib.Path
@@ -58,7 +58,7 @@ class Model:
         lora: Path | None = None,
         loras: Mapping[str, Path] = {},
     ) -> Model:
-        """Opens what `Session.load` names, with options of `LoadOptions`, and checks every tensor's shape.
+        """Opens a model by the path and options of `Session.load`, and checks every tensor's shape.
 
         Raises CheckpointError or ConfigError.
         """
@@ -88,12 +88,12 @@ class Model:
 
     @property
     def name(self) -> str:
-        """For people: the file's or folder's, or the name on the Hub."""
+        """The name on the Hub, else of the file or folder; for people."""
         return cached_model_name(self.path) or self.path.name
 
     @property
     def identity(self) -> str:
-        """A hash of config and weights, by which sessions and stores know them: 16 hex digits."""
+        """The hash of config and weights by which sessions and stores know the model: 16 hex digits."""
         if self.adapter is not None:
             return self.adapter.identity
         weights = self.weights
@@ -101,25 +101,25 @@ class Model:
 
     @property
     def adapted_identity(self) -> str:
-        """``identity``, changed by whatever its adapter sets."""
+        """The identity of the model with its adapter, if any."""
         if self.adapter is None:
             return self.identity
         return hashlib.sha256((self.identity + self.adapter.content_hash).encode()).hexdigest()[:16]
 
     @property
     def loras_bytes(self) -> int:
-        """Of the matrices of ``loras`` in memory."""
+        """The bytes of the matrices of ``loras`` in memory."""
         return sum(low_rank_bytes(self.arch, self._deltas(each)) for each in self.loras.values())
 
     def lora_deltas(self, name: str) -> LoraDeltas:
-        """One of ``loras``, read. Raises CheckpointError where it is not finite."""
+        """Reads one of ``loras``. Raises CheckpointError where it is not finite."""
         return low_rank(self.arch, self._deltas(self.loras[name]))
 
     def _deltas(self, lora: Lora) -> dict[str, Delta]:
         return lora.deltas(self.arch, self.path)
 
     def lora_text(self, name: str | None) -> str | None:
-        """For reports and saved sessions: the LoRA in the weights, and one of ``loras``, or None, beside them."""
+        """Names the LoRA in the weights and one of ``loras``, for reports and files; None: there is none."""
         merged = [] if self.lora is None else [str(self.lora)]
         beside = [] if name is None else [f"{self.loras[name]} beside the weights"]
         return " and ".join(merged + beside) or None
@@ -131,12 +131,12 @@ class Model:
 
     @property
     def config(self) -> ModelConfig:
-        """Shape and constants of its decoder."""
+        """The shape and constants of its decoder."""
         return self.arch.config
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """config.json with what a multimodal model says of its decoder at the top level."""
+        """The config.json, with a multimodal model's "text_config" at the top level."""
         text = self.raw_config.get("text_config")
         return {**(text if isinstance(text, dict) else {}), **self.raw_config}
 
@@ -147,7 +147,7 @@ class Model:
 
     @property
     def placeholder(self) -> int:
-        """The token that counts for a position that holds an embedding."""
+        """The token that stands for a position which holds an embedding."""
         token = self.image_token
         return token if token is not None and token < self.config.vocab_size else 0
 
@@ -158,17 +158,17 @@ class Model:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Types of a checkpoint's quantized weights, as its makers call them: "GPTQ 4-bit", "Q4_0"."""
+        """The types of a checkpoint's quantized weights, as their formats call them: "GPTQ 4-bit", "Q4_0"."""
         return self.weights.kinds if isinstance(self.weights, CheckpointWeights) else ()
 
     @property
     def calibration(self) -> str | None:
-        """With what text a store's weights were rounded; None: without one."""
+        """The text with which a store's weights were rounded; None: without one."""
         return self.weights.calibration if isinstance(self.weights, WeightStore) else None
 
     @property
     def n_parameters(self) -> int:
-        """Weights of the model; a tied embedding counts once."""
+        """The number of weights; a tied embedding counts once."""
         tables = sum(rows * columns for _, (rows, columns) in self.arch.tables().values())
         linears = self.arch.linears()
         if self.config.tied_embeddings:
@@ -179,7 +179,7 @@ class Model:
         return tables + arrays + sum(linear.n_elements for linear in linears.values()) + biases + vectors
 
     def summary(self) -> dict[str, Any]:
-        """What a report says of it: name, size, shapes."""
+        """Returns name, size and shapes, for a report."""
         names = ("n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_positions")
         return {
             "name": self.name,
@@ -190,10 +190,7 @@ class Model:
         }
 
     def weight_format(self, name: str) -> WeightFormat:
-        """The format that ``name`` means for this model; a store has its own.
-
-        Raises ConfigError (field weights).
-        """
+        """Returns the weight format that ``name`` means for this model. Raises ConfigError (field weights)."""
         if isinstance(self.weights, CheckpointWeights):
             return weight_format(name, self.arch, self.weights.own_format)
         if name not in ("auto", self.weights.form.name):
@@ -207,7 +204,7 @@ class Model:
         return self.weights.form
 
     def weights_note(self, form: WeightFormat) -> str | None:
-        """What a user must know of these weights in this format."""
+        """Returns a line on weights that this format quantizes a second time, or None."""
         lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else ()
         if not lost:
             return None
@@ -216,19 +213,19 @@ class Model:
         return f"weights of type {', '.join(lost)} were quantized a second time, to {formats}{hint}"
 
     def weights_bytes(self, form: WeightFormat) -> int:
-        """Bytes of a store in this format: what decoding maps."""
+        """Returns the bytes of a store in this format, which decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
 
     def idle_bytes(self, form: WeightFormat) -> int:
-        """Of these, bytes of the experts that a token does not go through: they stay in the mapped file."""
+        """Returns the bytes of the experts that a token does not use, which stay in the mapped file."""
         return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
     def store(
         self, form: WeightFormat, progress: TaskProgress | None = None, rounding: Rounding | None = None
     ) -> WeightStore:
-        """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder.
+        """Opens the weights as a store; a checkpoint's is built in the cache folder at the first call.
 
-        rounding: where not every block is rounded by itself.
+        rounding: how weights are rounded; None: each block by itself.
         """
         if isinstance(self.weights, WeightStore):
             return self.weights
@@ -239,9 +236,9 @@ SAMPLED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fiel
 
 
 def sampling_defaults(model: Model) -> SamplingParams:
-    """What the generation_config.json beside the weights says, else the defaults of `SamplingParams`.
+    """Returns the settings of the generation_config.json beside the weights, else those of `SamplingParams`.
 
-    Raises ConfigError where the file can't be read, or has other values than `SamplingParams` takes.
+    Raises ConfigError where the file can't be read, or has values that `SamplingParams` refuses.
     """
     path = (model.path if model.path.is_dir() else model.path.parent) / "generation_config.json"
     config = read_config(path) if path.is_file() else {}
@@ -254,16 +251,16 @@ def sampling_defaults(model: Model) -> SamplingParams:
         raise ConfigError(f"{path}: {error}", field=error.field) from None
 
 
-VERDICT_FORMAT = 2  # of remembered verdicts
+VERDICT_FORMAT = 2  # of the remembered verdicts
 
 
 def needs_gate(spec: CacheSpec) -> bool:
-    """Whether the scheme loses more of a text than f16 rounds off."""
+    """Returns whether the scheme loses more of a text than f16 rounds off."""
     return not spec.scheme.is_lossless_on_text(spec.config)
 
 
 class Verdicts:
-    """The verdicts on one model, with its adapter if it has one.
+    """The gate's remembered verdicts on one model with its adapter.
 
     A verdict holds until the scheme's `version` changes.
     """
@@ -273,25 +270,25 @@ class Verdicts:
 
     @functools.cached_property
     def folder(self) -> pathlib.Path:
-        """Where they are: by the model's identity, for which all of its files are hashed once."""
+        """The folder of the verdicts, named by the model's identity, for which its files are hashed once."""
         return self._gates / self.model.adapted_identity
 
     def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
         return self.folder / f"{spec.without_fit}.{kind}"
 
     def remember(self, spec: CacheSpec, verdict: Any, measured: dict[str, Any]) -> None:
-        """Write a verdict, a dataclass with ``failures``, and what it was measured on. Raises CheckpointError."""
+        """Writes a verdict (a dataclass with ``failures``) and what was measured. Raises CheckpointError."""
         facts = {"scheme_version": spec.scheme.version, "passed": not verdict.failures, "measured": measured}
         Memo(self._file(spec, "json"), VERDICT_FORMAT).write(facts | dataclasses.asdict(verdict))
         self._file(spec, "warned").unlink(missing_ok=True)
 
     def verdict(self, spec: CacheSpec) -> dict[str, Any] | None:
-        """Return the facts of the last verdict on this very scheme with its options."""
+        """Returns the facts of the last verdict on a scheme with these options."""
         facts = Memo(self._file(spec, "json"), VERDICT_FORMAT).read()
         return facts if facts and facts["scheme_version"] == spec.scheme.version else None
 
     def warning(self, spec: CacheSpec) -> str | None:
-        """Return what a user should know before using the scheme, in a line."""
+        """Returns a line for users of a scheme that failed or was never gated."""
         if not needs_gate(spec):
             return None
         name, verdict = spec.short, self.verdict(spec)
@@ -306,7 +303,7 @@ class Verdicts:
         )
 
     def passed(self) -> list[str]:
-        """Return the presets that passed. Where nothing was ever gated, the model is not even identified."""
+        """Returns the presets that passed. Where nothing was ever gated, the model's files are not hashed."""
         if not self._gates.exists():
             return []
         verdicts = {name: self.verdict(CacheSpec.parse(name)) for name in PRESETS}
@@ -314,7 +311,7 @@ class Verdicts:
 
     @property
     def command(self) -> str:
-        """What gates the model's schemes."""
+        """The command that gates schemes for this model."""
         words = ["edgekv", "eval", "--gate", "--model", cached_model_name(self.model.path) or str(self.model.path)]
         if self.model.adapter:
             words += ["--adapter", str(self.model.adapter.path)]
@@ -323,7 +320,7 @@ class Verdicts:
         return shlex.join([*words, "--text", "YOUR-TEXT"])
 
     def warn_once(self, spec: CacheSpec) -> str | None:
-        """Return `warning`, unless it was given before and the scheme has not been gated since."""
+        """Returns `warning`, or None where it was returned before and the scheme was not gated since."""
         warning = self.warning(spec)
         if warning is not None:
             marker = self._file(spec, "warned")
@@ -332,6 +329,6 @@ class Verdicts:
                 marker.touch(exist_ok=False)
             except FileExistsError:
                 return None
-            except OSError:  # a folder that can't be written: better twice than never
+            except OSError:  # a folder that can't be written: the warning may come twice
                 pass
         return warning

@@ -1,4 +1,4 @@
-"""What a run did and how fast: filled by the session, printed as text, written as JSON."""
+"""The report of a run: counts, times and bytes, which the session fills, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class RunReport:
 
     settings: every setting of the run by its option's name, such as kv, weights, ctx, threads, seed.
     model: `name`, `n_parameters`, and the shapes.
-    prefill_tokens: of the prompt, without those that the cache had already. prefill_s: the seconds that they took.
-    decode_latencies_s: seconds of each decode step, one entry per token; those of one pass share its time alike.
-    drafts: what became of the tokens that were guessed ahead; None before a text.
-    compile_s: seconds that compiling kernels took while the session was opened, in no other figure.
+    prefill_tokens: tokens of the prompt that were computed, without those in the cache. prefill_s: their seconds.
+    decode_latencies_s: seconds of each decode step, one entry per token; tokens of one pass share its time.
+    drafts: counts of the tokens that were guessed; None before a text.
+    compile_s: seconds of compiling kernels while the session was opened, in no other figure.
     time_to_first_token_s: seconds from the prompt to the first token's text.
-    cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
+    cache_bytes: of all layers' caches. weights_bytes: that decoding maps. peak_rss_bytes: of the process so far.
     bytes_read_per_token: weights and cache that one decode step reads.
-    state_bytes: of layers that do not attend, with the snapshots of their states; None where all attend.
+    state_bytes: states of layers that do not attend, with their snapshots; None where all attend.
     images: those of the prompt.
-    energy: joules by phase, where a meter was asked for.
+    energy: joules by phase, where a meter was used.
     machine: `edgekv.machine.machine_info`.
-    notes: warnings a reader of the numbers must see, a line each.
+    notes: warnings that belong to the numbers, a line each.
     finish_reason: None while the text goes on, or where it was interrupted.
-    finish_message: the same for people, with the limit that was met.
-    decode_tokens: all but the first, which is the prompt's.
-    achieved_gb_per_s: memory bandwidth that the median step reached, in 1e9 bytes.
+    finish_message: the same for people, with the limit that was reached.
+    decode_tokens: all tokens but the first, which counts as the prompt's.
+    achieved_gb_per_s: memory bandwidth of the median step, in 1e9 bytes.
     """
 
     settings: dict[str, Any]
@@ -76,14 +76,14 @@ class RunReport:
         self._pass_start = 0  # where the latest pass begins in decode_latencies_s
 
     def add_latency(self, seconds: float, same_pass: bool) -> None:
-        """A token's seconds; ``same_pass``: it came from the same pass as the one before."""
+        """Adds a token's seconds. same_pass: it came from the same pass as the one before."""
         latencies = self.decode_latencies_s
         self._pass_start = self._pass_start if same_pass else len(latencies)
         of_pass = [*latencies[self._pass_start :], seconds]
         latencies[self._pass_start :] = [math.fsum(of_pass) / len(of_pass)] * len(of_pass)
 
     def derived(self) -> RunReport:
-        """Itself, with the speeds that follow from what was counted."""
+        """Computes the speeds from the counts and times, and returns itself."""
         latencies, self.decode_tokens = self.decode_latencies_s, len(self.decode_latencies_s)
         self.prefill_tokens_per_s = _ratio(self.prefill_tokens, self.prefill_s)
         self.decode_tokens_per_s = _ratio(self.decode_tokens, math.fsum(latencies))
@@ -94,12 +94,12 @@ class RunReport:
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
+        """Returns every field, ready for JSON."""
         result: dict[str, Any] = _json_ready(asdict(self))
         return result
 
     def speed(self) -> str:
-        """Tokens and their speed, and the time to the first."""
+        """Returns the number of tokens, their speed and the time to the first, for people."""
         first = self.time_to_first_token_s
         n = len(self.decode_latencies_s) + (first is not None)
         text = _counted(n, "token")
@@ -108,7 +108,7 @@ class RunReport:
         return text if first is None else f"{text}, the first after {first:.2f} s"
 
     def rows(self) -> list[tuple[str, str]]:
-        """(topic, text) for people: model, text, images, drafts, memory, end, energy, notes."""
+        """Returns (topic, text) rows for people: model, text, images, drafts, memory, end, energy, notes."""
         about, settings, images, drafts = self.model, self.settings, self.images, self.drafts
         prompt = f"prompt of {_counted(self.prefill_tokens, 'token')}"
         if self.prefill_tokens_per_s:
@@ -139,12 +139,12 @@ class RunReport:
         ]
 
     def to_text(self) -> str:
-        """The report for people: a line per topic and a line per note, without a final newline."""
+        """Returns the report for people, a line per row, without a final newline."""
         return "\n".join(f"{topic:<12}{text}" for topic, text in self.rows())
 
 
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
-    """The report, with the bytes as they are now, and the notes of plan, images and cache."""
+    """Completes the report with the present bytes and the notes of plan, images and cache; returns it."""
     caches = state.caches
     report.cache_bytes = sum(cache.nbytes for cache in attending(caches))
     report.state_bytes = state.nbytes - report.cache_bytes or None
@@ -155,9 +155,9 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     if report.drafts and report.drafts.accepted and n_decoded:
         report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
     report.peak_rss_bytes = peak_rss_bytes()
-    seen = report.images.notes if report.images else ()
+    image_notes = report.images.notes if report.images else ()
     dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
-    report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
+    report.notes = [*notes, *image_notes, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
     return report.derived()
 
 
@@ -170,7 +170,7 @@ def _counted(n: int, what: str) -> str:
 
 
 def _json_ready(value: Any) -> Any:
-    """`value` in JSON's own types: NumPy scalars unwrapped, NaN and infinity as None, other things as text."""
+    """Converts a value to JSON's types: NumPy's scalars to Python's, NaN and infinity to None, others to text."""
     if isinstance(value, Mapping):
         return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

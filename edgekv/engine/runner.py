@@ -1,4 +1,4 @@
-"""A conversation's state, and what runs a decoder over it; room is made when the context is full."""
+"""The state of a conversation, and `Runner`, which runs a decoder over it and makes room in a full context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.drafts import MOST, DraftCounts, NGramDrafts
+from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGRAM, DraftCounts, NGramDrafts
 from edgekv.engine.sampling import Sampler
 from edgekv.engine.scheduler import SerialScheduler
 from edgekv.errors import ContextError, SessionError, TokenizerError, short_repr
@@ -22,13 +22,13 @@ from edgekv.machine import memory_errors
 from edgekv.types import F32, Array, LayerProgress
 from edgekv.vision.model import VISUAL, Embeddings, Prompt
 
-SINK = 4  # first tokens, on which attention rests (StreamingLLM)
-ANSWER_TOKENS = 16  # at the end of a prompt, which begin the answer
+SINK_TOKENS = 4  # first tokens, on which attention rests (StreamingLLM)
+ANSWER_TOKENS = 16  # at the end of a prompt, with which a template begins the answer
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingSpan:
-    """Embeddings from position ``start`` on."""
+    """Embeddings rows (n, hidden_size) in place of the tokens from position ``start`` on."""
 
     start: int
     rows: F32
@@ -36,7 +36,7 @@ class EmbeddingSpan:
 
     @property
     def stop(self) -> int:
-        """The position behind the last embedding."""
+        """The position after the last embedding."""
         return self.start + len(self.rows)
 
 
@@ -44,25 +44,25 @@ Spans = list[EmbeddingSpan]
 
 
 def shift_spans(spans: Sequence[EmbeddingSpan], by: int) -> Spans:
-    """The spans of a prompt, which begins at position ``by``."""
+    """Returns the spans moved to later positions by ``by``."""
     return [dataclasses.replace(span, start=span.start + by) for span in spans]
 
 
-def keep_spans(spans: Sequence[EmbeddingSpan], kept: Sequence[int]) -> Spans:
-    """The spans of a conversation of which only the positions ``kept``, in order, are left."""
+def select_spans(spans: Sequence[EmbeddingSpan], positions: Sequence[int]) -> Spans:
+    """Returns the spans of a conversation that only the given positions, ascending, remain of."""
     if not spans:
         return []
-    places = np.asarray(kept)
+    remaining = np.asarray(positions)
     parts = []
     for span in spans:
-        within = np.flatnonzero((places >= span.start) & (places < span.stop))
+        within = np.flatnonzero((remaining >= span.start) & (remaining < span.stop))
         if len(within):
-            parts.append(EmbeddingSpan(int(within[0]), span.rows[places[within] - span.start], span.modality))
+            parts.append(EmbeddingSpan(int(within[0]), span.rows[remaining[within] - span.start], span.modality))
     return parts
 
 
 def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -> None:
-    """Raises ContextError for a prompt of ``n_tokens`` behind ``n_held`` others, where ``ctx`` are too few."""
+    """Raises ContextError where ``n_tokens`` more do not fit a context of ``ctx`` tokens that has ``n_held``."""
     free, needed = max(ctx - n_held, 0), n_held + n_tokens
     if n_tokens <= free:
         return
@@ -79,32 +79,32 @@ def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -
 
 
 class State:
-    """All that the next tokens depend on, beside the model. It computes nothing.
+    """The state of a conversation: tokens, caches, and what else the next tokens depend on beside the model.
 
-    caches: one per layer. tokens: of prompt and output; the last ones may not be in the caches yet. spans:
+    caches: one per layer. tokens: ids of prompts and texts; the last ones may not be in the caches yet. spans:
     positions that hold embeddings, whose tokens are placeholders. rope_invalidates_keys(n, m): whether the keys of
-    n tokens are others once the conversation has m.
+    n tokens change once the conversation has m.
     """
 
     def __init__(self, caches: list[LayerState], rope_invalidates_keys: Callable[[int, int], bool]) -> None:
-        self.caches, self._keys_change = caches, rope_invalidates_keys
+        self.caches, self._rope_invalidates_keys = caches, rope_invalidates_keys
         self.tokens: list[int] = []
         self.spans: Spans = []
         self.sampler: Sampler | None = None  # of the last text
         self.n_dropped = 0  # tokens that left the conversation when it outgrew the context
-        self.n_first = 0  # so many at its beginning, a system message, stay then
-        self.memo: dict[str, Any] = {}  # whatever the session's owner wants to be saved with it, as JSON
-        self.n_draft = 0  # tokens in the caches behind those of the conversation: drafts that may be its next ones
+        self.n_first = 0  # tokens at its beginning, a system message, that stay then
+        self.memo: dict[str, Any] = {}  # JSON of the session's owner that is saved with it
+        self.n_draft = 0  # tokens in the caches after those of the conversation: drafts that may be its next ones
         self._is_torn = False  # whether a rewind was interrupted
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches' arrays."""
+        """The bytes of the caches' arrays."""
         return sum(cache.nbytes for cache in self.caches)
 
     @property
     def n_cached(self) -> int:
-        """Tokens of the conversation in the caches."""
+        """The number of tokens of the conversation in the caches."""
         return self.caches[0].n_seen - self.n_draft
 
     @property
@@ -113,36 +113,36 @@ class State:
         return self.tokens[self.n_cached :]
 
     def clear(self) -> None:
-        """Forgets all of the conversation, with its memo."""
+        """Forgets the whole conversation, with its memo."""
         self.rewind(0)
         self.sampler, self.n_dropped, self.n_first, self.memo = None, 0, 0, {}
 
     def drop_drafts(self) -> None:
-        """Takes what is tentative out of the caches."""
+        """Takes drafts out of the caches."""
         if self.n_draft:
             for cache in reversed(self.caches):  # the first, which `n_cached` reads, last
                 cache.advance(-self.n_draft)
             self.n_draft = 0
 
     def mend(self) -> None:
-        """After an interrupt: layers of several lengths get one length, those that were being rewound nothing."""
+        """Rewinds layers that an interrupt left at different lengths to one; to 0 where it came in a rewind."""
         shortest = 0 if self._is_torn else min(cache.n_seen for cache in self.caches)
         if self._is_torn or any(cache.n_seen != shortest for cache in self.caches):
             self.n_draft = 0
             self._rewind(shortest)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forgets all but the first ``n_tokens`` tokens; what a scheme can't keep of them is pending again."""
+        """Forgets all but the first ``n_tokens`` tokens; those that a scheme can't keep are pending again."""
         self.drop_drafts()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
-        self.spans = keep_spans(self.spans, range(n_tokens))
+        self.spans = select_spans(self.spans, range(n_tokens))
 
     def rewind_caches(self, n_tokens: int) -> None:
-        """Forgets keys and values behind the first ``n_tokens``, or all where these would now be others."""
+        """Forgets keys and values after the first ``n_tokens``, or all where RoPE would now change these."""
         before = self.n_cached
         self._rewind(n_tokens)
-        if self._keys_change(before, self.n_cached):
+        if self._rope_invalidates_keys(before, self.n_cached):
             self._rewind(0)
 
     def _rewind(self, n_tokens: int) -> None:
@@ -151,23 +151,23 @@ class State:
         self._is_torn = False
 
     def mark_turn(self, n_more: int) -> None:
-        """Before a prompt of ``n_more`` tokens: where a rewind is likely to lead to.
+        """Notes, before a prompt of ``n_more`` tokens, that a rewind to its beginning or its end is likely.
 
-        To where the prompt begins, and to shortly before its end: what a template writes there for the answer is
-        often written otherwise when the conversation is sent again.
+        To shortly before its end: what a template writes there for the answer is often written otherwise when the
+        conversation is sent again.
         """
         for cache in self.caches:
             cache.checkpoint_at(self.n_cached)
             if n_more > ANSWER_TOKENS:
                 cache.checkpoint_at(self.n_cached + n_more - ANSWER_TOKENS)
 
-    def require_keys(self, n_more: int) -> None:
-        """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
-        if self._keys_change(self.n_cached, self.n_cached + n_more):
+    def drop_invalid_keys(self, n_more: int) -> None:
+        """Forgets all keys and values where ``n_more`` tokens change how RoPE rotates them."""
+        if self._rope_invalidates_keys(self.n_cached, self.n_cached + n_more):
             self._rewind(0)
 
     def shared(self, prompt: Prompt) -> tuple[int, int]:
-        """Where the conversation and a prompt part: after so many tokens, and so many pieces of the prompt."""
+        """Returns how many tokens, and how many pieces of the prompt, both have in common."""
         at, spans = 0, {span.start: span for span in self.spans}
         for n, piece in enumerate(prompt):
             span = spans.get(at)
@@ -182,22 +182,22 @@ class State:
         return at, len(prompt)
 
     def align(self, prompt: Prompt) -> list[int | Embeddings]:
-        """Rewinds to where the conversation and a prompt part; returns what must be appended of the prompt.
+        """Rewinds to where the conversation and a prompt differ; returns the rest of the prompt, to be appended.
 
-        That is at least its last piece, whose logits are needed.
+        The rest is at least its last piece, whose logits are needed.
         """
         same, n = self.shared(prompt[:-1])
         self.rewind(same)
         return list(prompt[n:])
 
     def replace(self, tokens: list[int], spans: Spans) -> None:
-        """Other tokens, all of them pending, in place of the present ones."""
+        """Replaces all tokens; the new ones are pending."""
         self.drop_drafts()
         self._rewind(0)
         self.tokens, self.spans = tokens, spans
 
     def copy_from(self, other: State, caches: list[LayerState]) -> None:
-        """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
+        """Copies another conversation, into ``caches`` that are empty and of its scheme and size."""
         other.drop_drafts()
         for cache, source in zip(caches, other.caches, strict=True):
             state = source.state()
@@ -209,7 +209,7 @@ class State:
 
 
 def used_part(array: Array) -> tuple[slice, ...]:
-    """The box from the first element on outside of which a C-contiguous array is zero."""
+    """Returns the slices of a C-contiguous array (n, ...), each from 0 on, outside of which it is zero."""
     part = [slice(None)] * array.ndim
     bits = array.view(f"u{array.itemsize}")
     for axis in sorted(range(array.ndim), key=lambda i: -array.shape[i]):
@@ -222,28 +222,28 @@ def used_part(array: Array) -> tuple[slice, ...]:
 
 
 def copy_used(source: Array, target: Array) -> None:
-    """Copies an array (n, ...) into one of zeros without touching what is zero in both, which takes no memory."""
+    """Copies an array (n, ...) into one of zeros, whose pages take no memory where both are zero."""
     part = used_part(source) if isinstance(source, np.ndarray) else ...  # a device's
     target[part] = source[part]
 
 
-def kept_positions(n: int, room: int, n_first: int, spans: Spans) -> list[int]:
-    """Of n tokens, which are too many, the positions of the ``room`` first and latest ones that stay.
+def remaining_positions(n: int, room: int, n_first: int, spans: Spans) -> list[int]:
+    """Returns the positions of n tokens, too many, that remain in the context: ``room`` first and latest ones.
 
-    Those are computed again from position 0, so that positions fit any scheme. n_first: so many at the beginning
-    stay, where they leave a quarter of the room. Of an image all stay or none.
+    These are computed again from position 0, so that positions fit any scheme. n_first: so many at the beginning
+    remain, where they leave a quarter of the room. Of an image all tokens remain or none.
     """
-    sink = max(min(SINK, room // 2), n_first if n_first <= room * 3 // 4 else 0)
-    kept = [*range(sink), *range(n - (room - sink), n)]
-    cut = [span for span in spans if not {*kept}.issuperset(range(span.start, span.stop))]
-    return [i for i in kept if not any(span.start <= i < span.stop for span in cut)]
+    sink = max(min(SINK_TOKENS, room // 2), n_first if n_first <= room * 3 // 4 else 0)
+    positions = [*range(sink), *range(n - (room - sink), n)]
+    cut = [span for span in spans if not {*positions}.issuperset(range(span.start, span.stop))]
+    return [i for i in positions if not any(span.start <= i < span.stop for span in cut)]
 
 
 class Runner:
-    """Runs a decoder, when it is its turn, over the tokens of a state, of which there can be ``ctx``.
+    """Runs a decoder over the tokens of a state, at most ``ctx``, when the scheduler gives it a turn.
 
-    placeholder: the token that counts for a position that holds an embedding. slides: whether the oldest tokens
-    leave when there are more than ``ctx``. drafts: what guesses the next tokens; None: nothing.
+    placeholder: the token that stands for an embedding. slides: whether the oldest tokens leave when there are
+    more than ``ctx``. drafts: the source of guessed tokens, or None.
     """
 
     def __init__(
@@ -260,10 +260,10 @@ class Runner:
         self.slides, self.drafts, self._placeholder = slides, drafts, placeholder
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
-        self._n_drafted = 0  # in the latest pass
-        self.n_read = 0  # tokens that the latest prompt and what was pending before it had, with room made
-        self._lock = threading.Lock()  # of the thread that computes
-        self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
+        self._n_drafted = 0  # drafts in the latest pass
+        self.n_read = 0  # tokens that the latest prompt, and those pending before it, put into the caches
+        self._lock = threading.Lock()  # held by the thread that computes
+        self._ready: F32 | None = None  # the logits after the latest token, where that was a draft
 
     @property
     def is_full(self) -> bool:
@@ -276,7 +276,7 @@ class Runner:
             raise SessionError("this conversation is being computed: let it end, or give each thread a fork of it")
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
         self.require_free()
         with self._lock:
             self.state.mend()
@@ -288,15 +288,15 @@ class Runner:
         return self._ready is not None
 
     def begin_drafts(self) -> DraftCounts:
-        """A text begins behind the present tokens; returns the counts of what will be drafted for it."""
+        """Begins a text after the present tokens; returns the counts of its drafts, which go on changing."""
         self.counts = DraftCounts("none")
         if self.drafts is not None:
-            self.counts = DraftCounts(self.drafts.name)
+            self.counts = DraftCounts(NGRAM)
             self.drafts.begin(self.state.tokens)
         return self.counts
 
     def end_text(self) -> None:
-        """Forgets drafts that were not asked for; nobody waits for the next token of this text."""
+        """Ends a text: forgets unused drafts, and lets other conversations wait for it no longer."""
         self._forget_drafts()
         self.scheduler.finish()
 
@@ -306,7 +306,7 @@ class Runner:
         self._ready = None
 
     def add(self, token: int) -> None:
-        """A chosen token, which is pending until `next_logits`; the next draft, or the drafts are forgotten."""
+        """Appends a chosen token, pending until `next_logits`; forgets the drafts if it is not the next."""
         state = self.state
         state.tokens.append(token)
         self._ready = None
@@ -320,19 +320,20 @@ class Runner:
             self._forget_drafts()
 
     def next_logits(self) -> F32:
-        """Logits (vocab,) after the latest token: of a draft that was right, or of a pass over what is pending.
+        """Returns logits (vocab,) after the latest token: a right draft's, or those of a pass over pending tokens.
 
-        A pass makes room if there is none, and takes drafts along.
+        A pass makes room in a full context, and takes drafts along.
         """
         if self._ready is not None:
             if self.state.n_draft:  # else all drafts were taken back meanwhile
                 self.state.n_draft -= 1
             return self._ready
         state, drafts = self.state, list[int]()
-        with self._alone():
+        with self._computing():
             self._make_room()
-            if self.drafts is not None and len(state.pending) == 1:  # as many as can be taken back
-                room = min(self.ctx - len(state.tokens), self.decoder.max_draft_tokens(state.caches) - 1, MOST)
+            if self.drafts is not None and len(state.pending) == 1:
+                revocable = self.decoder.max_draft_tokens(state.caches) - 1
+                room = min(self.ctx - len(state.tokens), revocable, MAX_DRAFT_TOKENS)
                 drafts = self.drafts.propose(state.tokens, room) if room > 0 else []
             ids = [*state.pending, *drafts]
             first: F32 = (self._steps(ids, len(drafts)) if drafts else self._logits([], 1))[0]
@@ -344,18 +345,18 @@ class Runner:
     def append(
         self, ids: Sequence[int], spans: Spans, *, n_logits: int = 1, progress: LayerProgress | None = None
     ) -> F32:
-        """Logits (n_logits, vocab) after the last of the ids, which are added to the conversation.
+        """Appends ids to the conversation; returns logits (n_logits, vocab) after the last of them.
 
-        spans: embeddings in place of some of them. Where there are too many, room is made first. On an error the
-        conversation is what it was, though it may be pending.
+        spans: embeddings in place of some ids. Where there are too many tokens, room is made first. On an error
+        the conversation is as it was, though its tokens may be pending again.
         """
         state = self.state
-        with self._alone():
+        with self._computing():
             before = state.tokens, state.spans, state.n_dropped
             try:
                 ids, spans = self._room_for(ids, spans)
                 self.n_read = len(state.pending) + len(ids)
-                state.require_keys(self.n_read)
+                state.drop_invalid_keys(self.n_read)
                 state.spans = [*state.spans, *shift_spans(spans, len(state.tokens))]
                 logits = self._logits(ids, n_logits, progress)
             except BaseException:
@@ -365,7 +366,7 @@ class Runner:
             return logits
 
     def read_prompt(self, prompt: Prompt, *, n_pending: int = 0) -> tuple[list[int], Spans]:
-        """A prompt of any length as ids, with a placeholder for each row of embeddings, and the spans of these.
+        """Returns a prompt as ids, with a placeholder for each row of embeddings, and the spans of these.
 
         Raises ContextError for other embeddings than the model's and, without pending tokens, for an empty prompt,
         TokenizerError for an id that is none of the model's.
@@ -395,50 +396,50 @@ class Runner:
         return ids, spans
 
     def fitting_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
-        """`read_prompt`; ContextError where it does not fit and does not slide, which makes room in `append`."""
+        """Returns a prompt as `read_prompt` does. Raises ContextError where it does not fit and nothing slides."""
         ids, spans = self.read_prompt(prompt, n_pending=len(self.state.pending))
         if not slides:
             require_room(len(ids), self.ctx, self.decoder.config.max_positions, len(self.state.tokens))
         return ids, spans
 
     def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
-        """What is to be appended of a prompt; of the conversation stays what leaves room for it.
+        """Drops tokens of the conversation, and of a prompt that is too long; returns what to append of it.
 
         Raises ContextError where an image of the prompt would have to leave.
         """
         state, n_held = self.state, len(self.state.tokens)
-        own = shift_spans(spans, n_held)
-        kept = self._kept(n_held + len(ids), self.ctx - self.ctx // 4, [*state.spans, *own])
-        if kept is None:
+        new_spans = shift_spans(spans, n_held)
+        remaining = self._remaining(n_held + len(ids), self.ctx - self.ctx // 4, [*state.spans, *new_spans])
+        if remaining is None:
             return ids, spans
-        if len(keep_spans(own, kept)) < len(own):
+        if len(select_spans(new_spans, remaining)) < len(new_spans):
             require_room(len(ids), self.ctx - self.ctx // 4, self.decoder.config.max_positions)
-        held, new = [i for i in kept if i < n_held], [i - n_held for i in kept if i >= n_held]
-        state.replace([state.tokens[i] for i in held], keep_spans(state.spans, held))
-        return [ids[i] for i in new], keep_spans(spans, new)
+        old, new = [i for i in remaining if i < n_held], [i - n_held for i in remaining if i >= n_held]
+        state.replace([state.tokens[i] for i in old], select_spans(state.spans, old))
+        return [ids[i] for i in new], select_spans(spans, new)
 
     def _make_room(self) -> None:
         state = self.state
-        kept = self._kept(len(state.tokens), self.ctx - self.ctx // 2, state.spans)
-        if kept is not None:
-            state.replace([state.tokens[i] for i in kept], keep_spans(state.spans, kept))
+        remaining = self._remaining(len(state.tokens), self.ctx - self.ctx // 2, state.spans)
+        if remaining is not None:
+            state.replace([state.tokens[i] for i in remaining], select_spans(state.spans, remaining))
             if self.drafts is not None:
                 self.drafts.begin(state.tokens)
 
-    def _kept(self, n: int, room: int, spans: Spans) -> list[int] | None:
-        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made."""
+    def _remaining(self, n: int, room: int, spans: Spans) -> list[int] | None:
+        """Returns the positions of n tokens that remain, and counts the others as dropped; None: all remain."""
         if n <= self.ctx or not self.slides:
             return None
-        kept = kept_positions(n, max(room, 1), self.state.n_first, spans)
-        self.state.n_dropped += n - len(kept)
-        return kept
+        positions = remaining_positions(n, max(room, 1), self.state.n_first, spans)
+        self.state.n_dropped += n - len(positions)
+        return positions
 
     def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
-        """(n_last, vocab) after the last of the pending tokens and these, which all enter the caches."""
+        """Runs the pending tokens and ``more`` into the caches; returns logits (n_last, vocab) after the last."""
         state, decoder = self.state, self.decoder
-        state.require_keys(len(state.pending) + len(more))
+        state.drop_invalid_keys(len(state.pending) + len(more))
         ids, start = [*state.pending, *more], state.n_cached
-        spans = keep_spans(state.spans, range(start, start + len(ids)))
+        spans = select_spans(state.spans, range(start, start + len(ids)))
         if start and len(ids) == 1 and not spans:
             return self._steps(ids)
         with self._undone_on_error(start, len(ids)), self.scheduler.exclusive() as pause:
@@ -452,7 +453,7 @@ class Runner:
             return decoder.head(hidden[len(ids) - n_last :])
 
     def _steps(self, ids: Sequence[int], n_drafts: int = 0) -> F32:
-        """(1 + n_drafts, vocab): logits behind the pending token, and behind drafts, tentative until `add`."""
+        """Returns logits (1 + n_drafts, vocab) after the pending token and after drafts, tentative until `add`."""
         state = self.state
         with self._undone_on_error(state.n_cached, len(ids)):
             logits = self.scheduler.steps(self.decoder, ids, state.caches)

@@ -1,4 +1,4 @@
-"""From logits to the next token id: settings, penalties, filters, log probabilities."""
+"""Sampling: chooses the next token id from logits, by settings, penalties and filters; log probabilities."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Biases = Annotated[Mapping[Token, Bias], Meta(description="token ids, each with 
 
 
 def _option(metavar: str, text: str) -> Meta:
-    """What an option of the field is called in a command's help, and its help."""
+    """Returns the metavar and the help of the field's option, for the command line."""
     return Meta(extra={"metavar": metavar, "help": text})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. Without any: temperature 0.7, and the filters of llama.cpp.
+    """How the next token is chosen. The defaults are temperature 0.7 and the filters of llama.cpp.
 
     temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
     top_k, top_p, min_p: the tokens that are kept: the k most probable; the fewest whose probability reaches top_p,
@@ -89,7 +89,7 @@ class SamplingParams:
             object.__setattr__(self, name, getattr(self, name) or None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every setting by its name, as files and reports have it: 0 where top_k or repetition_window is None."""
+        """Returns every setting by its name, as files and reports have it: 0 for a top_k that is None."""
         return asdict(self) | {name: getattr(self, name) or 0 for name in ZERO_IS_NONE}
 
     @property
@@ -99,7 +99,7 @@ class SamplingParams:
 
 
 def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen: Mapping[int, int]) -> Any:
-    """logits (vocab,) with the repetition penalty, the other two, and the biases; the argument stays as it is.
+    """Returns logits (vocab,) with penalties and biases applied; the argument is not changed.
 
     history: ids of prompt and output. chosen: how often each token was sampled. Logits of a device stay there.
     """
@@ -127,7 +127,7 @@ def _add(logits: Any, ids: Sequence[int], values: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """Of one token: natural logarithms; ``top`` has the likeliest tokens at its place, the likeliest first."""
+    """The natural logarithms of a token's probability and, in ``top``, of the likeliest tokens' in its place."""
 
     token: int
     logprob: float
@@ -135,7 +135,7 @@ class TokenLogprob:
 
 
 def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
-    """Of ``token`` among logits (vocab,), which may lie on a device, and of the ``n_top`` likeliest."""
+    """Returns the log probabilities of ``token`` and of the ``n_top`` likeliest, by logits (vocab,)."""
     x = logits.astype(np.float64)
     x -= np.max(x)
     x -= np.log(np.sum(np.exp(x)))
@@ -155,9 +155,9 @@ def _require_finite(largest: float) -> None:
 
 
 def _from_device(logits: Any, n: int | None) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
-    """Ids, ascending, and values of the n largest of logits (vocab,) on a device, of equals the lower id.
+    """Copies the n largest of logits (vocab,) from a device: ids (n,), ascending, and values (n,).
 
-    None: all ids, in order.
+    Of equal logits those of lower ids. Ids are None where all logits are copied.
     """
     if n is None or n >= logits.size:
         return None, to_host(logits)
@@ -169,11 +169,11 @@ def _from_device(logits: Any, n: int | None) -> tuple[NDArray[np.float64] | None
 
 
 class Sampler:
-    """Chooses tokens by `params`. Same seed and logits, same tokens: each sampler owns its generator (PCG64).
+    """Chooses tokens by `params`, with a random generator (PCG64) of its own: the same seed gives the same tokens.
 
-    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. `seed` is the one really
-    used. With `n_logprobs`, 0 or more, `logprobs` has an entry per sampled token: its log probability, and those
-    of so many likeliest tokens. Raises ConfigError for a bias of a token that the vocabulary lacks.
+    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. `seed` is the one in use,
+    also where params has none. With `n_logprobs`, 0 or more, `logprobs` gets an entry per sampled token, with as
+    many likeliest tokens. Raises ConfigError for a bias of a token that the vocabulary lacks.
     """
 
     @checked(params="sampling")
@@ -197,7 +197,7 @@ class Sampler:
     def sample(
         self, logits: NDArray[np.float32], history: Sequence[int] = (), masked: NDArray[np.float32] | None = None
     ) -> int:
-        """The next token id for `logits` (vocab_size,) after `history`, the ids of prompt and output so far.
+        """Chooses the next token id by `logits` (vocab_size,). history: ids of prompt and output so far.
 
         masked: the logits with -inf where a constraint rules a token out; `logprobs` are those of `logits`. A tie
         goes to the lowest id. Raises EdgeKVError for logits of another shape, or without a finite maximum.
@@ -213,7 +213,7 @@ class Sampler:
         return token
 
     def _choose(self, logits: Any) -> int:
-        """The id among logits (vocab,); of a device's those that may be chosen are copied."""
+        """Chooses an id by logits (vocab,) of the host or of a device."""
         ids = None
         if not isinstance(logits, np.ndarray):
             ids, logits = _from_device(logits, self.params.top_k if self.params.temperature else 1)
@@ -227,16 +227,16 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def settings(self) -> dict[str, Any]:
-        """Every parameter by its name, for reports; seed is the one really used."""
+        """Returns every parameter by its name, for reports, with the seed in use."""
         return self.params.as_dict() | {"seed": self.seed}
 
     def state(self) -> dict[str, Any]:
-        """The random generator's state, for JSON; `load_state` continues the same series."""
+        """Returns the random generator's state as JSON, from which `load_state` continues the series."""
         counts = {"counts": sorted(self._counts.items())} if self._counts else {}
         return {"seed": self.seed, "generator": self._rng.bit_generator.state, **counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`. Raises EdgeKVError where it is not one, and changes nothing then."""
+        """Continues the series of a `state`. Raises EdgeKVError, and changes nothing, where it is none."""
         generator = np.random.PCG64()
         try:
             seed = int(state["seed"])
@@ -254,7 +254,7 @@ class Sampler:
     def _candidates(
         self, logits: NDArray[Any], largest: float
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-        """Ids that pass the filters (None: all) and their weights, probabilities but for a common factor."""
+        """Returns the ids that pass the filters (None: all), and their probabilities times a common factor."""
         params, scaled = self.params, self._scaled[: logits.size]
         np.subtract(logits, largest, out=scaled, dtype=np.float64)
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
@@ -265,11 +265,11 @@ class Sampler:
             scaled = scaled[ids]
         weights = np.exp(scaled, out=scaled)
         if params.top_p < 1:
-            kept = _nucleus(weights, params.top_p)
-            ids, weights = kept if ids is None else ids[kept], weights[kept]
+            places = _nucleus(weights, params.top_p)
+            ids, weights = places if ids is None else ids[places], weights[places]
         if params.min_p > 0:
-            kept = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
-            ids, weights = kept if ids is None else ids[kept], weights[kept]
+            places = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
+            ids, weights = places if ids is None else ids[places], weights[places]
         return ids, weights
 
 
@@ -280,7 +280,7 @@ def open_sampler(
     seed: int | None,
     defaults: SamplingParams,
 ) -> Sampler:
-    """The sampler that the parameters of `Session.generate` ask for; what they leave open is of ``defaults``.
+    """Makes the sampler for parameters of `Session.generate`; those that are None are taken from ``defaults``.
 
     Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
     """
@@ -295,12 +295,12 @@ def open_sampler(
 
 
 def continued(last: Sampler | None, params: SamplingParams) -> SamplingParams | Sampler:
-    """The last text's sampler if it has these settings: its random numbers go on; else the settings."""
+    """Returns the last text's sampler, whose random numbers go on, if it has these settings; else the settings."""
     return last if last is not None and last.params == params else params
 
 
 def _largest_k(scores: Any, k: int) -> Any:
-    """Ascending indices of the k largest scores, of equals the lower ones; without a sort of them all."""
+    """Returns the ascending indices (k,) of the k largest scores (n,), of equals the lower ones."""
     border = scores[np.argpartition(scores, -k)[-k]]
     above = np.flatnonzero(scores > border)
     ties = np.flatnonzero(scores == border)[: k - above.size]
@@ -308,7 +308,7 @@ def _largest_k(scores: Any, k: int) -> Any:
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Indices of the fewest largest weights whose sum is at least top_p of the total, largest first."""
+    """Returns the indices of the fewest largest weights (n,) whose sum is top_p of the total, largest first."""
     total = weights.sum()
     # All weights below this floor add up to less than 1 - top_p, so none of them is needed or sorted.
     floor = (1 - top_p) * total / weights.size

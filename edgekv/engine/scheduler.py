@@ -1,4 +1,4 @@
-"""Whose turn it is to compute: one conversation with a decoder, or several, each in a thread of its own."""
+"""Schedulers: let one conversation compute with a decoder, or several, each in a thread of its own, in turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERRUPTED = (
 
 
 class SerialScheduler:
-    """Runs decoders of the same weights in the caller's thread; raises SessionError when busy.
+    """Runs decoders of the same weights in the caller's thread. Raises SessionError when another one computes.
 
     threads: cores for a prompt.
     """
@@ -34,25 +34,25 @@ class SerialScheduler:
         self._lock = threading.Lock()
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """`Decoder.steps`: logits (n, vocab) after the next token of a text, and after each draft behind it."""
+        """Runs `Decoder.steps`; returns logits (n, vocab) after a text's next token and after each draft."""
         with self._turn(1):
             return decoder.steps(tokens, caches)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Pause]:
-        """For a prompt, or whatever else needs all cores; the pause lets tokens of others go first."""
+        """Gives a block, for a prompt or other work of all cores, a pause that lets others' tokens go first."""
         with self._turn(self.threads):
             yield lambda: None
 
     def finish(self) -> None:
-        """Ends the text of this thread: no token waits for it."""
+        """Ends the text of this thread: other texts' tokens no longer wait for it."""
 
     @contextlib.contextmanager
     def _turn(self, threads: int) -> Iterator[None]:
         if self._lock.locked():
             what = "these weights are computing for another conversation"
             raise SessionError(what, field="slots", value=1, accepted=["2 or more"])
-        with self._lock, blas_threads(threads):  # an interrupt before or behind it leaves nothing locked
+        with self._lock, blas_threads(threads):  # an interrupt before or after it leaves nothing locked
             yield
 
 
@@ -72,11 +72,11 @@ class _Request:
 
 
 class BatchScheduler(SerialScheduler):
-    """Conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
+    """Runs conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
-    PATIENCE_S. Whoever finds it so computes it; the others wait. A thread that is interrupted (KeyboardInterrupt)
-    leaves neither its turn nor its token behind.
+    PATIENCE_S. The thread that finds it so computes the pass; the others wait. A thread that is interrupted
+    (KeyboardInterrupt) leaves neither its turn nor its token behind.
     """
 
     def __init__(self, threads: int) -> None:
@@ -84,17 +84,17 @@ class BatchScheduler(SerialScheduler):
         self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
         self._computing: int | None = None  # the thread whose turn it is
-        self._has_prompt = False  # while one is read, a pass begins only where the prompt pauses for it
+        self._has_prompt = False  # while a prompt is read, a pass begins only where the prompt pauses for it
         self._lets_pass = False
         self._writing: set[int] = set()  # threads whose text goes on
         self._waiting: list[_Request] = []
-        self._pass: list[_Request] = []  # what is being computed
+        self._pass: list[_Request] = []  # the requests that are being computed
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
-        """Logits (1, vocab) of `SerialScheduler.steps`, of one token: drafts need slots=1.
+        """Runs one token in a pass with those of other threads; returns logits (1, vocab). Drafts need slots=1.
 
-        Raises what the pass raised: then none of it has its token. SessionError where the thread that computed the
-        pass was interrupted; the others may ask again.
+        Raises the error of the pass, of which then no text has its token; SessionError where the thread that
+        computed it was interrupted, after which the others may ask again.
         """
         self._require_outside()
         request = _Request(decoder, tokens[0], caches)
@@ -110,13 +110,15 @@ class BatchScheduler(SerialScheduler):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Pause]:
-        """`SerialScheduler.exclusive`; waits for its turn."""
+        """Runs its block as `SerialScheduler.exclusive` does, but waits for its turn."""
         self._require_outside()
         self.finish()
         with self._prompt:
             try:
                 self._has_prompt = True  # else texts that are quick to ask again would keep it out
-                self._take_turn()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._computing is None)
+                    self._computing = threading.get_ident()
                 with blas_threads(self.threads):
                     yield self._pause
             finally:
@@ -124,13 +126,12 @@ class BatchScheduler(SerialScheduler):
                 self._give_turn()
 
     def finish(self) -> None:
-        """See `SerialScheduler`."""
         with self._changed:
             self._writing.discard(threading.get_ident())
             self._changed.notify_all()
 
     def _require_outside(self) -> None:
-        """SessionError within `exclusive` of the same thread, which would wait for itself."""
+        """Raises SessionError within `exclusive` of the same thread, which would wait for itself."""
         if self._computing == threading.get_ident():
             raise SessionError("this thread computes with these weights already: end that first")
 
@@ -146,7 +147,7 @@ class BatchScheduler(SerialScheduler):
                 self._computing = threading.get_ident()
 
     def _begins_pass(self, request: _Request) -> bool:
-        """Waits for a pass. True: this thread is to compute it. False: another one has."""
+        """Waits for a pass; returns whether this thread must compute it, as no other has."""
         with self._changed:
             self._writing.add(request.thread)
             self._waiting.append(request)
@@ -156,13 +157,13 @@ class BatchScheduler(SerialScheduler):
                 if request in self._waiting and is_free and self._is_due():
                     self._computing, self._lets_pass = request.thread, False
                     self._pass, self._waiting = self._waiting, []
-                    self._writing = {each.thread for each in self._pass}  # who was waited for in vain is out
+                    self._writing = {each.thread for each in self._pass}  # those waited for in vain are out
                     return True
                 self._changed.wait(PATIENCE_S)
             return False
 
     def _settle(self, request: _Request) -> None:
-        """Afterwards nobody computes with a token's caches, whether or not its thread was interrupted."""
+        """Withdraws a request, answered or interrupted, and waits until no thread computes with its caches."""
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -181,11 +182,6 @@ class BatchScheduler(SerialScheduler):
         overdue = time.monotonic() - self._waiting[0].since_s > PATIENCE_S
         return overdue or len(self._waiting) >= len(self._writing)
 
-    def _take_turn(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._computing is None)
-            self._computing = threading.get_ident()
-
     def _give_turn(self) -> None:
         with self._changed:
             if self._computing == threading.get_ident():
@@ -193,7 +189,7 @@ class BatchScheduler(SerialScheduler):
             self._changed.notify_all()
 
     def _compute(self, batch: Sequence[_Request]) -> None:
-        """A pass for those of each decoder; an interrupt goes to this thread alone."""
+        """Computes a pass for the requests of each decoder; an interrupt reaches this thread alone."""
         groups: dict[int, list[_Request]] = {}
         for request in batch:
             groups.setdefault(id(request.decoder), []).append(request)

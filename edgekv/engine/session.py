@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+SHARED_OPTIONS = ("device", "threads", "slots", "config", "tokenizer", "adapter", "lora", "loras")
+"""The options that all sessions on the same loaded weights have in common."""
 MORE = "raise ctx for more, or let overflow slide"
 Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
 Stops = Stop | Sequence[Stop]
@@ -60,8 +62,7 @@ class Step:
     """One generated token.
 
     token: its id. text: what can be printed now; empty while a character or a stop string may go on.
-    latency_s: the seconds that it took, for the first token with the prompt's; of those of one pass the first has
-    all.
+    latency_s: seconds for this token, of the first one with the prompt; of tokens from one pass the first has all.
     finish_reason: None, or in the last step why the text ended: "stop" (an end-of-text token, a stop string, the
         end of a schema) or "length" (max_new_tokens, or a full context). finish_message: the same for people.
     """
@@ -76,24 +77,25 @@ class Step:
 StepIterator = Generator[Step, None, None]
 
 
-def _part(name: str, doc: str) -> Any:
-    """A property of a session: an attribute of its runner. Raises SessionError when it is closed."""
+def _runner_property(name: str, doc: str) -> Any:
+    """Returns a property that reads an attribute of a session's runner. It raises SessionError when closed."""
     read = operator.attrgetter(name)
     return property(lambda session: read(session._runner), doc=doc)
 
 
 class Session:
-    """One conversation with a model. Shares nothing with other sessions but, as a `fork`, the weights.
+    """One conversation with a model. A `fork` shares the weights with another session, and nothing else.
 
-    A context manager: at its end, or with `close`, the caches are freed, and the session refuses to go on.
-    model: the opened checkpoint; config: its shape; plan: scheme, context and bytes; tokenizer: None where the
-    model has none; lora: the name of the one beside the weights; can_slide: whether the oldest tokens leave when
-    the context is full. What changes the conversation raises SessionError while a text is being generated.
+    A context manager: at its end, as with `close`, the caches are freed, and the session refuses to go on.
+    model: the opened checkpoint. config: its shape. plan: scheme, context and bytes. tokenizer: None where the
+    model has none. lora: the name of the LoRA beside the weights, or None. can_slide: whether the oldest tokens
+    leave when the context is full. Methods that change the conversation raise SessionError while a text is being
+    generated.
     """
 
     @classmethod
     def load(cls, path: Path, *, progress: TaskProgress | None = None, **options: Unpack[LoadOptions]) -> Session:
-        """Opens a model for a new conversation: ``Session.load("demo", kv="onebit", ctx=4096)``.
+        """Loads a model for a new conversation: ``Session.load("demo", kv="onebit", ctx=4096)``.
 
         path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
         "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
@@ -101,10 +103,10 @@ class Session:
         while weights are quantized and kernels compiled. Raises an EdgeKVError: a bad file or option, a context
         beyond the model, too little memory (computed before it is taken).
         """
-        given, path = Options.of(options), checked_value("model", path, Path)
+        requested, path = Options.of(options), checked_value("model", path, Path)
         checked_value("progress", progress, TaskProgress | None)
-        loaded = load_model(given, open_model(path, given), progress)
-        return cls(loaded, loaded.plan, given, compile_s=loaded.compile_s)
+        loaded = load_model(requested, open_model(path, requested), progress)
+        return cls(loaded, loaded.plan, requested, compile_s=loaded.compile_s)
 
     @classmethod
     def restore(
@@ -115,27 +117,35 @@ class Session:
         progress: TaskProgress | None = None,
         **options: Unpack[LoadOptions],
     ) -> Session:
-        """The conversation that `save` wrote, with its scheme, context and sampler; its next tokens are those
-        that the saved session would have had.
+        """Restores the conversation that `save` wrote; the same tokens follow as in the saved session.
 
-        model: where the weights are, with the options of `load`, or a session whose loaded weights to share (its
-        context must be as long). Raises SessionError for a file that is damaged, foreign, or of another model,
-        ``weights``, ``kv`` or ``ctx``, where these are given; CacheError for one of more than ``kv_budget`` bytes.
+        model: where the weights are, or a session whose loaded weights to share (its context must be as long).
+        options: those of `load`. ``kv``, ``ctx`` and ``weights`` are the file's: leave them out, or give the same.
+            With a session as the model, ``kv_budget``, ``overflow`` and ``draft`` apply, and the others are those
+            of that session: leave them out, or give the same.
+
+        Raises SessionError for a file that is damaged or foreign, or was written with another model, ``kv``,
+        ``ctx`` or ``weights``; ConfigError for an option that contradicts the session which shares its weights;
+        CacheError for a file of more than ``kv_budget`` bytes.
         """
         checked_value("progress", progress, TaskProgress | None)
-        given, saved = Options.of(options), SavedState(checked_value("session", path, Path))
-        held_on = model.plan.weights if isinstance(model, Session) else given.weights
-        saved.require(given.kv, given.ctx, held_on)
+        requested, saved = Options.of(options), SavedState(checked_value("session", path, Path))
+        saved.require(requested.kv, requested.ctx, requested.weights)
         if isinstance(model, Session):
-            given = dataclasses.replace(given, slots=model._options.slots)
+            saved.require(None, None, model.plan.weights)
+            shared = {name: getattr(model._options, name) for name in SHARED_OPTIONS}
+            for name in options.keys() & shared.keys():
+                if getattr(requested, name) not in (shared[name], getattr(model._loaded, name, shared[name])):
+                    what = f"the session that shares its weights has {shared[name]!r}"
+                    raise ConfigError(what, field=name, value=options.get(name), advice=f"leave {{{name}}} out")
             lora = saved.require_model(model.model)
-            session = model._forked(saved.kv, saved.ctx, given, lora)
+            session = model._forked(saved.kv, saved.ctx, dataclasses.replace(requested, **shared), lora)
         else:
-            opened = open_model(checked_value("model", model, Path), given)
+            opened = open_model(checked_value("model", model, Path), requested)
             lora = saved.require_model(opened)
-            as_saved = dataclasses.replace(given, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
+            as_saved = dataclasses.replace(requested, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
             loaded = load_model(as_saved, opened, progress)
-            session = cls(loaded, loaded.plan, given, lora=lora, compile_s=loaded.compile_s)
+            session = cls(loaded, loaded.plan, requested, lora=lora, compile_s=loaded.compile_s)
         saved.open_state(session._state, session.config)
         return session
 
@@ -148,7 +158,7 @@ class Session:
         lora: str | None = None,
         compile_s: float = 0.0,
     ) -> None:
-        """An empty conversation on loaded weights: `load` and `fork` make one."""
+        """Makes an empty conversation on loaded weights; called by `load`, `restore` and `fork`."""
         self.model, self.plan, self.config = loaded.model, plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.lora = lora
@@ -168,11 +178,10 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        about, runner = f"{self.model.name}, kv {self.plan.kv.short}", self._open_runner
-        if runner is None:
-            return f"<edgekv.Session {about}, closed>"
-        held = f"{len(runner.state.tokens)} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
-        return f"<edgekv.Session {about}, {held}>"
+        runner, status = self._open_runner, "closed"
+        if runner is not None:
+            status = f"{len(runner.state.tokens)} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
+        return f"<edgekv.Session {self.model.name}, kv {self.plan.kv.short}, {status}>"
 
     @property
     def _runner(self) -> Runner:
@@ -184,13 +193,13 @@ class Session:
     def _state(self) -> State:
         return self._runner.state
 
-    nbytes: int = _part("state.nbytes", "Bytes of its caches' arrays.")
-    caches: Sequence[LayerState] = _part("state.caches", "Each layer's cache, or its state; to look at.")
-    tokens: list[int] = _part("state.tokens", "Ids of prompt and output; the last may not be in the caches yet.")
-    memo: dict[str, Any] = _part("state.memo", "What its owner wants to be saved with it, as JSON.")
-    last_sampler: Sampler | None = _part("state.sampler", "The sampler of the last text.")
-    n_dropped: int = _part("state.n_dropped", "Tokens that left when the conversation outgrew the context.")
-    n_read: int = _part("n_read", "Tokens that the latest prompt put into the caches, with those pending before.")
+    nbytes: int = _runner_property("state.nbytes", "The bytes of the caches' arrays.")
+    caches: Sequence[LayerState] = _runner_property("state.caches", "The layers' caches or states, to be read.")
+    tokens: list[int] = _runner_property("state.tokens", "Ids of prompts and texts; the caches may lack the last.")
+    memo: dict[str, Any] = _runner_property("state.memo", "JSON that is saved with the session, for its owner.")
+    last_sampler: Sampler | None = _runner_property("state.sampler", "The sampler of the last text.")
+    n_dropped: int = _runner_property("state.n_dropped", "Tokens that left when the context was full.")
+    n_read: int = _runner_property("n_read", "Tokens that the latest prompt put into the caches.")
 
     @property
     def vision(self) -> Vision:
@@ -198,20 +207,20 @@ class Session:
         return self._loaded.vision
 
     def require_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises TokenizerError where it has none."""
+        """Returns the model's tokenizer. Raises TokenizerError where it has none."""
         return self.tokenizer or open_tokenizer(self.model)
 
     def require_idle(self) -> None:
-        """Raises SessionError while a text is being generated, and when it is closed."""
+        """Raises SessionError while a text is being generated, and in a closed session."""
         self._idle_runner()
 
     def _idle_runner(self) -> Runner:
-        if self._running() is not None:
+        if self._running_steps() is not None:
             raise SessionError("this session is generating a text: exhaust or close its iterator first")
         self._runner.require_free()
         return self._runner
 
-    def _running(self) -> StepIterator | None:
+    def _running_steps(self) -> StepIterator | None:
         steps = self._steps and self._steps()
         return steps if steps and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED else None
 
@@ -221,22 +230,22 @@ class Session:
 
     @checked()
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
+        """Encodes a prompt to token ids; the beginning-of-text token is added only to an empty conversation."""
         return self.require_tokenizer().encode(text, bos=not self.tokens)
 
     @checked()
     def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
-        """Token ids and, in place of its `<image>` tokens, the embeddings of images: files or Pillow images.
+        """Encodes a prompt to token ids, with embeddings of images (files or Pillow's) for its `<image>`s.
 
-        Without such tokens the images come first; in a text without images `<image>` is text. Raises ImageError: a
-        file that is no image, more or fewer images than `<image>` tokens, a model that takes none.
+        Without such tokens the images come first; in a text without images `<image>` is text. Raises ImageError
+        for a file that is no image, more or fewer images than `<image>` tokens, and a model without vision.
         """
         return self._prompt(prompt, images, bos=not self.tokens)[0]
 
     def _prompt(
         self, prompt: str | Prompt, images: Sequence[ImageSource], bos: bool
     ) -> tuple[Prompt, ImagesReport | None]:
-        """`prompt`, and what is to be reported of its images. bos: whether it begins a conversation."""
+        """Encodes as `prompt` does, and reports on the images. bos: whether the prompt begins a conversation."""
         if isinstance(prompt, str):
             tokenizer = self.require_tokenizer()
             text = prompt if images else without_places(prompt, tokenizer)
@@ -254,9 +263,10 @@ class Session:
         return pieces, None
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Within it no conversation of these weights computes: for other work with all cores.
+        """Returns a context in which no other conversation on these weights computes: for work with all cores.
 
-        One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
+        A conversation of another thread waits for its end where the weights were loaded with ``slots``; else it
+        raises SessionError.
         """
         return self._runner.scheduler.exclusive()
 
@@ -264,7 +274,7 @@ class Session:
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
-        """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
+        """Appends a prompt (see `prompt`); returns the logits (vocab,) float32 after it."""
         runner = self._idle_runner()
         ids, spans = runner.fitting_prompt(self.prompt(prompt, images), runner.slides)
         return to_host(runner.append(ids, spans, progress=progress)[0])
@@ -284,17 +294,17 @@ class Session:
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
     ) -> StepIterator:
-        """An iterator of tokens that continue the conversation with a prompt and ``images``: see `prompt`.
+        """Continues the conversation with a prompt and ``images`` (see `prompt`); returns an iterator of tokens.
 
-        Nothing of the conversation changes before its first step.
-        sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
-            and `last_sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
-            others are those of the model's generation_config.json, or the defaults.
+        The conversation changes with the iterator's first step.
+        sampling: how tokens are chosen; a Sampler goes on with its series of random numbers: `last_sampler` and
+            ``prompt=[]`` continue the last text. temperature, seed: these two of `SamplingParams` instead, the
+            others from the model's generation_config.json, or their defaults.
         stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
-            the llguidance library; constraint: rules tokens out in a way of your own instead.
+            the llguidance library. constraint: another rule for which tokens may come.
         progress(layer, n_layers) is called during prefill.
 
-        The last step's ``finish_reason`` says why the text ended. Raises ContextError when the prompt does not
+        The last step's ``finish_reason`` says why the text ended. Raises ContextError for a prompt that does not
         fit, ConfigError for a schema that can't be followed and settings that exclude each other, SessionError
         while another iterator is neither exhausted nor closed.
         """
@@ -360,17 +370,18 @@ class Session:
 
     @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
-        """(n, vocab) float32: logits after each token of a prompt, which is appended. See `prompt`."""
+        """Appends a prompt of n tokens (see `prompt`); returns the logits (n, vocab) float32 after each."""
         runner = self._idle_runner()
         ids, spans = runner.fitting_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
     @checked()
     def embed(self, text: str | Sequence[int]) -> F32:
-        """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
+        """Returns a text as a vector (hidden_size,) float32 of length 1; the conversation is not touched.
 
-        The mean of the tokens' last hidden states, behind the final norm. Vectors of one model can be compared by
-        their inner product. Raises ContextError for a text longer than the context, TokenizerError for other ids.
+        The vector is the mean of the tokens' last hidden states after the final norm; two of one model are
+        compared by their inner product. Raises ContextError for a text longer than the context, TokenizerError
+        for ids outside the vocabulary.
         """
         pieces = self._prompt(text, (), bos=True)[0]
         ids = [piece for piece in pieces if isinstance(piece, int)]
@@ -389,24 +400,24 @@ class Session:
         return result
 
     def report(self) -> RunReport:
-        """Counts, times and bytes of the last `generate`."""
+        """Returns counts, times and bytes of the last `generate`."""
         return measured(self._report, self._state, self._runner.decoder, self.plan.notes)
 
     @checked()
     def rewind(self, n_tokens: Natural) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
-        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
-        quarter of its exact window, else up to two windows (docs/lab/quality.md). Raises ContextError below 0.
+        Tokens of these that the scheme can't keep are computed again with the next prompt: none after a rewind by
+        a quarter of its exact window, else up to two windows (docs/lab/quality.md). Raises ContextError below 0.
         """
         self._idle_runner().state.rewind(n_tokens)
 
     @checked()
     def align(self, prompt: str | Prompt, n_first: Natural | None = None) -> list[int | Embeddings]:
-        """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
+        """Rewinds to where the conversation and a whole prompt differ; returns the rest of it, for `generate`.
 
-        That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
-        conversation. n_first: so many tokens at its beginning stay when the context slides.
+        The rest is at least the prompt's last piece, whose logits are needed. A text is encoded as the beginning
+        of a conversation. n_first: so many tokens at its beginning stay when the context slides.
         """
         runner = self._idle_runner()
         whole = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
@@ -417,7 +428,7 @@ class Session:
         return pieces
 
     def shared_prefix(self, prompt: Prompt) -> int:
-        """Tokens that the conversation and a prompt have in common at their beginning."""
+        """Returns how many tokens the conversation and a prompt have in common at their beginning."""
         return self._state.shared(prompt)[0]
 
     def reset(self) -> None:
@@ -425,8 +436,8 @@ class Session:
         self.use_lora(self.lora)
 
     def close(self) -> None:
-        """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
-        steps = self._running()
+        """Ends a text that is being generated and frees the caches. A second call does nothing."""
+        steps = self._running_steps()
         if steps is not None:
             steps.close()
         if self._open_runner is not None:
@@ -435,31 +446,31 @@ class Session:
 
     @checked()
     def use_lora(self, name: str | None) -> None:
-        """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
+        """Forgets the conversation, and uses one of the loaded ``loras`` from now on; None: none.
 
-        Raises ConfigError for another name.
+        Raises ConfigError for an unknown name.
         """
         decoder = self._loaded.decoder(name)
         self._idle_runner().state.clear()
-        self._run_on(decoder, name)
+        self._use_decoder(decoder, name)
 
-    def _run_on(self, decoder: Decoder, lora: str | None) -> None:
+    def _use_decoder(self, decoder: Decoder, lora: str | None) -> None:
         self._runner.decoder, self.lora = decoder, lora
         self._report = self._new_report()
 
     @checked(path="session")
     def save(self, path: Path) -> int:
-        """Writes the conversation, its compressed cache and its sampler whole or not at all; returns the bytes.
+        """Writes conversation, compressed cache and sampler to a file, whole or not at all; returns its bytes.
 
-        Raises CheckpointError when the file can't be written.
+        Raises CheckpointError when it can't be written.
         """
         return save_state(path, self._state, self.model, self.lora, self.plan)
 
     @checked(path="session")
     def load_state(self, path: Path) -> None:
-        """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
+        """Replaces the conversation by a saved one of the same model, scheme and context, and takes its LoRA.
 
-        Raises SessionError, and keeps the present one, when the file does not fit; MemoryBudgetError where its
+        On an error the present one stays: SessionError for a file that does not fit, MemoryBudgetError where its
         caches don't fit beside the present ones.
         """
         saved, runner = SavedState(path), self._idle_runner()
@@ -468,11 +479,11 @@ class Session:
         state = self._loaded.new_state(self.plan)
         saved.open_state(state, self.config)
         runner.state = state
-        self._run_on(self._loaded.decoder(lora), lora)
+        self._use_decoder(self._loaded.decoder(lora), lora)
 
     @checked()
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: Count | None = None) -> Session:
-        """Another, empty conversation on the weights that are loaded, for up to as many tokens.
+        """Makes another, empty conversation on the loaded weights, with at most this one's context.
 
         In one thread the two may take turns, token by token; for threads of their own load with as many ``slots``.
         Raises ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
@@ -491,10 +502,10 @@ class Session:
 
     @checked()
     def copy_from(self, other: Session) -> None:
-        """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
+        """Replaces the conversation by a copy of another session's, of the same model, LoRA, scheme and context.
 
-        Not how its last text was sampled. Raises SessionError for another plan, MemoryBudgetError where its caches
-        don't fit beside the present ones.
+        Its sampler is not copied. Raises SessionError where these differ, MemoryBudgetError where the copied
+        caches don't fit beside the present ones.
         """
         state = self._idle_runner().state
         mine, theirs = ((each.model.path, each.lora, each.plan.kv, each.plan.ctx) for each in (self, other))
@@ -506,7 +517,7 @@ class Session:
 def choose_token(
     runner: Runner, sampler: Sampler, logits: F32, constraint: Constraint | None, image_token: int | None
 ) -> int:
-    """The next token by logits (vocab,), which is added to the conversation."""
+    """Chooses the next token by logits (vocab,), and adds it to the conversation."""
     with memory_errors("choosing a token", runner.decoder.backend.free_bytes):
         masked = constraint.allowed(to_host(logits)) if constraint else None
         if image_token is not None:
@@ -518,7 +529,7 @@ def choose_token(
 
 
 class StopMatcher:
-    """Finds stop strings in text that arrives in pieces, and holds back what could be the start of one.
+    """A filter of text that arrives in pieces: it ends at stop strings, and holds back what may begin one.
 
     The stop string completed first ends the text, wherever the pieces are cut; of two completed by the same
     character, the longer one.
@@ -530,28 +541,28 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; returns (text safe to print, whether a stop string has been met).
+        """Takes the next piece; returns text that can be printed, and whether a stop string was found.
 
         The stop string itself and all that follows it are never returned.
         """
         if self.stopped:
             return "", True
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]], True
+            return text[: min(matches)[1]], True
         safe = len(text) - self._possible_start(text)
         self._held = text[safe:]
         return text[:safe], False
 
     def flush(self) -> str:
-        """The text still held back, once no more will come."""
+        """Returns the text that is held back, once no more will come."""
         text, self._held = self._held, ""
         return text
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest suffix of ``text`` that begins a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(text))
         starts = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
         return next(starts, 0)

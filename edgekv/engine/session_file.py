@@ -1,4 +1,4 @@
-"""Saving and restoring a session; file contents are untrusted."""
+"""Session files: saving a session, and restoring it from contents that are not trusted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import Array
 
 VERSION = "2"
-DAMAGES = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of content that is no session's
+DAMAGE_ERRORS = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of foreign content
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Array]]) -> str:
-    """CRC-32 of a session's content and of each array: name, safetensors type, shape (n, ...), elements."""
+    """Returns the CRC-32 (hex) of a session's JSON and its arrays: name, safetensors type, shape, elements."""
     crc = zlib.crc32(content)
     for name, dtype, shape, array in arrays:
         crc = zlib.crc32(f"{name} {dtype} {list(shape)}".encode(), crc)
@@ -41,10 +41,10 @@ def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Arr
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
-    """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to what is used, into a safetensors file.
+    """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to the part in use, as a safetensors file.
 
-    Whole or not at all; returns the bytes. Raises CheckpointError when the file can't be written, SessionError for
-    content that is no JSON.
+    The file is written whole or not at all. Returns its bytes. Raises CheckpointError when it can't be written,
+    SessionError for content that is no JSON.
     """
     try:
         text = json.dumps(content, allow_nan=False, ensure_ascii=False)
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapp
 
 
 class SessionFile:
-    """An opened session file whose every byte has been checked. content: its JSON.
+    """An opened session file whose checksum is right. content: its JSON.
 
     Raises SessionError when it is missing, foreign, of another version, truncated or damaged.
     """
@@ -92,9 +92,10 @@ class SessionFile:
             raise self._error(f"is damaged ({short_repr(str(error))})") from None
 
     def fill(self, arrays: Mapping[str, Any]) -> None:
-        """Fills arrays (n, ...), which may be a device's, with what was saved; what the file leaves out is zero.
+        """Fills arrays (n, ...), which may lie on a device, with the saved ones; the rest of each becomes zero.
 
-        Raises SessionError, before any is filled, unless the file holds just these, of their types, none larger.
+        Raises SessionError, before any is filled, unless the file has arrays of just these names and types, none
+        larger than these.
         """
         for name in sorted(self._tensors.keys() | arrays.keys()):
             stored, array = self._tensors.get(name), arrays.get(name)
@@ -131,7 +132,7 @@ def save_state(
     lora: str | None,
     plan: SessionPlan,
 ) -> int:
-    """`write` of a state; lora: the name of the one beside the weights."""
+    """Writes a state to a session file; returns its bytes. lora: the name of the LoRA beside the weights."""
     state.drop_drafts()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler
@@ -177,7 +178,7 @@ class SavedContent(msgspec.Struct):
 
 
 class SavedState(SessionFile):
-    """A session file that this edgekv understands. Raises SessionError where it is none."""
+    """A session file of this version of edgekv and of the KV scheme. Raises SessionError for any other."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -194,7 +195,7 @@ class SavedState(SessionFile):
             raise self._incompatible(f"version {saved.kv_version} of {self.kv.scheme.name}")
 
     def require(self, kv: str | CacheSpec | None, ctx: int | None, weights: str) -> None:
-        """Raises SessionError unless it was held with these; None and "auto" are whatever it has."""
+        """Raises SessionError unless it was written with these options; None and "auto" accept any."""
         spec = CacheSpec.parse(kv) if isinstance(kv, str) and kv != "auto" else kv
         if spec not in (None, "auto", self.kv.without_fit) and str(spec) != str(self.kv):
             raise self._other("kv", self.kv, spec)
@@ -203,9 +204,9 @@ class SavedState(SessionFile):
                 raise self._other(field, found, given)
 
     def require_model(self, model: Model) -> str | None:
-        """The name of its LoRA among the model's ``loras``; None: it was held without one of these.
+        """Returns the name of its LoRA among the model's ``loras``, or None where it has none beside the weights.
 
-        Raises SessionError unless it was held with these very weights.
+        Raises SessionError unless it was written with these very weights.
         """
         saved, given = self._saved, {model.lora_text(name): name for name in (*model.loras, None)}
         if saved.lora not in given:
@@ -218,9 +219,9 @@ class SavedState(SessionFile):
         return given[saved.lora]
 
     def open_state(self, state: State, config: ModelConfig) -> None:
-        """Puts what was saved into a new state, whose caches are allocated and empty.
+        """Fills a new state, whose caches are allocated and empty.
 
-        Raises SessionError if it can't fit; the new one is then of no use.
+        Raises SessionError for a file that does not fit; the state can't be used then.
         """
         saved, caches, sampler = self._saved, state.caches, self._sampler(config.vocab_size)
         if len(saved.layers) != len(caches):
@@ -248,7 +249,7 @@ class SavedState(SessionFile):
             ):
                 raise self._incompatible(f"counters {short_repr(counters)}")
             return cache.restore(counters, layer["fitted"])
-        except DAMAGES as error:
+        except DAMAGE_ERRORS as error:
             raise self._incompatible(error) from error
 
     def _sampler(self, vocab_size: int) -> Sampler | None:
@@ -258,7 +259,7 @@ class SavedState(SessionFile):
         try:
             sampler = Sampler(SamplingParams(**saved["params"]), vocab_size)
             sampler.load_state(saved["state"])
-        except (*DAMAGES, ConfigError) as error:
+        except (*DAMAGE_ERRORS, ConfigError) as error:
             raise self._incompatible(error) from error
         return sampler
 

@@ -20,7 +20,7 @@ from edgekv.engine.loading import (
     SessionPlan,
     default_ctx,
     find_device,
-    heads_bits,
+    fit_head_bits,
     open_caches,
     open_model,
     open_tokenizer,
@@ -204,7 +204,7 @@ class EvalInput:
     ) -> list[CacheSpec]:
         """The schemes with what is found for them on this model."""
         weights = self.model.weight_format(self.options.weights).name
-        fit = heads_bits(self.model, weights, decoder, self.tokenizer, progress)
+        fit = fit_head_bits(self.model, weights, decoder, self.tokenizer, progress)
         return [fit(spec) for spec in specs]
 
     def facts(self, ctx: int, windows: int) -> dict[str, Any]:

@@ -124,25 +124,25 @@ def _emit_centre_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, scrat
         block_step = widen(b, emit.load(b, emit.I16, steps))
         for m, (of_block, *of_runs) in enumerate(dots):
             pair = at(b, scratch, RESULT_BYTES + PAIR_BYTES * m * n_blocks, (block.i, PAIR_BYTES))
-            emit.store(b, emit.in_fours(b, emit.add, of_runs), pair)
+            emit.store(b, emit.reduce_fours(b, emit.add, of_runs), pair)
             emit.store(b, of_block, pair, BLOCK_SUMS_AT)
             emit.store(b, run_steps, pair, STEPS_AT)
             emit.store(b, block_step, pair, STEPS_AT + 4 * N_RUNS)
     pairs = [at(b, scratch, RESULT_BYTES + PAIR_BYTES * i) for i in range(PAIRS)]
     sums = [emit.load(b, INTS, pair, BLOCK_SUMS_AT) for pair in pairs]
-    block_dots = emit.lanes(b, emit.all_lanes(b, emit.add, (sums * 2)[:4]), range(PAIRS))
+    block_dots = emit.lanes(b, emit.reduce_lanes(b, emit.add, (sums * 2)[:4]), range(PAIRS))
     block_dots = b.sitofp(block_dots, emit.vector(emit.F32, PAIRS))
     run_dots = _all_lanes_in_fours(b, [emit.load(b, INTS, pair) for pair in pairs])
     run_dots = b.sitofp(run_dots, emit.vector(emit.F32, N_RUNS * PAIRS))
     sizes, totals = (
-        emit.row(b, [emit.load(b, emit.F32, row.sizes, i) for row in rows for _ in range(n_blocks)])
+        emit.pack(b, [emit.load(b, emit.F32, row.sizes, i) for row in rows for _ in range(n_blocks)])
         for i in (0, 4)
     )
     middles = b.fmul(totals, emit.constant(totals.type, MIDDLE_CODE))
-    block_steps = emit.row(b, [emit.load(b, emit.F32, pair, STEPS_AT + 4 * N_RUNS) for pair in pairs])
+    block_steps = emit.pack(b, [emit.load(b, emit.F32, pair, STEPS_AT + 4 * N_RUNS) for pair in pairs])
     of_block = b.fmul(block_steps, b.fsub(block_dots, middles))
     four = emit.vector(emit.F32, N_RUNS)
-    run_steps = emit.tree(b, emit.joined, [emit.load(b, four, pair, STEPS_AT) for pair in pairs])
+    run_steps = emit.reduce(b, emit.concatenate, [emit.load(b, four, pair, STEPS_AT) for pair in pairs])
     every_run = [pair for pair in range(PAIRS) for _ in range(N_RUNS)]
     sizes, middles, of_block = (emit.lanes(b, x, every_run) for x in (sizes, middles, of_block))
     scores = emit.multiply_add(b, run_steps, b.fsub(run_dots, middles), of_block)
@@ -203,14 +203,14 @@ def _add_code_products(b: Any, codes: Value, integers: Value, so_far: Value) -> 
 
 
 def _all_lanes_in_fours(b: Any, vectors: list[Value]) -> Value:
-    """Returns four int32 for each vector of `emit.in_fours`: the sums over all its fours of lanes."""
+    """Returns four int32 for each vector of `emit.reduce_fours`: the sums over all its fours of lanes."""
     while (n := vectors[0].type.count) > 4 and len(vectors) > 1:
         first = [i + j for i in range(0, 2 * n, 8) for j in range(4)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [
             b.add(emit.lanes(b, x, first, y), emit.lanes(b, x, [i + 4 for i in first], y)) for x, y in pairs
         ]
-    return emit.tree(b, emit.joined, vectors)
+    return emit.reduce(b, emit.concatenate, vectors)
 
 
 # Sums of planes.
@@ -272,7 +272,7 @@ def _emit_plane_sums(
     zeros = [emit.constant(BYTE_PAIRS, 0)] * (2 * n_sums)
     with emit.loop(b, 0, bits, 1, zeros) as plane:
         values = plane.values
-        doubled = emit.either(
+        doubled = emit.branch(
             b, b.icmp_signed(">", plane.i, emit.I64(0)), lambda: [b.add(x, x) for x in values], lambda: values
         )
         codes = at(b, planes, (plane.i, width, BLOCK // 8))
@@ -346,7 +346,7 @@ def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: 
         for n_rows in ROW_COUNTS:
             with emit.loop(b, done, rows, n_rows) as row:
                 args = queries.row(b, row.i), keys, at(b, s, (row.i, gap, 4)), gap, scratch
-                emit.call_own(b, f"score_planes_{n_rows}", functools.partial(_emit_scores, n_rows), *args)
+                emit.call_internal(b, f"score_planes_{n_rows}", functools.partial(_emit_scores, n_rows), *args)
             done = row.i
         return context.get_dummy_value()
 
@@ -403,7 +403,7 @@ def _emit_block_scores(
                 ]
                 for m in range(n_rows):
                     target = at(b, s, (gap, 4, m), (place, 4 * TOKENS))
-                    so_far = emit.either(
+                    so_far = emit.branch(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
                         functools.partial(_load_runs, b, target),

@@ -105,7 +105,7 @@ def _emit_weights(
         for m in range(n_rows)
         for block in blocks
     ]
-    top = emit.all_lanes(b, emit.maximum, [emit.tree(b, emit.maximum, parts) for parts in scaled])
+    top = emit.reduce_lanes(b, emit.maximum, [emit.reduce(b, emit.maximum, parts) for parts in scaled])
     least, most, inverse = (
         emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
     )
@@ -120,8 +120,8 @@ def _emit_weights(
         shifted = [b.bitcast(emit.multiply_add(b, part, factor, round_), WEIGHT_INTS) for part in parts]
         for j, part in enumerate(shifted):  # ROUND's lowest byte is 0
             emit.store(b, b.trunc(part, WEIGHT_BYTES), weights, BLOCK * i + WEIGHT_LANES * j)
-        sums.append(emit.tree(b, emit.add, shifted))
-    total = emit.all_lanes(b, emit.add, sums)
+        sums.append(emit.reduce(b, emit.add, shifted))
+    total = emit.reduce_lanes(b, emit.add, sums)
     total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
     middles = middle if len(scaled) == 1 else emit.splat(b, middle, len(scaled))
     shift = b.fmul(b.fmul(step, middles), b.sitofp(total, step.type))
@@ -147,7 +147,7 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
             some = Tokens(at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.gap, 4 * m)), tokens.gap, scale, n_blocks)
             places = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
             write = functools.partial(_emit_weights, n_weight_rows, together)
-            emit.call_own(
+            emit.call_internal(
                 b, f"round_weights_{n_weight_rows}", write, some, emit.F32(float(MIDDLE_CODE[bits])), *places
             )
         with emit.loop(b, 0, n_blocks, 1) as block:
@@ -155,7 +155,7 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
             codes = at(b, channels.codes, (b.add(first.i, block.i), channels.head_dim, 8 * bits))
             write = functools.partial(_emit_block_sums, bits, n_rows)
             of_block = Channels(codes, channels.head_dim, channels.out)
-            emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, steps, of_block)
+            emit.call_internal(b, f"add_columns_{bits}_{n_rows}", write, weights, steps, of_block)
             n_left = b.srem(channels.head_dim, emit.I64(LANES))
             with b.if_then(b.icmp_signed(">", n_left, emit.I64(0))):
                 left_at = b.mul(b.sub(channels.head_dim, n_left), emit.I64(4))
@@ -165,7 +165,7 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
                     target = at(b, channels.out, (line_bytes, m), left_at)
                     write = functools.partial(_emit_last_channels, bits)
                     last = at(b, codes, left_at), line_bytes, target, n_left
-                    emit.call_own(b, f"add_last_channels_{bits}", write, *row, *last)
+                    emit.call_internal(b, f"add_last_channels_{bits}", write, *row, *last)
 
 
 def _emit_block_sums(bits: int, n_rows: int, b: Any, weights: Value, steps: Value, channels: Channels) -> None:
@@ -313,7 +313,7 @@ def _add_blocks(
         for n_rows in ROW_COUNTS:
             with b.if_then(b.icmp_signed("==", rows, emit.I64(n_rows))):
                 write = functools.partial(_emit_sums, bits.literal_value, n_rows)
-                emit.call_own(b, f"add_blocks_{n_rows}", write, *given)
+                emit.call_internal(b, f"add_blocks_{n_rows}", write, *given)
         return context.get_dummy_value()
 
     return types.none(bits, *[types.intp] * 9), build

@@ -35,27 +35,27 @@ CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
 
 
 def integer(n_bits: int) -> Kind:
-    """The type of whole numbers of so many bits."""
+    """Returns the type of whole numbers of so many bits."""
     return ir.IntType(n_bits)
 
 
 def vector(kind: Kind, n: int) -> Kind:
-    """The type of n numbers of a kind side by side."""
+    """Returns the type of n numbers of a kind side by side."""
     return ir.VectorType(kind, n)
 
 
 def like(x: Value, element: Kind) -> Kind:
-    """The type `element`, or a vector of as many as x has."""
+    """Returns the type ``element``, or a vector of as many as x has."""
     return vector(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
 
 
 def constant(kind: Kind, x: float) -> Value:
-    """x in every lane."""
+    """Returns the constant x of a type, in every lane of a vector."""
     return ir.Constant(kind, [x] * kind.count if isinstance(kind, ir.VectorType) else x)
 
 
 def address(context: Any, builder: Any, array: Any, args: Sequence[Value]) -> Value:
-    """Of element args[1] of args[0], whose Numba type is ``array``: an array, or a pointer."""
+    """Returns the address of element args[1] of args[0], whose Numba type is ``array``: an array, or a pointer."""
     return builder.ptrtoint(pointer_to(context, builder, array, args), I64)
 
 
@@ -78,12 +78,12 @@ def smaller(builder: Any, x: Value, y: Value | int) -> Value:
 
 
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
-    """A number or vector ``offset`` bytes behind an address, which need not be aligned."""
+    """Returns the number or vector ``offset`` bytes behind an address, which need not be aligned."""
     return builder.load(_pointer(builder, kind, address, offset), align=1)
 
 
 def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
-    """x, a number or vector, to ``offset`` bytes behind an address, which need not be aligned."""
+    """Stores x, a number or vector, ``offset`` bytes behind an address, which need not be aligned."""
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
 
 
@@ -117,7 +117,7 @@ def _name(kind: Kind) -> str:
 
 
 def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> None:
-    """Asks for the cache lines from an address on, maybe nobody's; locality 3: all caches, 2: but the first."""
+    """Fetches the cache lines from any address on; locality 3: to all caches, 2: to all but the first."""
     for offset in range(0, n_bytes, LINE):
         pointer = _pointer(builder, I8, address, offset)
         kind = ir.FunctionType(_VOID, [pointer.type, I32, I32, I32])
@@ -126,34 +126,34 @@ def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> N
 
 
 def splat(builder: Any, x: Value, n: int) -> Value:
-    """A vector of n times the number x."""
+    """Returns a vector of n times the number x."""
     empty = ir.Constant(vector(x.type, n), ir.Undefined)
     return lanes(builder, builder.insert_element(empty, x, I32(0)), [0] * n)
 
 
 def lanes(builder: Any, x: Value, which: Sequence[int], y: Value | None = None) -> Value:
-    """A vector of the lanes `which` of x, and of y behind it."""
+    """Returns a vector of the lanes ``which`` of x, and of y behind it."""
     other = ir.Constant(x.type, ir.Undefined) if y is None else y
     return builder.shuffle_vector(x, other, ir.Constant(vector(I32, len(which)), list(which)))
 
 
 def multiply_add(builder: Any, a: Value, b: Value, c: Value) -> Value:
-    """a * b + c, fused where the processor can."""
+    """Returns a * b + c, fused where the processor can."""
     return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
 
 
 def subtract(builder: Any, a: Value, b: Value) -> Value:
-    """a - b, where the order counts: to what has no flag Numba gives those of the function that is compiled."""
+    """Returns a - b where the order counts: without own flags it would get the compiled function's."""
     return builder.fsub(a, b, flags=CONTRACT)
 
 
 def maximum(builder: Any, a: Value, b: Value) -> Value:
-    """Lane by lane, of what is not NaN."""
+    """Returns the larger of two numbers, or of two vectors lane by lane; none of them NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b, flags=NOT_NAN), a, b, flags=NOT_NAN)
 
 
-def tree(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
-    """operation(builder, a, b) over all of xs."""
+def reduce(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """Returns operation(builder, a, b) over all of xs, as a balanced tree."""
     xs = list(xs)
     while len(xs) > 1:
         xs = [operation(builder, *xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
@@ -161,57 +161,57 @@ def tree(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
 
 
 def largest(builder: Any, x: Value) -> Value:
-    """Of the float32 lanes of x, none of them NaN."""
+    """Returns the largest of the float32 lanes of x, none of them NaN."""
     return call(builder, f"llvm.vector.reduce.fmax.v{x.type.count}f32", F32, x, flags=NOT_NAN)
 
 
 def total(builder: Any, x: Value) -> Value:
-    """The sum of a vector's lanes."""
+    """Returns the sum of a vector's lanes."""
     if x.type.element == F32:
         return call(builder, f"llvm.vector.reduce.fadd.v{x.type.count}f32", F32, F32(-0.0), x, flags=ANY_ORDER)
     return call(builder, f"llvm.vector.reduce.add.v{x.type.count}i32", I32, x)
 
 
 def totals(builder: Any, xs: Sequence[Value]) -> Value:
-    """The sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
+    """Returns the sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
     while len(xs) > 1 and xs[0].type.count > REGISTER:
         half = xs[0].type.count // 2
         xs = [add(builder, *(lanes(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
     if len(xs) != 2:
-        return all_lanes(builder, add, xs)
-    sums = halved(builder, add, _pairwise(builder, add, *xs))
+        return reduce_lanes(builder, add, xs)
+    sums = reduce_registers(builder, add, _pairwise(builder, add, *xs))
     return add(builder, lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
 
 
-def all_lanes(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
-    """The operation, `add` or `maximum`, over the lanes of one vector, or of each of four: a vector of four."""
+def reduce_lanes(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """Returns `add` or `maximum` over the lanes of one vector, a number, or of each of four, a vector."""
     if len(xs) == 1:
         return (largest if operation is maximum else total)(builder, xs[0])
-    return halved(builder, operation, in_fours(builder, operation, xs))
+    return reduce_registers(builder, operation, reduce_fours(builder, operation, xs))
 
 
-def in_fours(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
-    """In each 128 bits, the operation over the four lanes there of each of four vectors."""
+def reduce_fours(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """Returns a vector: in each 128 bits the operation over the four lanes there of each of four vectors."""
     return _pairwise(builder, operation, *(_pairwise(builder, operation, *xs[i : i + 2]) for i in (0, 2)))
 
 
-def halved(builder: Any, operation: Any, x: Value) -> Value:
-    """The operation over all 128 bits of x."""
-    return tree(builder, operation, [lanes(builder, x, range(i, i + 4)) for i in range(0, x.type.count, 4)])
+def reduce_registers(builder: Any, operation: Any, x: Value) -> Value:
+    """Returns four lanes: the operation over all 128 bits of x."""
+    return reduce(builder, operation, [lanes(builder, x, range(i, i + 4)) for i in range(0, x.type.count, 4)])
 
 
 def add(builder: Any, x: Value, y: Value) -> Value:
-    """x + y, of whole numbers or of float32."""
+    """Returns x + y, vectors of whole numbers or of float32."""
     return builder.fadd(x, y) if x.type.element == F32 else builder.add(x, y)
 
 
-def joined(builder: Any, x: Value, y: Value) -> Value:
-    """The lanes of x, then those of y."""
+def concatenate(builder: Any, x: Value, y: Value) -> Value:
+    """Returns the lanes of x, then those of y."""
     return lanes(builder, x, range(2 * x.type.count), y)
 
 
-def row(builder: Any, xs: Sequence[Value]) -> Value:
-    """A vector of numbers."""
+def pack(builder: Any, xs: Sequence[Value]) -> Value:
+    """Returns a vector of numbers."""
     result = ir.Constant(vector(xs[0].type, len(xs)), ir.Undefined)
     for i, x in enumerate(xs):
         result = builder.insert_element(result, x, I32(i))
@@ -219,7 +219,7 @@ def row(builder: Any, xs: Sequence[Value]) -> Value:
 
 
 def _pairwise(builder: Any, operation: Any, x: Value, y: Value) -> Value:
-    """In each 128 bits, the operation on both pairs of x's lanes, then of y's."""
+    """Returns in each 128 bits the operation on both pairs of x's lanes, then of y's."""
     n = x.type.count
     if IS_ARM and operation is add:
         name = "llvm.aarch64.neon.faddp.v4f32" if x.type.element == F32 else "llvm.aarch64.neon.addp.v4i32"
@@ -292,7 +292,7 @@ def _dot(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
 
 
 def _added_pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
-    """Without dot products: in 16 bits, where two products have room."""
+    """Returns what `_dot` does, without dot products: sums in 16 bits, where two products have room."""
     a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
     products = []
     for half in (range(8), range(8, 16)):
@@ -330,7 +330,7 @@ def look_up(builder: Any, table: Value, index: Value) -> Value:
 
 
 def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
-    """The operation on each 128 bits of the vectors."""
+    """Returns the operation on each 128 bits of the vectors, side by side."""
     n_registers = vectors[0].type.count * vectors[0].type.element.width // 128
     results = []
     for register in range(n_registers):
@@ -339,7 +339,7 @@ def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) 
             n = x.type.count // n_registers
             parts.append(lanes(builder, x, range(register * n, (register + 1) * n)))
         results.append(operation(*parts))
-    return tree(builder, joined, results)
+    return reduce(builder, concatenate, results)
 
 
 def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:
@@ -350,7 +350,7 @@ def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str]
 
 @intrinsic
 def prefetch_element(context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of element `index`, which may lie beyond the array's end."""
+    """Fetches the cache line of element ``index``, which may lie beyond the array's end."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         prefetch(builder, address(context, builder, array, args), 1)
@@ -360,7 +360,7 @@ def prefetch_element(context: Any, array: Any, index: Any) -> Any:
 
 
 class Turn:
-    """One pass of a `loop`: its counter, and values that it has from the pass before and leaves to the next."""
+    """A pass of a `loop`: its counter i, values from the pass before, and following ones for the next."""
 
     def __init__(self, i: Value, values: list[Value]) -> None:
         self.i, self.values, self.following = i, values, values
@@ -392,10 +392,10 @@ def loop(
     builder.position_at_end(after)
 
 
-def either(
+def branch(
     builder: Any, condition: Value, make: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
 ) -> list[Value]:
-    """What one of two makes, by a branch: for what is the same nearly always."""
+    """Returns what ``make`` returns if the condition holds, else what ``otherwise`` does, by a branch."""
     ways: list[tuple[Sequence[Value], Any]] = []
     with builder.if_else(condition) as both:
         for way, write in zip(both, (make, otherwise), strict=True):
@@ -410,16 +410,17 @@ def either(
     return chosen
 
 
-def call_own(
+def call_internal(
     builder: Any,
     name: str,
     write: Callable[..., Value | None],
     *args: Value | tuple[Value, ...],
     result: Kind = _VOID,
 ) -> Value:
-    """Calls a function of its own, filled by write(builder, *args): LLVM moves nothing of it before the call.
+    """Calls the module's function ``name``, whose body write(builder, *args) writes on the first call.
 
-    An argument may be a NamedTuple of values; ``write`` gets it as one.
+    It is not inlined: LLVM compiles it once, and moves nothing of it before the call. An argument may be a
+    NamedTuple of values; ``write`` gets it as one.
     """
     values = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
     kind = ir.FunctionType(result, [x.type for x in values])
@@ -428,9 +429,12 @@ def call_own(
         function.linkage = "internal"
         function.attributes.add("noinline")
         inside = ir.IRBuilder(function.append_basic_block("entry"))
-        given = iter(function.args)
-        own = [type(arg)(*(next(given) for _ in arg)) if isinstance(arg, tuple) else next(given) for arg in args]
-        returned = write(inside, *own)
+        values_inside = iter(function.args)
+        args_inside = [
+            type(arg)(*(next(values_inside) for _ in arg)) if isinstance(arg, tuple) else next(values_inside)
+            for arg in args
+        ]
+        returned = write(inside, *args_inside)
         inside.ret_void() if result == _VOID else inside.ret(returned)
     return builder.call(function, values)
 

@@ -326,7 +326,7 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
         layout = layout_of(product)
         codes = at(b, codes, (output, row_bytes), (start, layout.block_bytes))
         outputs = OutputsAt(codes, row_bytes, at(b, scales, (output, blocks, 4), (start, 4)), blocks)
-        emit.call_own(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
+        emit.call_internal(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 4), build
@@ -344,7 +344,7 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
         results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, four))
         for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, units, results):
             write = functools.partial(_emit_panel_products, layout, count)
-            emit.call_own(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
+            emit.call_internal(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 4), build
@@ -490,7 +490,7 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
         results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
         for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
             write = functools.partial(_emit_tile_products, layout_of(product), count)
-            emit.call_own(b, f"multiply_rows_{count}", write, rows, outputs, to)
+            emit.call_internal(b, f"multiply_rows_{count}", write, rows, outputs, to)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 3), build
@@ -506,7 +506,9 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
         sums, write = [], functools.partial(_emit_row_product, layout)
         for o in range(OUTPUTS):
             places = at(b, outputs.codes, (outputs.row_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
-            sums.append(emit.call_own(b, "multiply_row", write, x.first, *places, outputs.blocks, result=FLOATS))
+            sums.append(
+                emit.call_internal(b, "multiply_row", write, x.first, *places, outputs.blocks, result=FLOATS)
+            )
     else:  # share what is loaded of rows
         unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
         sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
@@ -760,4 +762,4 @@ def _emit_corrections(
                 emit.prefetch(b, at(b, outputs.offsets, before, (gap, o + OUTPUTS * TILES_AHEAD)), VECTOR)
         return [floats(outputs.offsets, o) for o in range(n_outputs)]
 
-    return emit.either(b, b.icmp_signed("!=", outputs.zeros, emit.I64(0)), of_zeros, of_offsets)
+    return emit.branch(b, b.icmp_signed("!=", outputs.zeros, emit.I64(0)), of_zeros, of_offsets)

@@ -112,7 +112,9 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) ->
             for panel, case in zip((True, False), cases, strict=True):
                 with case:
                     write = functools.partial(_emit_quantized_block, layout, panel)
-                    emit.call_own(b, f"quantize_{'panel' if panel else 'rows'}", write, x, row, block, block_sum)
+                    emit.call_internal(
+                        b, f"quantize_{'panel' if panel else 'rows'}", write, x, row, block, block_sum
+                    )
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 3), build

@@ -45,7 +45,7 @@ def score_rows(size: int, alike: bool = False) -> Any:
                     queries = b.add(q, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     target = b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
                     write = functools.partial(_score, size, together, tokens[together])
-                    emit.call_own(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, gap)
+                    emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, gap)
                 done = turn.i
             return context.get_dummy_value()
 
@@ -69,7 +69,7 @@ def add_rows(size: int) -> Any:
                     weights = b.add(p, b.mul(turn.i, b.mul(gap, emit.I64(4))))
                     target = b.add(out, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     write = functools.partial(_add, size, together)
-                    emit.call_own(
+                    emit.call_internal(
                         b, f"add_rows_{size}_{together}", write, weights, gap, values, head_dim, n, target
                     )
                 done = turn.i

@@ -81,7 +81,7 @@ def weigh(context: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> A
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit.call_own(builder, "weigh", _weigh_rows, *args, result=emit.I64)
+        return emit.call_internal(builder, "weigh", _weigh_rows, *args, result=emit.I64)
 
     return types.intp(*[types.intp] * 5), build
 
@@ -93,7 +93,7 @@ def _weigh_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> A
         m_at, stop = b.add(state, b.mul(row.i, emit.I64(4 * STATE))), b.add(x, b.mul(n, emit.I64(4)))
         with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, float(MINUS_INFINITY))]) as block:
             scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
-            block.following = [emit.maximum(b, block.values[0], emit.tree(b, emit.maximum, scores))]
+            block.following = [emit.maximum(b, block.values[0], emit.reduce(b, emit.maximum, scores))]
         largest, before = block.values[0], emit.load(b, emit.F32, m_at)
         raised = _any_above(b, largest, before)
         emit.store(b, emit.constant(emit.F32, 1), m_at, 4 * SHRINK)

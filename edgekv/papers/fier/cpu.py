@@ -76,7 +76,7 @@ def _score_word(context: Any, signs: Any, weights: Any, head_dim: Any, base: Any
                 turn.following = added + turn.values[len(added) :]
             done, sums = turn.i, turn.values
         for part in parts:
-            emit.store(b, emit.tree(b, emit.add, sums[part :: len(parts)]), s, 4 * LANES * part)
+            emit.store(b, emit.reduce(b, emit.add, sums[part :: len(parts)]), s, 4 * LANES * part)
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, types.intp, types.float32, types.intp), build

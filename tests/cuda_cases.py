@@ -120,7 +120,7 @@ def require_same_logits(model: Model, tokens: Sequence[int], device: OnDevice) -
         rows.append(np.concatenate([prompt, to_host(each.step(tokens[-1], caches))[None]]))
     oracle, compiled, found = rows
     rounded = (
-        0.01 * np.abs(oracle).max() if cuda.backend.driver.has_matrix_tiles else 2e-4
+        0.01 * np.abs(oracle).max() if cuda.backend.driver.has_half_mma else 2e-4
     )  # a prompt in half precision
     np.testing.assert_allclose(found, oracle, atol=rounded, rtol=0)
     error = np.linalg.norm(compiled - oracle) / np.linalg.norm(oracle)

@@ -249,7 +249,7 @@ def kernels(device: OnDevice) -> list[str]:
         launch(program_launch, *arguments)
 
     device.driver.launch = listed
-    if not device.driver.has_whole_tiles:
+    if not device.driver.has_integer_mma:
         pytest.skip("needs sm_80 or later")
     return files
 
@@ -275,7 +275,7 @@ def test_planes(
 
 
 def test_planes_before_sm_80(device: OnDevice, kernels: list[str]) -> None:
-    device.driver.has_whole_tiles = False
+    device.driver.has_integer_mma = False
     both = Both(device, "mha")
     both.add("signs", 0, 192, 0)
     both.add("f16", 1, 38, 192)

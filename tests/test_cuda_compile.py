@@ -23,7 +23,7 @@ from edgekv.codecs.planes.cuda import encode_program
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
-from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program
+from edgekv.kernels.cuda.matvec import MAX_CHUNKS, linear_program, packed_program
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4
@@ -53,7 +53,7 @@ def programs() -> dict[Program, str]:
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
         **{
-            packed_program(bits, n, MOST_CHUNKS[-1], 8, 2): "tiled_linear"
+            packed_program(bits, n, MAX_CHUNKS[-1], 8, 2): "tiled_linear"
             for bits, n in ((4, 32), (4, 128), (8, 32))
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
@@ -67,12 +67,12 @@ def programs() -> dict[Program, str]:
         keys, values = (read(codec) for read, codec in zip((read_keys, read_values), codecs(pair), strict=True))
         found[range_program("KEYS", keys, 4)] = f"scores of {pair}"
         found[range_program("VALUES", values, 4)] = f"sums of {pair}"
-        if keys.joins and values.joins:
+        if keys.in_one_launch and values.in_one_launch:
             found |= {attend_program(keys, values, n, True): f"attend, {pair}, {n} rows" for n in (1, 4)}
     tiled = (1, 128, "signs"), (1, 128, "2-bit keys, 3-bit values"), (1, 64, "signs"), (4, 128, "signs")
     for rows, width, pair in (*tiled, (4, 128, "4- and 2-bit keys of heads")):
         keys, values = codecs(pair, width)
-        fused = kernels_of(keys).fused(SimpleNamespace(has_whole_tiles=True), rows, keys, values)
+        fused = kernels_of(keys).fused(SimpleNamespace(has_integer_mma=True), rows, keys, values)
         program = attend_program(read_keys(keys), read_values(values), rows, True, fused)
         found[program] = f"tiled, {pair}, {rows} rows"
     return found

@@ -96,10 +96,10 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
 )
 def test_quantized_weights(device: OnDevice, weights: str, is_tiled: bool, tmp_path: pathlib.Path) -> None:
     """A prompt goes through cuBLAS, a step through the codes: both are what the store's codes stand for."""
-    device.driver.multiplies_halves = False  # before sm_70
-    if is_tiled and not device.driver.has_whole_tiles:
+    device.driver.has_half_gemm = False  # before sm_70
+    if is_tiled and not device.driver.has_integer_mma:
         pytest.skip("needs sm_80 or later")
-    device.driver.has_whole_tiles = is_tiled
+    device.driver.has_integer_mma = is_tiled
     model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
     form, tokens = model.weight_format(weights), golden_cases.tokens("llama-biases")
     results = []
@@ -387,7 +387,7 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
     form, tokens = model.weight_format("int8"), golden_cases.tokens(name)[:43]
     monkeypatch.setattr(cuda_decoder, "chunk_tokens", lambda *_: 20)
-    device.driver.has_matrix_tiles = tiles
+    device.driver.has_half_mma = tiles
     store = DeviceWeights(model.store(form), device.driver, None)
     half = Decoder(CudaBackend(store, device.driver, 1), CAPACITY + 16)
     logits = []

@@ -175,7 +175,7 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
 )
 def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, bits: int) -> None:
     """Rows and blocks that fill no tile, with all that is done along the way; inputs of very different sizes."""
-    if not device.driver.has_whole_tiles:
+    if not device.driver.has_integer_mma:
         pytest.skip("needs sm_80 or later")
     rng = np.random.default_rng(rows)
     w = normal(rng, 2 * (rows // 2), columns)

@@ -1,10 +1,10 @@
-"""The backend of a GPU, by CuPy; weights, scratch, caches and logits are in its memory.
+"""The GPU backend, by CuPy: weights, scratch, caches and logits are in the GPU's memory.
 
-Decode steps have no launch gaps: a step is recorded once as a CUDA graph and replayed for later tokens. What
-differs between two steps of a conversation is counters alone, while every cache says so (`KVCache.is_static`):
-positions, and where the stores end. A recorded launch finds on the device how far each has moved since
-(`Counter`). What the caches do after some tokens (`KVCache.flush`: a block is packed) is a recording of its own,
-made when it comes the first time; where that can't be it is done, and the step recorded anew.
+A decode step is recorded once as a CUDA graph and replayed for later tokens, so that no time passes between its
+launches. Two steps of a conversation differ in counters alone while every cache says so (`KVCache.is_static`):
+positions, and where the stores end. A recorded launch finds on the device how far each has moved since the
+recording (`Counter`). Packing a block (`KVCache.flush`) is a recording of its own, made when it is first due;
+where it can't be recorded it is done without one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.driver import RECORDED_TOKENS, Array, CannotRecord, Counter, Driver, Moves, put_inputs
-from edgekv.kernels.cuda.kernels import MOST_WIDTH, CudaKernels, Halves, padded_width
+from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
@@ -32,31 +32,31 @@ from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.cuda import CudaOps, DeviceWeights, no_lora
 from edgekv.weights.formats import WeightFormat
 
-SCORES = 1 << 24  # float32 alive at once
-CHUNK_SHARE = 64  # of the card's memory: what a chunk's activations may take
-LEAST_CHUNK, MOST_CHUNK = 256, 8192
-FEWEST_TOKENS = 8  # before the cache is full, worth recording
-MOST_FAILURES = 3  # recordings of a scheme that failed; then its steps are taken plainly
+SCORES = 1 << 24  # float32 scores of a prompt in memory at once
+CHUNK_SHARE = 64  # a chunk's activations take at most this part of the card's memory: 1 / CHUNK_SHARE
+MIN_CHUNK, MAX_CHUNK = 256, 8192  # tokens
+FEWEST_TOKENS = 8  # left in the cache, for which a recording is worth its time
+MAX_FAILURES = 3  # failed recordings of a scheme, after which its steps are not recorded
 POSITIONS = "n_seen"  # the counter that all caches share
 Counts = list[dict[str, int]]
 
 
 def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
-    """Tokens whose activations are alive at a time: a power of two that fits the card."""
+    """Returns the tokens of a prompt that are computed together: a power of two that fits the card."""
     c = config
-    per_token = 6 * (2 * c.q_size + 2 * c.kv_size + 2 * c.intermediate_size + c.hidden_size)
-    most = driver.memory_bytes // CHUNK_SHARE // per_token
-    return max(LEAST_CHUNK, min(MOST_CHUNK, 1 << max(most, 1).bit_length() - 1))
+    token_bytes = 6 * (2 * c.q_size + 2 * c.kv_size + 2 * c.intermediate_size + c.hidden_size)
+    n = driver.memory_bytes // CHUNK_SHARE // token_bytes
+    return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(n, 1).bit_length() - 1))
 
 
 def runs(spec: CacheSpec) -> bool:
-    """Whether the GPU reads all kinds of codecs that the scheme has."""
+    """Returns whether the GPU has kernels for all codecs of a scheme."""
     codecs = spec.scheme.codecs_used(spec.config)
     return codecs is not None and all("cuda" in codec.backends for codec in codecs)
 
 
 class CudaBackend(Backend):
-    """The GPU that CuPy finds first (CUDA_VISIBLE_DEVICES chooses another)."""
+    """The first GPU that CuPy finds (CUDA_VISIBLE_DEVICES chooses another)."""
 
     kernels: CudaKernels
     ops: CudaOps
@@ -69,12 +69,12 @@ class CudaBackend(Backend):
         self.workspace, c = Workspace(driver), weights.arch.config
         self.chunk = CHUNK if self.ops.half is None else chunk_tokens(c, driver)
         is_plain = c.score_cap is None and not any(rope.query_growth for rope in c.ropes)
-        fits = driver.has_matrix_tiles and c.head_dim <= MOST_WIDTH and is_plain
+        fits = driver.has_half_mma and c.head_dim <= MAX_WIDTH and is_plain
         self._half = self.ops.half if fits else None
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
-        """Whether CuPy, a GPU and the kernels of scheme and layers are there."""
+        """Returns whether there are CuPy, a GPU and kernels for the scheme and the model's layers."""
         lacks_layers = config is not None and (config.experts is not None or bool(config.recurrences))
         return runs(spec) and not lacks_layers and cupy_driver.available()
 
@@ -82,7 +82,7 @@ class CudaBackend(Backend):
     def require(
         cls, spec: CacheSpec, config: ModelConfig | None = None, *, slots: int = 1, loras: bool = False
     ) -> None:
-        """Raises CacheError for a scheme without kernels, ConfigError for the rest, and without CuPy or a GPU."""
+        """Raises CacheError for a scheme without kernels, ConfigError for anything else that the GPU can't run."""
         if config is not None:
             require_layers(config)
         if slots > 1:  # a step is a recording of one conversation's
@@ -96,12 +96,12 @@ class CudaBackend(Backend):
         if loras:
             raise no_lora()
         if not runs(spec):
-            able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
+            names = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(
                 "does not run on a GPU",
                 field="kv",
                 value=spec.scheme.name,
-                accepted=able,
+                accepted=names,
                 advice="or use {device:cpu}",
             )
         cupy_driver.require_cupy()
@@ -118,24 +118,24 @@ class CudaBackend(Backend):
         return Workspace(self.driver)
 
     def upload(self, array: F32) -> Array:
-        """The array (any shape) on the device."""
+        """Returns a copy of an array (any shape) on the device."""
         return self.driver.upload(array)
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> Array:
-        """(n, hidden) of n tokens, on the device."""
+        """Returns the embeddings (n, hidden) of n tokens on the device."""
         return self.embed_ids(self.driver.upload(np.asarray(tokens, np.int32)), start)
 
     def embed_ids(self, ids: Array, start: int) -> Array:
-        """(n, hidden) of ids (n,) int32 on the device."""
+        """Returns the embeddings (n, hidden) of ids (n,) int32, both on the device."""
         arch = self.weights.arch
         positions = "positions" if arch.learned_positions else None
         x = self.weights.embed("embed", ids, positions, start)
         return x if arch.config.embedding_scale == 1.0 else x * np.float32(arch.config.embedding_scale)
 
     def attend_prompt(self, queries: Array, keys: Array, values: Array, options: ScoreOptions) -> None:
-        """`Backend.attend_prompt` of queries (n_heads, n, head_dim), all heads at once; without sinks."""
+        """Computes `Backend.attend_prompt` of queries (n_heads, n, head_dim), all heads at once, without sinks."""
         if options.sinks is not None:
-            raise ValueError("sinks are not known here: leave them out")
+            raise ValueError("a GPU has no kernels for sinks: leave them out")
         n_heads, n, head_dim = queries.shape
         n_kv_heads, earlier = len(keys), keys.shape[1] - n
         n_rep = n_heads // n_kv_heads
@@ -143,7 +143,7 @@ class CudaBackend(Backend):
         for a in range(0, n, step):
             b = min(a + step, n)
             first, *ranges = visible_range(earlier + a, earlier + b, options.window)
-            lo, hi = (np.tile(each, n_rep) for each in ranges)
+            lo, hi = (np.tile(limits, n_rep) for limits in ranges)
             q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
             s = q @ keys[:, first : earlier + b].transpose(0, 2, 1)
             bound_scores(s, options.cap)
@@ -153,7 +153,7 @@ class CudaBackend(Backend):
     def prompt_layer(
         self, i: int, cache: KVCache, x: Array, rotation: RopeRotation, norms: tuple[Any, Any]
     ) -> bool:
-        """A prompt x (n, hidden) in half precision, on cards with matrix tiles; False: take the exact way."""
+        """Attends over a prompt x (n, hidden) in half precision; returns False, without work, where it can't."""
         n, arch, array = len(x), self.weights.arch, self.workspace.array
         if self._half is None or n <= MATVEC_ROWS:
             return False
@@ -165,16 +165,16 @@ class CudaBackend(Backend):
             b = min(a + self.chunk, n)
             half_q = array("prefill.half_q", (c.n_heads, b - a, width), np.float16)
             out = array("prefill.half_out", (b - a, c.q_size), np.float16)
-            here = x[a:b]
+            chunk = x[a:b]
             self.kernels.split_rope(
-                *(arch.attention_in(self._half, i, here), *rotation.rows(a, b)[:2]),
+                *(arch.attention_in(self._half, i, chunk), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, a:b], k[:, a:b], v[:, a:b]),
                 *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),
             )
             self.kernels.attend_prompt(half_q, half_k, half_v, a, c.layer_windows[i], out)
-            there = arch.attention_out(self._half, i, here, out)
-            if there is not here:  # else it was added in place
-                x[a:b] = there
+            result = arch.attention_out(self._half, i, chunk, out)
+            if result is not chunk:  # otherwise it was added in place
+                x[a:b] = result
         cache.prefill(k[:, :0] if queries is None else queries, k, v)
         return True
 
@@ -184,8 +184,8 @@ class CudaBackend(Backend):
 
 def require_layers(config: ModelConfig) -> None:
     """Raises ConfigError for a model with layers that do not attend, or with experts."""
-    others = f"the layers of {config.model_type} that do not attend" if config.recurrences else None
-    if what := "mixtures of experts" if config.experts else others:
+    recurrent = f"the layers of {config.model_type} that do not attend" if config.recurrences else None
+    if what := "mixtures of experts" if config.experts else recurrent:
         raise ConfigError(
             f"it has no kernels for {what}",
             field="device",
@@ -288,7 +288,7 @@ class Replay:
     def _record_step(self, caches: Sequence[KVCache]) -> bool:
         """Returns whether the step of the next token could be recorded; it has not been taken then."""
         scheme, start = type(caches[0]), caches[0].n_seen
-        ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MOST_FAILURES
+        ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MAX_FAILURES
         room = caches[0].geometry.capacity - start
         if not ready or room < FEWEST_TOKENS or not all(cache.is_static() for cache in caches):
             return False

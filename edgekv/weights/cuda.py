@@ -1,4 +1,4 @@
-"""Weights in the device's memory, and the operators there: own kernels for a few rows, cuBLAS for many."""
+"""Weights in the GPU's memory, and their operators: kernels of edgekv for a few rows, cuBLAS for many."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
 Ids = npt.NDArray[np.int64]
-KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # of common.cu
+KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # as KIND_... of layers.cu
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # as in common.cu
 LAYERS = Program(("layers",))
 NORM_THREADS = 512
-MOST_BLOCKS = 65535  # in a grid's second direction
-LEAST_SLAB = 1 << 23  # weights that are widened at a time; more where the card has more memory
-SLAB_SHARE = 2048  # of the card's bytes, a weight each
+MAX_BLOCKS = 65535  # in a grid's second direction
+MIN_SLAB = 1 << 23  # weights that are widened at a time; more on cards with more memory
+SLAB_SHARE = 2048  # bytes of the card's memory per weight of a slab
 TILE_ROWS = 256
 LOADING = "loading to the GPU"
 
@@ -37,7 +37,7 @@ def no_lora() -> ConfigError:
 
 
 class DeviceWeights:
-    """Everything that decoding reads; `rows` looks embeddings up on the device."""
+    """A store's weights in the GPU's memory: all that decoding reads."""
 
     def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
@@ -47,14 +47,14 @@ class DeviceWeights:
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
-            if shift is not None and "zeros" in arrays:  # in place of the zero points
-                more = shift.nbytes - arrays["zeros"].nbytes
-                self.nbytes, self.token_bytes = self.nbytes + more, self.token_bytes + more
+            if shift is not None and "zeros" in arrays:  # shifts take the place of the zero points
+                added = shift.nbytes - arrays["zeros"].nbytes
+                self.nbytes, self.token_bytes = self.nbytes + added, self.token_bytes + added
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
             uploaded = (
-                None if each is None else driver.upload(np.ascontiguousarray(each))
-                for each in (data, scales, store.bias(name), shift)
+                None if array is None else driver.upload(np.ascontiguousarray(array))
+                for array in (data, scales, store.bias(name), shift)
             )
             self.linears[name] = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
             if progress:
@@ -67,27 +67,27 @@ class DeviceWeights:
             self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
 
     def matrix(self, name: str) -> F32:
-        """(rows, columns) float32 of the host, dequantized."""
+        """Returns a matrix dequantized, (rows, columns) float32 on the host."""
         return self._store.matrix(name)
 
     def bias(self, name: str) -> F32 | None:
-        """(rows,) float32 of the host; None: the linear has none."""
+        """Returns a linear layer's bias, (rows,) float32 on the host; None where it has none."""
         return self._store.bias(name)
 
     def vector(self, name: str) -> F32:
-        """(size,) float32 of the host."""
+        """Returns a vector, (size,) float32 on the host."""
         return self._store.vector(name)
 
     def array(self, name: str) -> F32:
-        """float32 of the host."""
+        """Returns an array, float32 on the host."""
         return self._store.array(name)
 
     def rows(self, table: str, ids: Ids) -> Array:
-        """(n, hidden) float32 of the device."""
+        """Returns rows ``ids`` (n,) of a table, (n, hidden) float32 on the device."""
         return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
 
     def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
-        """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another: (n, hidden)."""
+        """Returns rows ``ids`` (n,) int32 of a table plus rows start.. (and the shift) of another: (n, hidden)."""
         data, kind = self.tables[table]
         n, size = ids.shape[0], data.shape[1]
         added = self.tables[positions] if positions else (None, 0)
@@ -98,7 +98,7 @@ class DeviceWeights:
 
 
 class Normed(NamedTuple):
-    """x (n, channels) that is to go through a RMS norm: the product with a matrix does that along the way."""
+    """x (n, channels) before an RMS norm, which its product with a matrix takes along."""
 
     x: Array
     weight: Array
@@ -106,23 +106,23 @@ class Normed(NamedTuple):
 
 
 class CudaOps(NumpyOps):
-    """Activations (n, channels), float32.
+    """The operators of a model on the GPU, on activations (n, channels) float32.
 
-    halves: the operators for many rows on tensor cores. What enters a product is then rounded to half precision,
-    the activations by what makes them and the weights a slab of rows at a time; what leaves it, the norms and the
-    residual are float32. Numbers beyond a half's range become the largest half.
+    halves: the operators for many rows on tensor cores. Factors of products are then float16: activations are
+    rounded where they are made, weights a slab of rows at a time. Products, norms and the residual are float32.
+    Numbers beyond the range of float16 become its largest number.
     """
 
     weights: DeviceWeights
 
     def __init__(self, weights: DeviceWeights, halves: bool = False) -> None:
         self.weights, self.driver, self.weights_bytes = weights, weights.driver, weights.nbytes
-        self._halves, self._dtype = halves, np.float16 if halves else np.float32  # of what enters products
-        self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
+        self._halves, self._dtype = halves, np.float16 if halves else np.float32  # of the factors of products
+        self._slab = max(MIN_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
         is_packed = any(w.bits < 32 for w in weights.linears.values())
-        has_halves = is_packed and weights.driver.multiplies_halves and not halves
+        has_halves = is_packed and weights.driver.has_half_gemm and not halves
         self.half = CudaOps(weights, halves=True) if has_halves else None
-        """The operators for many rows; None: these."""
+        """The operators for many rows in float16; None where float32 serves."""
 
     def for_rows(self, n: int) -> CudaOps:
         return self if self.half is None or n <= MATVEC_ROWS else self.half
@@ -131,7 +131,7 @@ class CudaOps(NumpyOps):
         raise no_lora()
 
     def linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
-        """Return the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""
+        """Returns the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""
         w = self.weights.linears[name]
         if self._takes_packed(x, name):
             x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
@@ -146,11 +146,11 @@ class CudaOps(NumpyOps):
         return y
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
-        """Return x plus the linear layer's outputs of y (n, columns)."""
+        """Returns x plus the linear layer's outputs of y (n, columns)."""
         return self.linear(y, name, onto=contiguous(x))
 
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
-        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
+        """Returns activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if self._takes_packed(x, name):
             return self.linear(x, name, gate=ACTIVATIONS[kind])
         return self._activation(self.linear(x, name), kind, 1)
@@ -160,20 +160,20 @@ class CudaOps(NumpyOps):
         return not self._halves and n <= MATVEC_ROWS and takes_packed(self.driver, self.weights.linears[name])
 
     def _block_sums(self, x: Array, w: Matrix) -> Array:
-        """(n, blocks): the sum of the inputs of each block."""
-        whole = self.driver.zeros((len(x), w.blocks * w.block), np.float32)
-        whole[:, : w.columns] = x
-        return whole.reshape(len(x), w.blocks, w.block).sum(axis=2)
+        """Returns the sums (n, blocks) of the inputs of each block."""
+        padded = self.driver.zeros((len(x), w.blocks * w.block), np.float32)
+        padded[:, : w.columns] = x
+        return padded.reshape(len(x), w.blocks, w.block).sum(axis=2)
 
     def _matmul(self, x: Array, w: Matrix, onto: Array | None) -> Array:
-        """(n, rows) of many rows x (n, columns), a slab of the matrix at a time; added to ``onto`` in place."""
+        """Returns the outputs (n, rows) of x (n, columns), by slabs of the matrix, added to ``onto`` in place."""
         y = self.driver.empty((len(x), w.rows), np.float32) if onto is None else onto
         step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
             slab, out = self._widened(w, part), y[:, part]
             if self._halves:
-                self.driver.multiply_halves(x, slab, out, onto is not None)
+                self.driver.half_gemm(x, slab, out, onto is not None)
             else:
                 out[:] = x @ slab.T if onto is None else out + x @ slab.T
         if w.bias is not None:
@@ -181,12 +181,12 @@ class CudaOps(NumpyOps):
         return y
 
     def _slab_rows(self, w: Matrix) -> int:
-        """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""
+        """Returns the rows of a slab: slabs of about one size, of whole tiles, without which cuBLAS is slow."""
         slabs = -(-w.rows * w.columns // self._slab)
-        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
+        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MAX_BLOCKS // TILE_ROWS * TILE_ROWS)
 
     def _widened(self, w: Matrix, part: slice) -> Array:
-        """Rows of the matrix as they enter products."""
+        """Returns some rows of a matrix in the dtype of products."""
         if w.bits == 32 and not self._halves:
             return w.data[part]
         n = part.stop - part.start
@@ -197,11 +197,11 @@ class CudaOps(NumpyOps):
         return out
 
     def rms_norm(self, x: Array, name: str, eps: float) -> Normed:  # type: ignore[override]
-        """Return x (n, channels), normed by its rows' root mean squares."""
+        """Returns x (n, channels), normed by its rows' root mean squares."""
         return Normed(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
-        """Return x (n, channels), normed by its rows' means and deviations."""
+        """Returns x (n, channels), normed by its rows' means and deviations."""
         vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
         return self._norm("layer_norm", x, vectors, eps, self._dtype)
 
@@ -212,15 +212,15 @@ class CudaOps(NumpyOps):
         return y
 
     def _plain(self, x: Array | Normed, dtype: npt.DTypeLike = np.float32) -> Array:
-        """x, normed where it was to be."""
+        """Returns x (n, channels) after its norm, if it has one."""
         return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, Normed) else x
 
     def activation(self, x: Array, kind: str) -> Array:
-        """Return the activation of each number of x (n, channels)."""
+        """Returns the activation of each number of x (n, channels)."""
         return self._activation(x, kind, 0)
 
     def _activation(self, x: Array, kind: str, gated: int) -> Array:
-        """Of x, or gated: of its first half, times the second."""
+        """Returns the activation of x (n, channels); gated 1: of its first half, times the second one."""
         x, size = contiguous(x), x.shape[1] // (1 + gated)
         y = self.driver.empty((len(x), size), self._dtype)
         launch = Launch(LAYERS, "activation", (-(-size // 256), len(x)), 256)
@@ -228,12 +228,12 @@ class CudaOps(NumpyOps):
         return y
 
     def split(self, x: Array | Normed, sizes: Sequence[int]) -> list[Array]:
-        """Cut x (n, channels) into parts (n, size) each."""
+        """Returns parts (n, size) of x (n, channels), one for each size."""
         x, ends = self._plain(x), list(itertools.accumulate(sizes))
         return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def join(self, parts: Sequence[Array | Normed]) -> Array:
-        """Put parts (n, channels) side by side."""
+        """Returns parts (n, channels) side by side."""
         plain = [self._plain(part) for part in parts]
         sizes = [part.shape[1] for part in plain]
         y = self.driver.empty((len(plain[0]), sum(sizes)), np.float32)
@@ -242,9 +242,9 @@ class CudaOps(NumpyOps):
         return y
 
     def add(self, a: Array | Normed, b: Array | Normed) -> Array:
-        """Return a + b (n, channels)."""
+        """Returns a + b (n, channels)."""
         return self._plain(a) + self._plain(b)
 
     def scale(self, x: Array | Normed, factor: float) -> Array:
-        """Return x (n, channels) times a number."""
+        """Returns x (n, channels) times a number."""
         return self._plain(x) * np.float32(factor)

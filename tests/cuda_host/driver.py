@@ -132,13 +132,13 @@ class HostDriver:
     """
 
     multiprocessors, memory_bytes = 2, 1 << 20
-    multiplies_halves = has_matrix_tiles = has_whole_tiles = True
+    has_half_gemm = has_half_mma = has_integer_mma = True
     free = 1 << 40  # bytes that an allocation may have
 
     def __init__(self) -> None:
         self.backwards = False
         self.moves = self.zeros((N_MOVES,), np.int32)
-        self.shift, self.still = self.moves[:1], self.moves[-1:]
+        self.shift, self.zero = self.moves[:1], self.moves[-1:]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Returns a poisoned array: every byte is 0xff, NaN in floats."""
@@ -160,7 +160,7 @@ class HostDriver:
             raise CannotRecord("it uploads an array")
         return HostArray(np.array(host, order="C"))
 
-    def multiply_halves(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
+    def half_gemm(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
         assert x.flags.c_contiguous
         assert w.flags.c_contiguous
         assert (x.dtype, w.dtype, y.dtype) == (np.float16, np.float16, np.float32)

@@ -261,7 +261,7 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
     yield (
         "product of halves",
-        gpu.seconds(lambda: gpu.driver.multiply_halves(x, half, y, False)),
+        gpu.seconds(lambda: gpu.driver.half_gemm(x, half, y, False)),
         2 * n * half.size,
     )
 

@@ -1,4 +1,4 @@
-"""Half and single precision on a GPU: encoders, and who reads them."""
+"""Half and single precision on a GPU: encoders and readers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from edgekv.kernels.cuda.driver import Array, Launch, counter
 from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CodecKernels, CudaKernels, Reader, per_head
 
 
-def _loops(element: str, array: str, halves: int) -> CodecKernels:
-    """Of keys and values in an array of numbers (G, capacity, D)."""
+def _kernels(element: str, array: str, halves: int) -> CodecKernels:
+    """Returns the kernels of keys and values in an array (G, capacity, D) of a C++ type."""
 
     def read(name: str) -> Callable[[Any], Reader]:
         def make(codec: Any) -> Reader:
@@ -29,4 +29,4 @@ def _loops(element: str, array: str, halves: int) -> CodecKernels:
     return CodecKernels(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
 
 
-KERNELS = {"f16": _loops("u16", "half", 1), "f32": _loops("float", "single", 0)}
+KERNELS = {"f16": _kernels("u16", "half", 1), "f32": _kernels("float", "single", 0)}

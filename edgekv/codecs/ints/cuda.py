@@ -1,4 +1,4 @@
-"""Integers of 8 (or 4) bits with a scale per token: their encoder, and who reads integers token by token."""
+"""Integers of 8 (or 4) bits with a scale per token on a GPU: their encoder, and readers of any integers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from edgekv.kernels.cuda.kernels import ENCODE, CodecKernels, CudaKernels, Reade
 
 
 def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int, meaning: str) -> Reader:
-    """Reads keys or values: ``rows`` is RowKeys or RowValues, codes (G, capacity, bytes).
+    """Returns the reader of integers in codes (G, capacity, bytes).
 
-    ``meaning`` says what the codes and ``scales`` (G, capacity) stand for: see Integers in rows.cu.
+    rows: RowKeys or RowValues. scales: arrays (G, capacity). meaning: what codes and scales stand for, as Integers
+    in rows.cu has it.
     """
     bits, arrays = 8 * codes.shape[2] // width, (codes, *scales)
     return Reader(

@@ -1,6 +1,6 @@
-"""Keys in planes and interleaved values on a GPU: encoders, what reads them, and tiled attention over a pair.
+"""Keys in planes and interleaved values on a GPU: encoders, readers, and tiled attention over a pair of them.
 
-Tiled attention runs on tensor cores with the queries' rotation inside.
+Tiled attention runs on tensor cores and rotates the queries itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.codecs.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, counter
 from edgekv.kernels.cuda.kernels import (
-    MOST_CHANNELS,
+    MAX_CHANNELS,
     THREADS,
     TILE,
     CodecKernels,
@@ -26,7 +26,7 @@ from edgekv.kernels.cuda.kernels import (
 )
 
 FOLDER = pathlib.Path(__file__).parent
-WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries that tiled.cu takes
+WIDTHS, MAX_ROWS = (64, 128), 4  # channels of a head, and query rows, that tiled.cu takes
 
 
 def encode_centres(tools: CudaKernels, x: Array, codes: Array, step: Array, t0: int) -> None:
@@ -58,9 +58,9 @@ def encode_interleaved(tools: CudaKernels, x: Array, codes: Array, scale: Array,
 
 @functools.cache
 def encode_program(bits: int = 1) -> Program:
-    """encode.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
+    """Returns encode.cu for codes of some bits in `encode_keys` and `encode_interleaved`."""
     macros = (
-        ("MOST_CHANNELS", MOST_CHANNELS),
+        ("MAX_CHANNELS", MAX_CHANNELS),
         ("GAUSS_STEP", str(GAUSS_STEP[bits])),
         ("LARGEST_FOUR", LARGEST_FOUR),
     )
@@ -75,7 +75,7 @@ def _read_keys(codec: Any) -> Reader:
 
 
 def _rounded(tools: CudaKernels, codec: Any, q: Array) -> Queries:
-    """q (G, M, D) rotated, as it is and in whole numbers: (G, M, 2 * width)."""
+    """Returns q (G, M, D) rotated, and then once more rounded to whole numbers: (G, M, 2 * width)."""
     x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
     out = tools.driver.empty((*q.shape[:2], 2 * codec.width), np.float32)
     launch = Launch(encode_program(), "round_queries", (x.shape[0] * x.shape[1],), min(THREADS, codec.width))
@@ -92,14 +92,14 @@ def _read_values(codec: Any) -> Reader:
 
 
 def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
-    """tiled.cu, on devices with whole tiles, where neither side is padded to its width."""
+    """Returns tiled.cu where the GPU has integer tensor cores and neither codec pads its heads."""
     fits = values.kind == "interleaved" and keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS
-    if not (driver.has_whole_tiles and fits):
+    if not (driver.has_integer_mma and fits):
         return None
     bits, factor = max(int(keys.bits.max()), int(values.bits.max())), f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
-    blocks = 3 if rows == 1 and bits <= 2 else 2  # how many registers there are to a thread
+    blocks = 3 if rows == 1 and bits <= 2 else 2  # decides the registers of a thread
     macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("TURN_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
-    return Fused(FOLDER / "tiled", macros, MOST_ROWS, blocks, keys.query_flips, keys.key_scale)
+    return Fused(FOLDER / "tiled", macros, MAX_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 
 def _encode_keys(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:

@@ -29,7 +29,7 @@ __device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16*
 // Grid (n / 64, G). Leaves x less what is stored.
 extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, Counter t0)
 {
-    __shared__ float mean[MOST_CHANNELS];
+    __shared__ float mean[MAX_CHANNELS];
     i64 row = ((i64)blockIdx.y * blocks + t0.now() / TILE + blockIdx.x) * CENTRES;
     float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE * d;
     encode_mean(from, TILE, d, mean, codes + row * (d / 2), step + row);

@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    __shared__ float weights[MOST_SHARES][ROWS];
+    __shared__ float weights[MAX_SHARES][ROWS];
     for (int m = threadIdx.x / 32; m < ROWS; m += WARPS) {
         float peak = MINUS_INFINITY, total = 0;
         for (int i = threadIdx.x % 32; i < shares; i += 32) peak = fmaxf(peak, __ldcg(&ends[(i * ROWS + m) * 2]));

@@ -1,9 +1,9 @@
-"""The device behind CuPy: programs of .cu files, launches, and recorded steps with what moves between replays.
+"""The GPU by CuPy: programs of .cu files, their launches, and recorded steps whose counters move between replays.
 
-A program is compiled by NVRTC at its first launch, and kept by CuPy. A recorded launch keeps its arguments. So,
-while a step is recorded, the counters of the caches are `Counter`s, which remember through sums and differences
-what they were made of; a launch passes such a number together with an address (`place`), at which every replay
-puts how far the number has moved since.
+NVRTC compiles a program at its first launch; CuPy caches it. A recorded launch keeps its arguments. So, while a
+step is recorded, the counters of the caches are `Counter`s, which remember through sums and differences which
+counters they are made of; a launch passes such a number together with an address (`counter`), at which every
+replay puts how far the number has moved since the recording.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, cache_root
 
-Array = Any  # of the device: a cupy.ndarray, or a test's own
+Array = Any  # in the device's memory: a cupy.ndarray, or what stands for one in a test
 Macros = tuple[tuple[str, int | str], ...]
 
-SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # of C++, as fields of structs
+SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # types of the fields of C++ structs
 FOLDER = pathlib.Path(__file__).parent
-N_MOVES = 16  # numbers on the device: that of positions first, one that stays 0 last
-RECORDED_TOKENS = 512  # at most, after the one at which a step was recorded, that replay it
-# Of cuBLAS.
-AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
+N_MOVES = 16  # sums of counters whose moves are on the device: positions first, one that stays 0 last
+RECORDED_TOKENS = 512  # at most this many tokens replay the recording of a step
+# cuBLAS's names: CUBLAS_OP_N, CUDA_R_32F and so on.
+OP_N, OP_T, R_32F, R_16F, COMPUTE_32F, GEMM_TENSOR_OP = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``files`` behind common.cu and ptx.cu, with ``macros``: names in this folder, or paths; all without ``.cu``.
+    """CUDA source that is compiled together: common.cu, ptx.cu and then ``files``.
 
-    exact: products and sums are rounded one by one, as NumPy rounds them; for encoders, equal to the bit.
+    files: names in this folder, or paths, without ``.cu``. macros: what the compiler is told to define. exact:
+    products and sums are rounded one by one, as NumPy rounds them, so that encoders equal it to the bit.
     """
 
     files: tuple[str | pathlib.Path, ...]
@@ -49,11 +50,11 @@ class Program:
     exact: bool = False
 
     def source(self, basics: tuple[str, ...] = ("common", "ptx")) -> str:
-        """The text, in which compiler messages still name the files."""
+        """Returns the files' text, with lines by which compiler messages name the files."""
         return "".join(_text(name) for name in (*basics, *self.files))
 
     def options(self) -> tuple[str, ...]:
-        """Of the compiler, macros among them."""
+        """Returns the compiler's options, macros among them."""
         defines = (f"-D{name}={value}" for name, value in self.macros)
         return "-std=c++14", f"--fmad={'false' if self.exact else 'true'}", *defines
 
@@ -114,7 +115,7 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
 class Launch(NamedTuple):
     """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
 
-    early: it may begin before the launches before it have ended, and waits for them by itself (`wait_for_inputs`).
+    early: the kernel may begin before earlier launches have ended, and waits for them itself (`wait_for_inputs`).
     """
 
     program: Program
@@ -125,18 +126,20 @@ class Launch(NamedTuple):
 
 
 class CannotRecord(Exception):
-    """The step does something that can't be recorded: it is taken plainly."""
+    """Raised where a step does something that can't be recorded; the step is then taken without a recording."""
 
 
 class Driver:
-    """The current device, in any thread, on the default stream; only `record` uses another one.
+    """The current GPU: its memory, launches and recordings, on the default stream.
 
-    So drivers beside each other, and threads, see each other's work in order, and a recording sees its own alone.
+    Several drivers and threads share that stream, so they see each other's work in order; only `record` uses a
+    stream of its own, so that a recording holds nothing else.
 
-    multiplies_halves: whether products of halves are faster than those of float32, on tensor cores;
-    has_matrix_tiles: whether prompt_attention.cu compiles; has_whole_tiles: tiled_linear.cu and tiled.cu. moves
-    (N_MOVES,) int32: how far the counters of a replayed step have moved since it was recorded, else 0; shift is
-    the first of these, by which positions move, and still the last, which stays 0.
+    has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
+    has_half_mma: whether prompt_attention.cu compiles (sm_75 on).
+    has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
+    moves: (N_MOVES,) int32 of the device, how far the counters of a replayed step have moved since its recording,
+    all 0 otherwise. shift is its first element, the move of positions; zero is its last one, always 0.
     """
 
     def __init__(self) -> None:
@@ -146,38 +149,41 @@ class Driver:
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.memory_bytes = int(properties["totalGlobalMem"])
         generation = int(properties["major"]), int(properties["minor"])
-        self.multiplies_halves, self.has_matrix_tiles = generation >= (7, 0), generation >= (7, 5)
-        self.has_whole_tiles = generation >= (8, 0)
+        self.has_half_gemm, self.has_half_mma = generation >= (7, 0), generation >= (7, 5)
+        self.has_integer_mma = generation >= (8, 0)
         self._launch_early = _early_launcher() if generation >= (9, 0) else None
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream, self._recorder = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
         self._is_recording = False
         self.moves = self.zeros((N_MOVES,), np.int32)
-        self.shift, self.still = self.moves[:1], self.moves[-1:]
+        self.shift, self.zero = self.moves[:1], self.moves[-1:]
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Any] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array of the device, contents undefined."""
+        """Returns an array of the device with undefined contents."""
         return self.cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array of the device, filled with zeros."""
+        """Returns an array of zeros on the device."""
         return self.cupy.zeros(shape, dtype)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
+        """Returns a copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
         if self._is_recording:
             raise CannotRecord("it uploads an array: taken without a recording, the step leaves it on the device")
         return self.cupy.asarray(host)
 
     def free_bytes(self) -> int:
-        """What the device has free, and what CuPy holds unused."""
+        """Returns the bytes that the device has free, with those that CuPy holds unused."""
         unused = self.cupy.get_default_memory_pool().free_bytes()
         return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
 
     def launch(self, launch: Launch, *arguments: Array | Struct | float | None) -> None:
-        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers, None as a null pointer."""
+        """Runs a kernel; it gets ints as int, floats as float, arrays as pointers, and None as a null pointer.
+
+        Raises MemoryError without enough memory, ConfigError where the program does not compile.
+        """
         program, kernel, grid, block, early = launch
         values = tuple(
             by_value(x, program) for x in arguments
@@ -209,33 +215,32 @@ class Driver:
                 advice="use {device:cpu}",
             ) from None
 
-    def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
-        """y (n, rows) float32 = x (n, k) float16 times w (rows, k) float16, or y + that; sums in float32.
+    def half_gemm(self, x: Array, w: Array, y: Array, adds: bool) -> None:
+        """Sets y (n, rows) float32 to x (n, k) times w (rows, k), both float16; ``adds``: adds the product to y.
 
-        x and w are contiguous; y has contiguous rows, maybe part of longer ones.
+        Sums are float32. x and w are contiguous; y has contiguous rows, which may be parts of longer ones.
         """
         from cupy_backends.cuda.libs import cublas
 
         (n, k), rows, stride = x.shape, len(w), y.strides[0] // y.itemsize
         one, onto = ONE.ctypes.data, (ONE if adds else ZERO).ctypes.data
-        sums = SINGLE_SUMS if self._cuda >= 11000 else SINGLE
-        factors = w.data.ptr, HALF, k, x.data.ptr, HALF, k
+        sums = COMPUTE_32F if self._cuda >= 11000 else R_32F
+        factors = w.data.ptr, R_16F, k, x.data.ptr, R_16F, k
         try:
             handle = self.cupy.cuda.device.get_cublas_handle()
             cublas.gemmEx(  # by columns: y.T = w x.T
-                *(handle, TRANSPOSED, AS_IT_IS, rows, n, k, one, *factors),
-                *(onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
+                *(handle, OP_T, OP_N, rows, n, k, one, *factors),
+                *(onto, y.data.ptr, R_32F, stride, sums, GEMM_TENSOR_OP),
             )
         except RuntimeError as error:
             _raise_memory_error(error, "for a product of cuBLAS")
             raise
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.
+        """Records the work that ``step`` launches, without doing it, and returns a function that does it.
 
-        Memory comes from a pool of its own, so that what the recording writes to is nobody else's. Raises
-        CannotRecord where CuPy, or a library that it calls, does not support that, or has no memory for it: the
-        device is then as it was before, and the step can be taken plainly.
+        Memory comes from a pool of the recording's own. Raises CannotRecord where CuPy or a library that it calls
+        can't record something, or has no memory for it: the device is then as it was before.
         """
         pool = self.cupy.cuda.MemoryPool()
         try:
@@ -250,14 +255,14 @@ class Driver:
         except (RuntimeError, MemoryError) as error:  # CuPy's and CUDA's own errors are RuntimeErrors
             raise CannotRecord(str(error)) from error
 
-        def replay(held: Any = pool) -> None:
+        def replay(pool: Any = pool) -> None:  # keeps the pool alive
             graph.launch(self.stream)
 
         return replay
 
 
 def _raise_memory_error(error: RuntimeError, what: str) -> None:
-    """MemoryError, as CuPy's own allocations raise, where the driver or cuBLAS found too little memory."""
+    """Raises MemoryError, as CuPy's allocations do, where the driver or cuBLAS found too little memory."""
     if any(name in str(error) for name in OUT_OF_MEMORY):
         raise MemoryError(f"Out of memory {what} ({error})") from error
 
@@ -279,9 +284,9 @@ class _Config(ctypes.Structure):
 
 
 def _early_launcher() -> Callable[..., None] | None:
-    """Launches that begin before the one before them has ended; None where this driver has none.
+    """Returns a function that launches a kernel early, by cuLaunchKernelEx, which CuPy lacks; None without it.
 
-    By cuLaunchKernelEx, which CuPy lacks: (kernel's handle, grid, block, stream, values); raises RuntimeError.
+    The function takes the kernel's handle, grid, block, stream and values, and raises RuntimeError.
     """
     try:
         launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
@@ -289,7 +294,7 @@ def _early_launcher() -> Callable[..., None] | None:
         return None
 
     def launch(function: int, grid: tuple[int, ...], block: int, stream: int, values: tuple[Any, ...]) -> None:
-        attribute = _Attribute(OVERLAPS, 0, 1)
+        attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
         config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
@@ -302,7 +307,7 @@ def _early_launcher() -> Callable[..., None] | None:
 
 
 def require_cupy() -> Any:
-    """The module `cupy` with a GPU that it can use; else ConfigError says what is missing."""
+    """Returns the module `cupy`. Raises ConfigError, which says what is missing, unless it can use a GPU."""
     try:
         import cupy
     except ImportError as error:
@@ -328,7 +333,7 @@ def require_cupy() -> Any:
 
 
 def available() -> bool:
-    """Whether CuPy and a GPU are present, without an error."""
+    """Returns whether CuPy can use a GPU."""
     try:
         require_cupy()
     except ConfigError:
@@ -337,11 +342,14 @@ def available() -> bool:
 
 
 Terms = tuple[tuple[Hashable, int], ...]
-"""Counters that are added up, by their names, and how often each."""
+"""A sum of counters: their names, and how often each is added."""
 
 
 class Counter(int):
-    """An int that will be another one. Comparisons see that of the recording; divisions can't be recorded."""
+    """A number of a recorded step that will be another one in a replay: a constant and a sum of counters.
+
+    Comparisons see its value in the recording. Divisions raise CannotRecord.
+    """
 
     terms: Terms
     moves: Moves
@@ -351,23 +359,23 @@ class Counter(int):
         self.terms, self.moves = terms, moves
         return self
 
-    def _with(self, value: int, other: Any, sign: int, own: int = 1) -> Counter:
-        factors = {name: own * n for name, n in self.terms}
+    def _combined(self, value: int, other: Any, sign: int, self_sign: int = 1) -> Counter:
+        factors = {name: self_sign * n for name, n in self.terms}
         for name, n in other.terms if isinstance(other, Counter) else ():
             factors[name] = factors.get(name, 0) + sign * n
         terms = sorted(((name, n) for name, n in factors.items() if n), key=repr)
         return Counter(value, tuple(terms), self.moves)
 
     def __add__(self, other: int) -> Counter:
-        return self._with(int(self) + int(other), other, 1)
+        return self._combined(int(self) + int(other), other, 1)
 
     __radd__ = __add__
 
     def __sub__(self, other: int) -> Counter:
-        return self._with(int(self) - int(other), other, -1)
+        return self._combined(int(self) - int(other), other, -1)
 
     def __rsub__(self, other: int) -> Counter:
-        return self._with(int(other) - int(self), other, 1, own=-1)
+        return self._combined(int(other) - int(self), other, 1, self_sign=-1)
 
     def __floordiv__(self, other: int) -> int:
         raise CannotRecord(f"{self.terms} // {other}")
@@ -377,22 +385,22 @@ class Counter(int):
 
 
 class Moves:
-    """Where on the device the sums of counters that a recording uses find how far they have moved."""
+    """The sums of counters that a recording uses, and where on the device each finds how far it has moved."""
 
     def __init__(self, driver: Driver, positions: Hashable) -> None:
-        """positions: the counter that the driver's `shift` follows."""
+        """positions: the name of the counter that the driver's `shift` follows."""
         self._driver = driver
         self._slots: dict[Terms, int] = {((positions, 1),): 0}
 
     def address(self, terms: Terms) -> Array:
-        """Raises CannotRecord where there are too many."""
+        """Returns the (1,) int32 that says how far a sum has moved. Raises CannotRecord past N_MOVES - 1 sums."""
         slot = self._slots.setdefault(terms, len(self._slots))
         if slot >= N_MOVES - 1:
             raise CannotRecord(f"{slot} sums of counters")
         return self._driver.moves[slot : slot + 1]
 
     def set(self, ids: Array, token: int, moved: Callable[[Hashable], int]) -> None:
-        """Puts the token, and what all have moved by, of counters that have each moved by ``moved``(name)."""
+        """Sets the token and the moves of all sums; ``moved``: a counter's name -> how far it has moved."""
         values = [sum(n * moved(name) for name, n in terms) for terms in self._slots]
         put_inputs(self._driver, ids, token, values)
 
@@ -401,12 +409,12 @@ INPUTS = Launch(Program(("layers",)), "set_inputs", (1,), 1)
 
 
 def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> None:
-    """What a recorded step reads; positions and all others move by 0 where values has none."""
+    """Sets what a recorded step reads: its token, and the moves, which are 0 from the end of ``values`` on."""
     moves = Struct("Moves", by=values + [0] * (N_MOVES - 1 - len(values)))
     driver.launch(INPUTS, ids, token, driver.moves, moves)
 
 
 def counter(driver: Driver, x: int) -> Struct:
     """Returns the `Counter` of common.cu: a number, and the address of how far a replay has moved it."""
-    moved = x.moves.address(x.terms) if isinstance(x, Counter) and x.terms else driver.still
+    moved = x.moves.address(x.terms) if isinstance(x, Counter) and x.terms else driver.zero
     return Struct("Counter", recorded=int(x), moved=moved)

@@ -1,8 +1,8 @@
-"""The CUDA backend: attention over segments and within prompts, new tokens into their stores, rotations.
+"""The CUDA backend: attention over segments and within prompts, encoders of new tokens, rotations.
 
-A launch of attend.cu keeps no scores: blocks share the tokens, each with a running softmax. It takes one pair of
-any codecs and two of exact tokens. Several launches, of mixed pairs, are merged by the sums of their weights.
-Prompts, probabilities that are asked for, and tokens that stand anywhere take a buffer of scores: ranges.cu.
+A launch of attend.cu stores no scores: blocks share the tokens, each with a running softmax. It takes one segment
+of any pair of codecs and two of float16. Results of several launches are merged by the sums of their weights.
+Prompts, requested probabilities, and tokens at arbitrary positions go through a buffer of scores (ranges.cu).
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from edgekv.kernels.interface import Segment, Visible, find_codec_kernels
 from edgekv.types import I64
 
 THREADS, TILE = 128, 64
-MOST_ROWS = 8  # of queries that one block takes
-MOST_CHANNELS = 1024
-MOST_SHARES = 128  # blocks that share the tokens of a KV head
-MOST_CONSTANTS = 4096
+MAX_ROWS = 8  # query rows of a block
+MAX_CHANNELS = 1024
+MAX_SHARES = 128  # blocks that share the tokens of a KV head
+MAX_CONSTANTS = 4096
 ENCODE = Program(("exact",), exact=True)
-ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
-MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
-MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
-EXACT_TILES = 3  # at most, of a block that takes exact tokens beside a fused kernel
+ATTEND_BLOCKS = {1: 4}  # blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
+MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
+MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
+EXACT_TILES = 3  # tiles at most of a block with float16 tokens beside a fused kernel
 SEES_ALL = np.zeros(1, np.int64), np.full(1, 1 << 30)
-PROMPT_ROWS, MOST_WIDTH = 64, 256  # queries of a block of prompt_attention.cu, and channels
+PROMPT_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prompt_attention.cu, and channels of a head
 LAYERS = Program(("layers",))
 
 
 def padded_width(head_dim: int) -> int:
-    """Channels of a head with which prompt_attention.cu computes: a multiple of 16."""
+    """Returns the channels of a head in prompt_attention.cu: head_dim rounded up to a multiple of 16."""
     return -(-head_dim // 16) * 16
 
 
 class Halves(NamedTuple):
-    """Where `split_rope` also puts queries, keys and values in float16, zeros behind a head's channels.
+    """Float16 copies of queries, keys and values that `split_rope` writes, with zeros behind head_dim channels.
 
-    q (n_heads, n, width); k, v (n_kv_heads, capacity, width), from token ``first`` on.
+    q: (n_heads, n, width). k, v: (n_kv_heads, capacity, width), written from token ``first`` on.
     """
 
     q: Array
@@ -68,43 +68,49 @@ class Halves(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """The C++ type ``name`` in ``file`` reads ``arrays`` of ``capacity`` tokens, ``width`` channels a token."""
+    """How a kernel reads the keys or the values of a codec.
+
+    name: the C++ type that reads them, in ``file`` (as in `Program.files`), compiled with ``macros``. arrays: the
+    fields a, b, .. of its `Store` in common.cu, with room for ``capacity`` tokens. width: channels of a token.
+    in_one_launch: whether attend.cu takes it. tiles: tiles of 64 tokens that a block reads at once, so that enough
+    bytes are on their way. rotation: what rotates the values' sums back.
+    """
 
     name: str
-    file: Any  # as in `Program.files`
+    file: Any
     arrays: tuple[Array, ...]
     capacity: int
     width: int
     macros: Macros = ()
-    joins: bool = True  # whether attention of one launch takes it: at most five arrays of keys, four of values
-    tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
-    rotation: Any = None  # of the values: sums are rotated back
+    in_one_launch: bool = True
+    tiles: int = 1
+    rotation: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """x (G, M, width), what the reader's kernel needs beside it, and a factor (G, M)."""
+    """Queries x (G, M, width), what a key codec derives from them (codes), and a factor of each (scale (G, M))."""
 
     x: Array
     codes: Array | None = None
     scale: Array | None = None
 
 
-def as_they_are(tools: CudaKernels, codec: Any, q: Array) -> Queries:
-    """Queries (G, M, D) for keys whose scores are plain products."""
+def plain_queries(tools: CudaKernels, codec: Any, q: Array) -> Queries:
+    """Returns queries (G, M, D) unchanged, for keys whose scores are plain products."""
     return Queries(q)
 
 
 class Fused(NamedTuple):
-    """A kernel for a pair of codecs in place of attend.cu's own, with ``macros`` beside those of all pairs.
+    """A kernel for one pair of codecs that replaces the loop of attend.cu.
 
-    A launch takes ``most_rows`` query rows, and a multiprocessor holds ``blocks``. Queries come as they are, with
-    codes and scale as in `Queries`.
+    file, macros: its source, and macros beside those of all pairs. max_rows: query rows of a launch. blocks: its
+    blocks on a multiprocessor. It gets queries as the model makes them, with codes and scale as in `Queries`.
     """
 
     file: pathlib.Path
     macros: Macros
-    most_rows: int
+    max_rows: int
     blocks: int
     codes: Array
     scale: Array
@@ -112,58 +118,59 @@ class Fused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CodecKernels:
-    """What a file for a kind of codec says; ``tools`` are the kernels.
+    """The CUDA kernels of a kind of codec; ``tools`` is the backend.
 
-    keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
-    queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., else
-    `Codec.encode` does. placed: whether that takes a token to a place that moves (a `Counter`). fused: of keys,
-    (driver, query rows, keys, values) -> the pair's own kernel, if there is one.
+    keys, values: (codec) -> how it is read as keys, or as values.
+    queries: (tools, codec, q (G, M, D)) -> the queries in the form that its scores need.
+    encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0..; without it `Codec.encode` does.
+    placed: whether ``encode`` takes a t0 that moves in replays (a `Counter`).
+    fused: (driver, query rows, keys, values) -> the kernel for this codec's keys with those values, or None.
     """
 
     keys: Callable[[Any], Reader] | None = None
     values: Callable[[Any], Reader] | None = None
-    queries: Callable[[CudaKernels, Any, Array], Queries] = as_they_are
+    queries: Callable[[CudaKernels, Any, Array], Queries] = plain_queries
     encode: Callable[[CudaKernels, Any, Array, int], None] | None = None
     placed: bool = False
     fused: Callable[[Driver, int, Any, Any], Fused | None] = lambda *pair: None
 
 
 def kernels_of(codec: Any) -> CodecKernels:
-    """Returns how a codec, or a codec of that class, is read. Raises CacheError (field kv) where the GPU can't."""
-    loops = find_codec_kernels("cuda", codec)
-    if loops is None:
+    """Returns the kernels of a codec, or of a codec class. Raises CacheError (field kv) where there are none."""
+    kernels = find_codec_kernels("cuda", codec)
+    if kernels is None:
         raise CacheError(
             f"codec of kind {codec.kind!r}: no kernels for a GPU", field="kv", advice="use {device:cpu}"
         )
-    return cast(CodecKernels, loops)
+    return cast(CodecKernels, kernels)
 
 
 def read_keys(codec: Any) -> Reader:
-    """What reads a codec that holds keys."""
+    """Returns how a codec's keys are read."""
     make = kernels_of(codec).keys
     assert make is not None, codec.kind
     return make(codec)
 
 
 def read_values(codec: Any) -> Reader:
-    """What reads a codec that holds values."""
+    """Returns how a codec's values are read."""
     make = kernels_of(codec).values
     assert make is not None, codec.kind
     return make(codec)
 
 
 def rows_at_once(rows: int) -> int:
-    """Queries that a block takes at once: a power of two, so that few variants are compiled."""
-    return min(MOST_ROWS, 1 << (rows - 1).bit_length())
+    """Returns the query rows of a block: a power of two, so that few variants are compiled."""
+    return min(MAX_ROWS, 1 << (rows - 1).bit_length())
 
 
 def tiles_at_once(rows: int, *readers: Reader) -> int:
-    """Tiles that a block takes at once; of many queries the sums fill the registers."""
+    """Returns the tiles that a block reads at once: one for many query rows, whose sums fill the registers."""
     return min(reader.tiles for reader in readers) if rows <= 2 else 1
 
 
 def n_rounds(t0: int, t1: int, tiles: int) -> int:
-    """Rounds of `tiles` tiles over the tokens t0..t1."""
+    """Returns how many rounds of `tiles` tiles the tokens t0..t1 take."""
     return -(-(-(-t1 // TILE) - t0 // TILE) // tiles)
 
 
@@ -185,7 +192,7 @@ def scores_argument(s: Array) -> Struct:
 
 
 def per_head(x: Array) -> tuple[Array, int]:
-    """x (G, n, D) with the rows of a head contiguous, and the elements between heads."""
+    """Returns x (G, n, D) with contiguous rows in each head, and the number of elements between heads."""
     n, d = x.shape[1:]
     if x.strides[2] != x.itemsize or (n > 1 and x.strides[1] != d * x.itemsize):
         x = x.copy()
@@ -193,15 +200,15 @@ def per_head(x: Array) -> tuple[Array, int]:
 
 
 def check_width(width: int) -> None:
-    """CacheError where a head has more channels than a block can hold."""
-    if width > MOST_CHANNELS:
+    """Raises CacheError where a head has more channels than a block can hold."""
+    if width > MAX_CHANNELS:
         raise CacheError(
-            f"head_dim {width}: a GPU takes at most {MOST_CHANNELS} channels", advice="use {device:cpu}"
+            f"head_dim {width}: a GPU takes at most {MAX_CHANNELS} channels", advice="use {device:cpu}"
         )
 
 
 class Part(NamedTuple):
-    """A segment as the kernels take it, for queries ``q``."""
+    """A segment with the readers of its keys and values, and the queries q (G, M, D) that attend to it."""
 
     segment: Segment
     keys: Reader
@@ -209,34 +216,33 @@ class Part(NamedTuple):
     values: Reader
 
     @property
-    def joins(self) -> bool:
-        """Whether attend.cu can take it."""
-        s = self.segment
-        return s.positions is None and self.keys.joins and self.values.joins
+    def in_one_launch(self) -> bool:
+        """Whether attend.cu takes it."""
+        return self.segment.positions is None and self.keys.in_one_launch and self.values.in_one_launch
 
     @property
     def is_short(self) -> bool:
-        """Exact tokens, so few that another pair's launch can take them along."""
+        """Whether it is float16 and short enough to go beside another segment in a launch."""
         kinds = {self.segment.keys.kind, self.segment.values.kind}
-        return kinds == {"f16"} and self.columns <= MOST_EXACT_TOKENS
+        return kinds == {"f16"} and self.columns <= MAX_EXACT_TOKENS
 
     @property
-    def most(self) -> int:
-        """Where the tokens end at the latest, while a recording is replayed."""
+    def last_stop(self) -> int:
+        """Where the tokens end at the latest while a recording is replayed."""
         stop = self.segment.stop
         spare = RECORDED_TOKENS if isinstance(stop, Counter) else 0
         return min(int(stop) + spare, max(self.keys.capacity, int(stop)))
 
     @property
     def columns(self) -> int:
-        """Of the scores."""
-        return self.most - self.segment.first
+        """Columns of its scores."""
+        return self.last_stop - self.segment.first
 
 
 class CudaKernels:
-    """Every function of `edgekv.kernels.interface` that the schemes it supports use.
+    """The functions of `edgekv.kernels.interface.Kernels` on the GPU.
 
-    Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
+    Arrays are the driver's; ranges (lo, hi, counts) stay NumPy arrays on the host.
     """
 
     backend = "cuda"
@@ -247,18 +253,18 @@ class CudaKernels:
         self._constants: dict[tuple[Any, ...], Array] = {}
 
     def constant(self, x: Array | npt.NDArray[Any]) -> Array:
-        """A small operand such as (G, R) that may come from the host, uploaded once for each of its values."""
+        """Returns a small operand such as (G, R) on the device; a host's array is uploaded once per value."""
         if not isinstance(x, np.ndarray):
             return x
         key = x.shape, x.dtype.str, x.tobytes()
         if key not in self._constants:
-            if len(self._constants) >= MOST_CONSTANTS:
+            if len(self._constants) >= MAX_CONSTANTS:
                 self._constants.clear()
             self._constants[key] = self.driver.upload(x)
         return self._constants[key]
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A buffer for one launch, contents undefined."""
+        """Returns a buffer for one launch, with undefined contents."""
         size = int(np.prod(shape))
         buffer = self._scratch.get(name)
         if buffer is None or buffer.size < size:
@@ -266,16 +272,16 @@ class CudaKernels:
         return buffer[:size].reshape(shape)
 
     def buffers(self) -> list[Array]:
-        """Arrays (size,) that launches use beside their operands."""
+        """Returns the arrays (size,) that launches use beside their operands."""
         return [*self._scratch.values(), *self._constants.values()]
 
-    def splits(self, rounds: int, others: int, blocks: int = 8, beside: int = 0) -> int:
-        """Into how many parts to cut a range of rounds, of which there are `others`, each beside some blocks.
+    def splits(self, rounds: int, n_ranges: int, blocks: int = 8, reserved: int = 0) -> int:
+        """Returns how many blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` other blocks.
 
-        All of them run at once where a multiprocessor holds `blocks`: a few more would take as long again.
+        All blocks run at once where a multiprocessor holds ``blocks``: a few more would take as long again.
         """
-        at_once = self.driver.multiprocessors * blocks // others - beside
-        return max(1, min(rounds, at_once, MOST_SHARES))
+        at_once = self.driver.multiprocessors * blocks // n_ranges - reserved
+        return max(1, min(rounds, at_once, MAX_SHARES))
 
     def limits(self, lo: I64, hi: I64) -> Array | None:
         """Returns lo and hi (n,) as (2, n) int32 of the device; None where all are equal."""
@@ -283,12 +289,12 @@ class CudaKernels:
         return self.constant(np.stack([lo, hi]).astype(np.int32)) if differ else None
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
-        """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""
-        loops: CodecKernels | None = find_codec_kernels("cuda", codec)
-        if isinstance(t0, Counter) and loops and not loops.placed:
+        """Stores x (G, n, D) from token t0 on. Raises CannotRecord where t0 moves and the encoder can't follow."""
+        kernels: CodecKernels | None = find_codec_kernels("cuda", codec)
+        if isinstance(t0, Counter) and kernels and not kernels.placed:
             raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
-        if loops and loops.encode:
-            loops.encode(self, codec, x, t0)
+        if kernels and kernels.encode:
+            kernels.encode(self, codec, x, t0)
         else:
             codec.encode(x, t0)
 
@@ -315,9 +321,9 @@ class CudaKernels:
         sinks: Array | None = None,
         cap: float | None = None,
     ) -> None:
-        """out (H, n, D) = attention of queries (H, n, D) over segments; weights (G, M, columns): probabilities."""
+        """Sets out (H, n, D) to the attention of queries (H, n, D); weights (G, M, columns) to probabilities."""
         if sinks is not None:
-            raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
+            raise ValueError("the CUDA kernels have no sinks: leave `sinks` out")
         n_heads, n, head_dim = queries.shape
         n_kv_heads = segments[0].keys.n_kv_heads
         shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
@@ -325,25 +331,25 @@ class CudaKernels:
         parts = [self._part(segment, q, cap) for segment in segments if segment.stop > segment.first]
         if not parts:
             out.fill(0)
-        elif n > 1 or shape[1] > MOST_ROWS or weights is not None or not all(part.joins for part in parts):
+        elif n > 1 or shape[1] > MAX_ROWS or weights is not None or not all(part.in_one_launch for part in parts):
             self._attend_through_scores(parts, visible, result, weights)
-        elif shape[1] <= (most := self._most_rows(parts)):
+        elif shape[1] <= (max_rows := self._max_rows(parts)):
             self._attend_at_once(parts, visible, result)
         else:
-            for a in range(0, shape[1], most):  # the rest of the rows in a launch of its own
-                some = q[:, a : a + most].copy()
-                self._attend_at_once([part._replace(q=some) for part in parts], visible, some)
-                result[:, a : a + most] = some
+            for a in range(0, shape[1], max_rows):
+                rows = q[:, a : a + max_rows].copy()
+                self._attend_at_once([part._replace(q=rows) for part in parts], visible, rows)
+                result[:, a : a + max_rows] = rows
 
-    def _most_rows(self, parts: list[Part]) -> int:
-        return min([MOST_ROWS, *(fused.most_rows for part in parts if (fused := self._fused(part, 1)))])
+    def _max_rows(self, parts: list[Part]) -> int:
+        return min([MAX_ROWS, *(fused.max_rows for part in parts if (fused := self._fused(part, 1)))])
 
     def _fused(self, part: Part, rows: int) -> Fused | None:
         keys, values = part.segment.keys, part.segment.values
         return kernels_of(keys).fused(self.driver, rows, keys, values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
-        """s (G, M, t1 - t0) = scores of queries (G, M, D) with a codec's tokens t0..t1."""
+        """Sets s (G, M, t1 - t0) to the scores of queries (G, M, D) with a codec's tokens t0..t1."""
         segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
         self.launch_scores(read_keys(codec), prepared, s, segment, SEES_ALL)
 
@@ -354,7 +360,6 @@ class CudaKernels:
         return Part(segment, keys, q, read_values(segment.values))
 
     def _prepared(self, keys: Any, q: Array) -> Queries:
-        """The queries as the scores of these keys want them."""
         return kernels_of(keys).queries(self, keys, q)
 
     def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
@@ -362,35 +367,35 @@ class CudaKernels:
         launches = []
         while long or short:
             main = long.pop(0) if long else short.pop(0)
-            launches.append((main, short[:MOST_EXACT]))
-            short = short[MOST_EXACT:]
+            launches.append((main, short[:MAX_EXACT]))
+            short = short[MAX_EXACT:]
         n_kv_heads, rows, head_dim = out.shape
-        ends = self.scratch("attend.whole", (len(launches), n_kv_heads, rows, 2))
+        softmaxes = self.scratch("attend.softmaxes", (len(launches), n_kv_heads, rows, 2))
         if len(launches) == 1:
-            self._launch_attend(*launches[0], visible, out, ends[0])
+            self._launch_attend(*launches[0], visible, out, softmaxes[0])
             return
-        several = self.scratch("attend.several", (len(launches), *out.shape))
-        for (main, exact), each, end in zip(launches, several, ends, strict=True):
-            self._launch_attend(main, exact, visible, each, end)
+        outs = self.scratch("attend.outs", (len(launches), *out.shape))
+        for (main, exact), launch_out, softmax in zip(launches, outs, softmaxes, strict=True):
+            self._launch_attend(main, exact, visible, launch_out, softmax)
         launch = Launch(LAYERS, "merge", (n_kv_heads * rows,), THREADS)
-        self.driver.launch(launch, several, ends, len(launches), head_dim, out)
+        self.driver.launch(launch, outs, softmaxes, len(launches), head_dim, out)
 
-    def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, end: Array) -> None:
-        """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
+    def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, softmax: Array) -> None:
+        """Sets out (G, M, D) to attention over these parts; softmax (G, M, 2): its maximum and sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
         fused = self._fused(main, rows)
-        held = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
+        blocks = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
-        # A block of tiled tokens is quick: one that takes exact tokens beside it is not to end last.
-        exact_tiles = (
-            max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, held) // 8)) if fused else 1
-        )
-        exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
-        beside = sum(exact_shares)
-        shares = min(self.splits(rounds, n_kv_heads, held, beside if fused else 0), MOST_SHARES - beside)
-        n_shares = shares + sum(exact_shares)
+        # A fused kernel's blocks are quick: those with float16 tokens must not end last.
+        exact_tiles = 1
+        if fused:
+            exact_tiles = max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, blocks) // 8))
+        exact_shares = [n_rounds(part.segment.first, part.last_stop, exact_tiles) for part in exact]
+        n_exact = sum(exact_shares)
+        shares = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SHARES - n_exact)
+        n_shares = shares + n_exact
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
             rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
@@ -409,10 +414,10 @@ class CudaKernels:
             pair=self.segment_argument(main.segment, keys, values, shares),
             **exact_segments,
             visible=self.visible_argument(visible, rows),
-            block_softmax=self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2)),
-            block_sums=self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim)),
+            block_softmax=self.scratch("attend.block_softmax", (n_kv_heads, n_shares, rows, 2)),
+            block_sums=self.scratch("attend.block_sums", (n_kv_heads, n_shares, rows, head_dim)),
             done=self._done(n_kv_heads),
-            softmax=end,
+            softmax=softmax,
             out=rotated,
             exact_out=out,
         )
@@ -432,7 +437,7 @@ class CudaKernels:
         return Struct("Visible", lo=int(lo[0]), hi=int(hi[0]), limits=self.limits(lo, hi), shift=self.driver.shift)
 
     def _done(self, n_kv_heads: int) -> Array:
-        """Zeros, left as zeros by every launch."""
+        """Returns counts (n_kv_heads,) of the blocks that are done: zeros, which every launch leaves as zeros."""
         if "attend.done" not in self._scratch or self._scratch["attend.done"].size < n_kv_heads:
             self._scratch["attend.done"] = self.driver.zeros((n_kv_heads,), np.uint32)
         return self._scratch["attend.done"]
@@ -441,26 +446,26 @@ class CudaKernels:
         self, parts: list[Part], visible: Visible, out: Array, weights: Array | None
     ) -> None:
         n_kv_heads, rows, _ = out.shape
-        prepared = [self._prepared(part.segment.keys, part.q) for part in parts]
+        queries = [self._prepared(part.segment.keys, part.q) for part in parts]
         ends = list(itertools.accumulate((part.columns for part in parts), initial=0))
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
-        for part, queries, s in zip(parts, prepared, columns, strict=True):
-            self.launch_scores(part.keys, queries, s, part.segment, visible)
+        for part, q, s in zip(parts, queries, columns, strict=True):
+            self.launch_scores(part.keys, q, s, part.segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         for part, p in zip(parts, columns, strict=True):
-            self.launch_values(part.values, p, part.segment.first, part.most, out)
+            self.launch_values(part.values, p, part.segment.first, part.last_stop, out)
 
     def softmax(self, s: Array, lo: I64, hi: I64) -> None:
-        """Makes rows of s (G, M, columns) sum to 1 over columns lo..hi (M,), 0 elsewhere."""
+        """Takes the softmax of rows of s (G, M, columns) over columns lo..hi (M,), in place; 0 elsewhere."""
         n_kv_heads, rows, columns = s.shape
         launch = Launch(LAYERS, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
         self.driver.launch(launch, scores_argument(s), columns, self.limits(lo, hi), int(lo[0]), int(hi[0]))
 
     def launch_scores(self, keys: Reader, queries: Queries, s: Array, segment: Segment, visible: Visible) -> None:
-        """s (G, M, columns) = scores with the segment's first tokens, -inf where a query does not see them."""
+        """Sets s (G, M, columns) to scores with the segment's tokens, -inf where a query does not see one."""
         n_kv_heads, rows, columns = s.shape
         at_once, t0 = rows_at_once(rows), segment.first
         tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
@@ -472,7 +477,7 @@ class CudaKernels:
         self.driver.launch(launch, query_argument(queries), *tokens, self.visible_argument(visible, rows))
 
     def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
-        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""
+        """Adds p (G, M, t1 - t0) times values t0..t1, rotated back, to out (G, M, D)."""
         n_kv_heads, rows, _ = p.shape
         at_once = rows_at_once(rows)
         tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
@@ -491,7 +496,7 @@ class CudaKernels:
             self.rotate_back(values.rotation, rotated, out)
 
     def _add_partial(self, partial: Array, out: Array) -> None:
-        """out (G, ...) += the sum over the second axis of partial (G, splits, ...)."""
+        """Adds the sum over the second axis of partial (G, splits, ...) to out (G, ...)."""
         n_kv_heads, splits = partial.shape[:2]
         n = out.size
         launch = Launch(LAYERS, "add_partial", (-(-n // 256),), 256)
@@ -511,32 +516,32 @@ class CudaKernels:
         eps: float,
         halves: Halves | None = None,
     ) -> None:
-        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), rotated by position; also in halves.
+        """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), q and k rotated by position.
 
-        q None: queries are wanted as halves only.
+        halves: where float16 copies go, too. q may then be None.
         """
         n_kv_heads, n, head_dim = k.shape
         n_heads = qkv.shape[1] // head_dim - 2 * n_kv_heads
         rope = Struct("Rope", cos=cos, sin=sin, half=cos.shape[1], shift=self.driver.shift)
         heads = (Struct("Heads", x=x, stride=0 if x is None else x.strides[0] // x.itemsize) for x in (q, k, v))
         norms = Struct("HeadNorms", q=q_norm if q_norm.size else None, k=k_norm if k_norm.size else None, eps=eps)
-        also = Struct("Halves")
+        copies = Struct("Halves")
         if halves is not None:
             _, capacity, width = halves.k.shape
-            also = Struct("Halves", **halves._asdict(), width=width, capacity=capacity)
+            copies = Struct("Halves", **halves._asdict(), width=width, capacity=capacity)
         grid = n, n_heads + 2 * n_kv_heads
         launch = Launch(LAYERS, "split_rope", grid, THREADS, early=halves is None)
         sizes = n_heads, n_kv_heads, head_dim, float(scale)
-        self.driver.launch(launch, qkv, rope, *heads, *sizes, norms, also)
+        self.driver.launch(launch, qkv, rope, *heads, *sizes, norms, copies)
 
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
-        """out (A, n, width) = the rotation of x (A, n, D)."""
+        """Sets out (A, n, width) to the Walsh-Hadamard rotation of x (A, n, D)."""
         rows, n, d = x.shape
         x, stride = per_head(x)
         self._transform("hadamard", out.shape[2], rows * n, x, n, stride, d, flips, out)
 
     def hadamard_back(self, x: Array, flips: Array, out: Array) -> None:
-        """out (A, n, D) += the inverse rotation of x (A, n, width)."""
+        """Adds the inverse rotation of x (A, n, width) to out (A, n, D)."""
         rows, n, d = out.shape
         stride = out.strides[0] // out.itemsize
         self._transform("hadamard_back", x.shape[2], rows * n, contiguous(x), n, stride, d, flips, out)
@@ -547,7 +552,7 @@ class CudaKernels:
         self.driver.launch(launch, *arguments[:-1], float(np.float32(1 / np.sqrt(width))), arguments[-1])
 
     def rotate(self, rotation: Any, x: Array) -> Array:
-        """P x (A, n, width) of x (A, n, head_dim)."""
+        """Returns x (A, n, head_dim) rotated: (A, n, width)."""
         if rotation.flips is None:
             return self.project(x, rotation.matrix)
         out = self.driver.empty((*x.shape[:2], rotation.width), np.float32)
@@ -555,14 +560,14 @@ class CudaKernels:
         return out
 
     def rotate_back(self, rotation: Any, x: Array, out: Array) -> None:
-        """out (A, n, head_dim) += the inverse of P of x (A, n, width)."""
+        """Adds the inverse rotation of x (A, n, width) to out (A, n, head_dim)."""
         if rotation.flips is None:
             out += self.project(x, rotation.inverse)
         else:
             self.hadamard_back(x, rotation.flips, out)
 
     def project(self, x: Array, matrix: Array) -> Array:
-        """x (G, n, D) times matrix (m, D) -> (G, n, m)."""
+        """Returns x (G, n, D) times the transpose of matrix (m, D): (G, n, m)."""
         n_kv_heads, n = x.shape[:2]
         if n > MATVEC_ROWS:
             return x @ matrix.T
@@ -571,10 +576,10 @@ class CudaKernels:
         return matvec(self.driver, contiguous(x), w).reshape(n_kv_heads, n, -1)
 
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
-        """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
+        """Sets out (n, n_heads * head_dim) to the causal attention of scaled queries q (n_heads, n, width).
 
-        All are float16. The queries are those of the last n of ``earlier`` + n tokens, the first of k and v
-        (n_kv_heads, capacity, width). Token t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
+        All are float16. k and v (n_kv_heads, capacity, width) begin with ``earlier`` + n tokens, whose last n are
+        those of the queries. Token t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
         """
         n_heads, n, width = q.shape
         n_kv_heads, capacity, _ = k.shape
@@ -588,19 +593,19 @@ class CudaKernels:
 def attend_program(
     keys: Reader, values: Reader, rows: int, with_exact: bool, fused: Fused | None = None
 ) -> Program:
-    """attend.cu for a pair, beside exact tokens or not; fused: by a kernel of the pair's own."""
+    """Returns attend.cu for a pair of codecs; with_exact: beside float16 tokens, fused: by the pair's kernel."""
     pair = (fused.file,) if fused else (keys.file, values.file)
     tiles = 1 if fused else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
-    sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
+    sizes = ("ROWS", rows), ("TILES", tiles), ("MAX_SHARES", MAX_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
-    more = fused.macros if fused else ()
+    fused_macros = fused.macros if fused else ()
     files = tuple(dict.fromkeys(("rows", *pair, "attend")))
-    return Program(files, (*types, *sizes, *exact, *keys.macros, *values.macros, *more))
+    return Program(files, (*types, *sizes, *exact, *keys.macros, *values.macros, *fused_macros))
 
 
 def range_program(kind: str, reader: Reader, rows: int) -> Program:
-    """ranges.cu for what reads KEYS or VALUES."""
+    """Returns ranges.cu for a reader; kind: KEYS or VALUES."""
     sizes = ("HEAD_DIM", reader.width), ("ROWS", rows), ("TILES", tiles_at_once(rows, reader))
     macros: Macros = ((kind, reader.name), ("KEY_DIM", reader.width), *sizes, *reader.macros)
     return Program(tuple(dict.fromkeys(("rows", reader.file, "ranges"))), macros)

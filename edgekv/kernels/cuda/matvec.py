@@ -1,4 +1,4 @@
-"""A matrix times few activations, where the matrix's bytes are what takes the time."""
+"""Products of a matrix and a few activations, whose time goes into reading the matrix."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 
-MATVEC_ROWS = 8  # activations; more go through cuBLAS
+MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
-MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
+MAX_CHUNKS = (32, 64, 128, 192, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
 
 
 class Matrix(NamedTuple):
-    """A linear layer (rows, columns): numbers of 32 or 16 bits, or codes of 8 or 4 with scales (rows, blocks).
+    """A linear layer's weights (rows, columns): numbers of 32 or 16 bits, or codes of 8 or 4 bits with scales.
 
-    bias: (rows,). shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero
-    points or offsets.
+    block: inputs that share a scale. blocks: blocks of a row. scales: (rows, blocks). bias: (rows,). shift:
+    (rows, blocks), what zero points or offsets add to each weight of a block.
     """
 
     rows: int
@@ -33,12 +33,12 @@ class Matrix(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of 16 bytes, in a row of codes."""
+        """How many chunks of 16 bytes a row of codes has."""
         return self.blocks * self.block * self.bits // 128
 
 
 def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Array:
-    """(n, rows) float32: w times x, contiguous, n times w.columns numbers; plus ``onto`` (n, rows), contiguous."""
+    """Returns w times x (n, columns) plus ``onto`` (n, rows), as (n, rows) float32; all are contiguous."""
     n = x.size // w.columns
     y = driver.empty((n, w.rows), np.float32)
     threads = min(THREADS, -(-w.columns // 256) * 32)
@@ -48,8 +48,8 @@ def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Ar
 
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
-    """Whether `packed_matvec` takes a matrix: packed, without shifts, its rows not too long."""
-    return driver.has_whole_tiles and w.bits < 16 and w.shift is None and w.chunks <= MOST_CHUNKS[-1]
+    """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
+    return driver.has_integer_mma and w.bits < 16 and w.shift is None and w.chunks <= MAX_CHUNKS[-1]
 
 
 def packed_matvec(
@@ -61,17 +61,17 @@ def packed_matvec(
     norm: tuple[Array, float] | None = None,
     gate: int | None = None,
 ) -> Array:
-    """`matvec` of codes, from sm_80 on.
+    """Returns what `matvec` returns, for codes from sm_80 on, with what stands before and behind the product.
 
-    norm: x goes through a RMS norm with these weights and eps first. gate: (n, rows / 2), the first half of the
-    rows through the activation of this number, times the second.
+    norm: (weights, eps) of an RMS norm that x goes through first. gate: the number of an activation; the result
+    (n, rows / 2) is then the activation of the first half of the rows times the second half.
     """
     n, outputs = x.size // w.columns, w.rows if gate is None else w.rows // 2
     tiles = -(-outputs // (16 if gate is None else 8))  # of 16 rows
-    # Warps of a block and blocks to a multiprocessor; the second where a block has few tiles to do.
+    # Warps of a block and blocks of a multiprocessor: more warps where a block has few tiles.
     warps, blocks = (8, 2) if tiles >= 4 * driver.multiprocessors else (16, 1)
     grid = min(tiles, driver.multiprocessors * blocks), n
-    warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # none without 128 bytes of a row
+    warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
     program = packed_program(w.bits, w.block, w.chunks, warps, blocks)
     launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True)
     y = driver.empty((n, outputs), np.float32)
@@ -83,13 +83,13 @@ def packed_matvec(
 
 @functools.cache
 def linear_program(bits: int, block: int) -> Program:
-    """linear.cu for weights of this form."""
+    """Returns linear.cu for weights of this form."""
     return Program(("linear",), (("WEIGHT_BITS", bits), ("BLOCK", block)))
 
 
 @functools.cache
 def packed_program(bits: int, block: int, chunks: int, warps: int, blocks: int) -> Program:
-    """tiled_linear.cu for weights of this form with so many chunks in a row."""
-    most = next(size for size in MOST_CHUNKS if size >= chunks)
-    sizes = ("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", most // 8)
+    """Returns tiled_linear.cu for weights of this form; ``chunks``: chunks of 16 bytes in a row."""
+    size = next(size for size in MAX_CHUNKS if size >= chunks)
+    sizes = ("WEIGHT_BITS", bits), ("BLOCK", block), ("MAX_SPANS", size // 8)
     return Program(("tiled_linear",), (*sizes, ("WARPS_OF_BLOCK", warps), ("BLOCKS_AT_ONCE", blocks)))

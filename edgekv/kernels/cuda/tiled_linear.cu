@@ -4,7 +4,7 @@
 // is 16 rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 128 bytes of each row, so that whole lines
 // are asked for: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d
 // of the second factor is digit d of chunk 2 j + h's inputs and zero for other chunks, so that each chunk's sum comes out by
-// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; at most MOST_SPANS spans to a row.
+// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; at most MAX_SPANS spans to a row.
 
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
@@ -13,7 +13,7 @@
 #define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // of a lane's chunks in a row
 #define AHEAD 2                       // spans that a warp has on their way
 #define LARGEST 32639                 // 127 * 256 + 127
-#define BATCH least(4, divide_up(MOST_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
+#define BATCH least(4, divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
 
 struct Chunk {
     float unit;
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE
 tiled_matvec(const u8* weights, const float* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
              const float* x, int rows, int columns, int blocks, float* y)
 {
-    __shared__ uint4 staged[MOST_SPANS * 2 * HALVES * 8 + 1];  // and a zero
-    __shared__ Chunk chunk_of[MOST_SPANS * 8];
+    __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8 + 1];  // and a zero
+    __shared__ Chunk chunk_of[MAX_SPANS * 8];
     __shared__ float parts[2][WARPS_OF_BLOCK][16];
     int chunks = blocks * BLOCK / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int i = lane / 4, j = lane % 4;
@@ -142,13 +142,13 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, const fl
     }
     if (threadIdx.x == 0) {
         uint4 nothing = {0, 0, 0, 0};
-        staged[MOST_SPANS * 2 * HALVES * 8] = nothing;
+        staged[MAX_SPANS * 2 * HALVES * 8] = nothing;
     }
     float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
 
     bool own = i / 2 == j;  // else this lane's chunk has no part in its column
-    const uint4* digits = own ? staged + i : staged + MOST_SPANS * 2 * HALVES * 8;
+    const uint4* digits = own ? staged + i : staged + MAX_SPANS * 2 * HALVES * 8;
     int stride = own ? 8 : 0, turn = 0, k = lane % 16;
     float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
     bool adds = warp == 0 && tile < tiles;

@@ -1,4 +1,4 @@
-"""Sign sketches: one bit per element of a projection, of keys and of queries."""
+"""H1B-KV's sign sketches on a GPU: one bit per element of a projection, of keys and of queries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / he
 
 
 def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
-    """As `edgekv.papers.h1b.codec.pack_signs`: x (G, n, bits), codes (G, blocks, words, tokens of a block)."""
+    """Packs the signs of x (G, n, bits) into codes (G, blocks, words, tokens of a block) from token t0 on."""
     n_kv_heads, n, bits = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
@@ -25,7 +25,7 @@ def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
 
 
 def pack_sign_rows(tools: CudaKernels, x: Array) -> Array:
-    """As `edgekv.papers.h1b.codec.pack_sign_rows`: signs of x (G, n, bits) as (G, n, bits / 64) words."""
+    """Returns the signs of x (G, n, bits) as (G, n, bits / 64) words."""
     words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
     pack_signs(tools, x, words, 0)
     return words[..., 0]
@@ -44,7 +44,7 @@ def _read(codec: Any) -> Reader:
 
 
 def _sketches(tools: CudaKernels, codec: Any, q: Array) -> Queries:
-    """H1B-KV, equations 3 and 5: row r * n + j has the temperature of head r."""
+    """Returns the queries' signs, with scales (equations 3 and 5): row r * n + j has head r's temperature."""
     codes = pack_sign_rows(tools, tools.project(q, codec.projection))
     scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
     return Queries(codes, codes, tools.constant(scale))

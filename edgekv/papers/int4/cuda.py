@@ -1,4 +1,4 @@
-"""H1B-KV's values in four bits with a scale and a zero point per token."""
+"""H1B-KV's values on a GPU: four bits with a scale and a zero point per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
 
 
 def encode_int4(tools: CudaKernels, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
-    """As `edgekv.papers.int4.Int4.encode`. x (G, n, D)."""
+    """Stores x (G, n, D) from token t0 on, as `edgekv.papers.int4.Int4.encode` does."""
     n_kv_heads, n, d = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)

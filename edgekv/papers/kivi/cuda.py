@@ -1,4 +1,4 @@
-"""KIVI's codes: keys per channel over a group of tokens, values per token."""
+"""Readers of KIVI's codes on a GPU: keys per channel of a group of tokens, values per token."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _read(name: str) -> Callable[[Any], Reader]:
         block = bits.shape[1] // offsets.shape[1]
         macros = ("CODE_BLOCK", block), ("PLAIN_BITS", plain_bits), ("TABLE_BITS", TABLE_BITS)
         arrays = pool, offsets, bits, table, low, step
-        return Reader(name, FOLDER / "read", arrays, bits.shape[1], codec.head_dim, macros, joins=False)
+        return Reader(name, FOLDER / "read", arrays, bits.shape[1], codec.head_dim, macros, in_one_launch=False)
 
     return read
 

@@ -1,4 +1,4 @@
-"""Quest's index: the largest and the smallest key of a page, channel by channel."""
+"""The reader of Quest's index on a GPU: the largest and the smallest key of a page in each channel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def _read(index: Any) -> Reader:
     return Reader("RowKeys<Numbers<u16>>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
 
 
-def _parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
-    """The positive part meets the largest key of a page, the negative part the smallest."""
+def _signed_parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
+    """Returns the positive part of q, which meets a page's largest keys, and the negative part beside it."""
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 
 
-KERNELS = {"page_index": CodecKernels(_read, queries=_parts)}
+KERNELS = {"page_index": CodecKernels(_read, queries=_signed_parts)}

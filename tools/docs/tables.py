@@ -45,7 +45,7 @@ WHEN = {
     "q3": "the gate passes it: the best for its bytes",
     "q2": "memory is scarce and the gate passes it",
     "q1.5": "memory is scarcer: let the gate look first",
-    "planes": "a model has no tokenizer, so that needs can't be measured",
+    "planes": "the model has no tokenizer, so that mixed bits can't be measured",
     "onebit": "speed matters most, and the gate passes it",
     "visual=planes": "a prompt is mostly pictures",
 }

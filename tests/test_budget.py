@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 
 from edgekv import SamplingParams, Session
 from edgekv.checkpoint.hub import load_shape
-from edgekv.cli import main
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import FINEST_FIRST, resolve
@@ -97,18 +96,3 @@ def test_a_conversation_up_to_the_last_token(model: pathlib.Path, tmp_path: path
 def test_what_cannot_hold_is_refused(model: pathlib.Path, options: dict[str, object]) -> None:
     with raises(CacheError, field="kv_budget"):
         Session.load(model, **options)
-
-
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    prose = "The old man walked along the road to the village, and the rain fell on the fields. "
-    question = "\n\nWhat is the pass key? The pass key is"
-    prompt = prose * 20 + "The pass key is 48213. Remember it. " + prose * 20 + question
-    run = ["run", "--greedy", "--prompt", prompt, "--max-new-tokens", "8", "--ctx", "2048"]
-    assert main([*run, "--kv-budget", "2M"]) == 0
-    said = capsys.readouterr()
-    assert said.out.split()[0].startswith("48213")
-    assert "kv budget 2.0 MiB: " in said.err
-    assert main([*run, "--kv-budget", "100K"]) == 2
-    assert "tokens need at least" in capsys.readouterr().err
-    assert main(["budget", "--kv-budget", "2M", "--ctx", "2048", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cache_bytes"] <= 2 << 20

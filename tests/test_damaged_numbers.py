@@ -9,6 +9,7 @@ import golden_cases
 import numpy as np
 import pytest
 from cache_cases import draw, make
+from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 
 from edgekv import EdgeKVError, Session
@@ -56,9 +57,14 @@ def damage(folder: pathlib.Path, *tensors: str) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.parametrize("kv", ["planes", "fier:k=8,skip=0"])
-@pytest.mark.parametrize("weights", ["f32", "int8", "int4", "int4-32"])
-@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.k_proj", "block_sparse_moe.gate"])
+@pytest.mark.parametrize(
+    ("part", "weights", "kv"),
+    pairs(
+        part=["self_attn.q_proj", "self_attn.k_proj", "block_sparse_moe.gate"],
+        weights=["f32", "int8", "int4", "int4-32"],
+        kv=["planes", "fier:k=8,skip=0"],
+    ),
+)
 def test_rows_of_weights(part: str, weights: str, kv: str, tmp_path: pathlib.Path) -> None:
     """A channel of the queries or of the keys, which packed becomes 0; and an expert's logit, which comes last."""
     folder = damage(golden_cases.write_checkpoint("mixtral", tmp_path), f"model.layers.1.{part}.weight")

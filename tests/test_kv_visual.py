@@ -13,7 +13,6 @@ from kernel_cases import pairs
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import zeros
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import AXES, encode_levels
@@ -232,18 +231,6 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
         make("visual1").mark_images(spans)
 
 
-@pytest.mark.parametrize("name", ["dense", "h1b"])
-def test_other_schemes_take_marks_and_ignore_them(name: str) -> None:
-    q, k, v = draw(100)
-    outputs = []
-    for spans in ((), ((10, 60),)):
-        cache = make(name)
-        cache.mark_images(spans)
-        cache.prefill(q, k, v)
-        outputs.append(cache.attend(q[:, :1], k[:, :1], v[:, :1]).copy())
-    np.testing.assert_array_equal(*outputs)
-
-
 def test_one_bit_is_the_nearer_end_and_more_bits_are_planes() -> None:
     ends = np.full((1, 1, 1), -1, np.float32), np.full((1, 1, 1), 2, np.float32)
     x = np.array([[[-5, -1, -0.1, 0, 0.1, 1, 5, 0, 0.2, -0.2]]], np.float32)  # the midpoint itself goes to even
@@ -371,9 +358,3 @@ def test_a_state_goes_on_as_if_it_had_not_stopped() -> None:
     np.testing.assert_array_equal(other.attend(q[:, part], k[:, part], v[:, part]), expected)
     with pytest.raises(ValueError, match="span"):
         planes().load_extra_state({"spans": [(10, 138, 130, 0)]})  # no whole blocks
-
-
-def test_it_is_found_by_name_in_lists_too() -> None:
-    names = "dense,visual=planes,visual=planes:k_bits=2,v_bits=2,visual_planes:seed=3"
-    shown = [spec.short for spec in CacheSpec.parse_list(names)]
-    assert shown == ["f16", "visual=planes", "visual=planes:k_bits=2,v_bits=2", "visual=planes:seed=3"]

@@ -1,10 +1,5 @@
-"""Programs that people use with OpenAI's API, unmodified: litellm and LangChain, where they are installed."""
+"""A program that people use with OpenAI's API, unmodified: LangChain, where it is installed."""
 
-import importlib.util
-import os
-import pathlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -62,19 +57,3 @@ def test_langchain(server: Server) -> None:
     )
     a, b = embeddings.embed_documents(["The sea.", "A ship."])
     assert len(a) == len(b) > 100
-
-
-def test_litellm(server: Server) -> None:
-    """In an environment of its own, named by EDGEKV_LITELLM: it takes an older openai than the other clients."""
-    python = os.environ.get("EDGEKV_LITELLM", sys.executable)
-    if python == sys.executable and importlib.util.find_spec("litellm") is None:
-        pytest.skip(
-            "needs EDGEKV_LITELLM=PYTHON of an environment with litellm and mcp (340 MB), as .ci/run makes one"
-        )
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the internet
-    program = pathlib.Path(__file__).parent / "litellm_client.py"
-    done = subprocess.run(
-        [python, program, server.url], capture_output=True, text=True, timeout=180, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("litellm is content\n")

@@ -49,8 +49,8 @@ def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 def test_planted_modules_do_not_run(planted: pathlib.Path, tokenizer: Tokenizer) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(planted / "kernels")}
     subprocess.run(child.command("edgekv.engine.cpu", "dense"), env=environment, check=True)
-    compiled = {file.name.partition("-")[0] for file in planted.rglob("*.nbc")}  # all loops of the scheme
-    assert compiled == {"attend._append_heads_shared", "attend._attend", "cpu._put", "cpu._score", "cpu._add"}
+    compiled = {file.name.partition("-")[0] for file in planted.glob("kernels/*/*")}
+    assert compiled >= {"cpu._put", "cpu._score", "cpu._add"}  # the scheme's loops
     assert ChatTemplate("{{ messages[0] }}", tokenizer).render(["x"]) == "x"
     assert not JsonSchema({}, tokenizer, tokenizer.vocab_size).accept(tokenizer.encode("[", bos=False)[-1])
     assert not (planted / "ran").exists()
@@ -84,8 +84,14 @@ def test_schemas_with_references_are_followed(tokenizer: Tokenizer) -> None:
             JsonSchema(nested(n), tokenizer, tokenizer.vocab_size)
 
 
-def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives processes a second."""
     monkeypatch.setattr(child, "SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="it may take 1 s and 512 MiB") as error:
         JsonSchema({"type": "integer", "multipleOf": 10_000_019}, tokenizer, tokenizer.vocab_size)
     assert "\n" not in str(error.value)
@@ -179,8 +185,8 @@ def rendered(source: str) -> str:
         "{{",
     ],
 )
-def test_hostile_templates_end_in_a_line(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    monkeypatch.setattr(child, "SECONDS", 1.0)
+@pytest.mark.usefixtures("impatient")
+def test_hostile_templates_end_in_a_line(source: str) -> None:
     with pytest.raises(EdgeKVError) as error:
         rendered(source)
     assert "\n" not in str(error.value)

@@ -161,12 +161,6 @@ def test_packages_start_what_edgekv_accepts() -> None:
 # What `import edgekv` gives
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert dir(edgekv) == sorted(edgekv.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'sessions'"):
-        _ = edgekv.sessions
-
-
 def test_type_checkers_see_the_same_names() -> None:
     """What is imported for them alone, from the same modules; the errors come all at once."""
     text = pathlib.Path(edgekv.__file__).read_text()

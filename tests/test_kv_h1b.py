@@ -149,24 +149,6 @@ def test_short_prompts_and_given_taus_are_not_fitted() -> None:
     assert (given.tau == 0.125).all()
 
 
-def test_notes_say_whose_tau_it_is() -> None:
-    cache = fitted("head")[0]
-    assert "h1b: tau " in cache.notes()[0]
-    assert " to " in cache.notes()[0]
-    assert "in layer 0 (fitted on the prompt's prefill (200 tokens))" in cache.notes()[0]
-    assert "not adapted" in cache.notes()[1]
-    assert "in layer" not in fitted("global")[0].notes()[0]
-    for tau, text in (
-        (np.float32(0.25).reshape(()), "tau 0.25 (adapter x)"),
-        (np.full(1, 0.5, np.float32), "tau 0.5 in layer 0 (adapter x)"),
-        (np.linspace(0.1, 0.4, 4, dtype=np.float32), "tau 0.1 to 0.4 in layer 0 (adapter x)"),
-    ):
-        cache = make("sign_keys", (4, 2, 64), 50)
-        cache.load_adapter({"tau": tau}, "adapter x")
-        assert cache.notes() == [f"sign_keys: {text}, b = 256"]
-        assert not cache.exact_prefill
-
-
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
     with pytest.raises(CacheError, match=r"^the scheme dense takes no adapter x: nothing in it is trained"):

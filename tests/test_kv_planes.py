@@ -98,15 +98,6 @@ def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
     assert errors["int4", 30] > 2 * errors["int4", 0]
 
 
-def test_more_value_bits_are_closer() -> None:
-    shape, n = (8, 2, 64), 500
-    q, k, v = normal(shape, n, n)
-    q /= 8
-    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
-    errors = [np.linalg.norm(last(make(f"onebit:v_bits={bits}", shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
-    assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
-
-
 @pytest.mark.parametrize(
     ("kv", "window", "token"),
     [
@@ -141,9 +132,3 @@ def test_options_are_checked(kv: str, message: str) -> None:
     with pytest.raises(CacheError, match=message) as error:
         make(kv, (2, 2, 64), 300)
     assert "\n" not in str(error.value)
-
-
-def test_presets_are_planes() -> None:
-    shape, n = (4, 2, 64), 400
-    q, k, v = normal(shape, n, n)
-    np.testing.assert_array_equal(*(last(make(kv, shape, n), q, k, v) for kv in ("onebit", "planes:k_bits=1")))

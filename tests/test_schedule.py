@@ -57,6 +57,12 @@ def schedule() -> BatchScheduler:
     return BatchScheduler(1)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a pass wait for every text that goes on."""
+    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
+
+
 def n_waiting(schedule: BatchScheduler) -> int:
     """Tokens that wait for a pass, which no caller is told."""
     return len(schedule._waiting)
@@ -69,9 +75,9 @@ def until(is_time: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("patient")
+def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler) -> None:
     """Each pass has a token of every text that goes on."""
-    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):

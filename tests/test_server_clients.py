@@ -15,17 +15,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def imported(name: str, also: str | None = None) -> Any:
-    """A client's package, whose own deprecations are not ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name, reason=f"needs {name}: pip install {also or name}")
-
-
 @pytest.mark.filterwarnings("default")
 def test_langchain(server: Server) -> None:
     """A chain, a stream, embeddings, and an agent's loop that calls a tool."""
-    langchain = imported("langchain_openai", "langchain-openai")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own deprecations
+        langchain = pytest.importorskip("langchain_openai", reason="needs pip install langchain-openai")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 

@@ -10,8 +10,8 @@ Each package's docstring has the idea, the paper's equations, deviations and wha
 
 import numpy as np
 
+from edgekv.codecs.codec import from_half as from_half
 from edgekv.errors import CacheError
-from edgekv.kernels.arrays import contiguous
 from edgekv.types import F32, U8, U16
 
 
@@ -45,8 +45,3 @@ def unpack_codes(codes: U8, head_dim: int) -> F32:
 def to_half(x: F32) -> U16:
     """Returns x rounded to float16, as bits."""
     return x.astype(np.float16).view(np.uint16)
-
-
-def from_half(bits: U16) -> F32:
-    """Returns float16 bits as float32."""
-    return contiguous(bits).view(np.float16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Keys and values as numbers: in half precision, or in single precision as the exact baseline."""
+"""The codecs of numbers as they are: in half precision, or in single precision as the exact baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgekv.types import F32
 
 
 class F16(Codec):
-    """IEEE half precision, rounded to nearest even: 2 bytes per element."""
+    """Tokens in IEEE half precision, rounded to nearest even: 2 bytes per element."""
 
     kind = "f16"
     backends = in_package("edgekv.codecs.f16")
@@ -23,7 +23,7 @@ class F16(Codec):
 
     @staticmethod
     def round(x: F32) -> F32:
-        """What `decode` gives for x once it is stored. Shape of x."""
+        """Returns what `decode` gives for x once it is stored, of the shape of x."""
         return x.astype(np.float16).astype(np.float32)
 
     def encode(self, x: F32, t0: int) -> None:
@@ -33,17 +33,17 @@ class F16(Codec):
         return self.arrays["half"][:, t0:t1].view(np.float16).astype(np.float32)
 
     def move(self, t0: int, t1: int, to: int) -> None:
-        """Copies tokens t0..t1 to position ``to``; the ranges may overlap."""
+        """Copies tokens t0..t1 to the tokens from ``to`` on; the ranges may overlap."""
         self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1].copy()
 
 
 def f16_codecs(n_kv_heads: int, capacity: int, head_dim: int) -> tuple[Codec, Codec]:
-    """Keys and values in half precision."""
+    """Returns codecs of keys and of values in half precision."""
     return F16(n_kv_heads, capacity, head_dim), F16(n_kv_heads, capacity, head_dim)
 
 
 class Float32(Codec):
-    """Single precision, 4 bytes per element: the exact baseline. On a CPU `decode` is read, without a copy."""
+    """Tokens in single precision, 4 bytes per element: the exact baseline. CPUs read `decode`, without a copy."""
 
     kind = "f32"
     backends = in_package("edgekv.codecs.f16", "cuda")

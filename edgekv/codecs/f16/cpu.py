@@ -1,4 +1,4 @@
-"""Half precision on a CPU: loops over rows of float16 bits."""
+"""Loops over rows of float16, on a CPU."""
 
 from __future__ import annotations
 

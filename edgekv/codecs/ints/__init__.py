@@ -1,15 +1,15 @@
-"""Integers of eight bits with a scale per token."""
+"""The codec of 8-bit integers with a scale per token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
-from edgekv.types import F32, U16
+from edgekv.codecs.codec import Codec, Layout, from_half, in_package, round_up_to_f16
+from edgekv.types import F32
 
 
 class Int8(Codec):
-    """Levels -127..127 as signed bytes times a float16 scale per token: head_dim + 2 bytes.
+    """Tokens in levels -127..127, signed bytes, times a float16 scale for each token: head_dim + 2 bytes.
 
     The scale is the token's largest magnitude over 127, rounded up; levels are round(x / scale), halves to even. A
     token of zeros has scale 0 and decodes to zeros.
@@ -30,22 +30,18 @@ class Int8(Codec):
         self.arrays["codes"][:, t0 : t0 + x.shape[1]] = self.levels(x, t0, 127)
 
     def levels(self, x: F32, t0: int, top: int) -> F32:
-        """Whole numbers -top..top of x (n_kv_heads, n, head_dim), whose scales become those of tokens t0.."""
+        """Returns levels -top..top of x (n_kv_heads, n, head_dim), and stores the scales of tokens t0.."""
         tokens = slice(t0, t0 + x.shape[1])
         self.arrays["scale"][:, tokens] = round_up_to_f16(np.abs(x).max(axis=2) / np.float32(top))
-        step = _widen(self.arrays["scale"][:, tokens])
+        step = from_half(self.arrays["scale"][:, tokens])
         step[step == 0] = 1  # only if all elements are (nearly) zero: they round to 0
         levels: F32 = np.clip(np.rint(x / step[..., None]), -top, top)
         return levels
 
     def decode(self, t0: int, t1: int) -> F32:
-        numbers: F32 = self.stored_levels(t0, t1) * _widen(self.arrays["scale"][:, t0:t1])[..., None]
+        numbers: F32 = self.stored_levels(t0, t1) * from_half(self.arrays["scale"][:, t0:t1])[..., None]
         return numbers
 
     def stored_levels(self, t0: int, t1: int) -> F32:
-        """The whole numbers (n_kv_heads, t1 - t0, head_dim) of tokens t0..t1."""
+        """Returns the levels (n_kv_heads, t1 - t0, head_dim) of tokens t0..t1."""
         return self.arrays["codes"][:, t0:t1].astype(np.float32)
-
-
-def _widen(bits: U16) -> F32:
-    return bits.view(np.float16).astype(np.float32)

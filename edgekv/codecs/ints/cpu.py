@@ -1,4 +1,4 @@
-"""Signed bytes with a scale per token."""
+"""Loops over 8-bit integers with a scale per token, on a CPU."""
 
 import numpy as np
 

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.codecs.codec import Codec, Layout, in_package
+from edgekv.codecs.codec import Codec, Layout, from_half, in_package
 from edgekv.kernels import BLOCK, Kernels
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import LARGEST_F16
@@ -218,7 +218,7 @@ class CentredPlanes(Codec):
 
     def decode(self, t0: int, t1: int) -> F32:
         levels, centres = self._stored(t0, t1)
-        rotated = centres + levels * _widen(self.arrays["scale"][:, t0:t1])[..., None]
+        rotated = centres + levels * from_half(self.arrays["scale"][:, t0:t1])[..., None]
         keys: F32 = self.rotation.backward(rotated, self.kernels) * self.query_factors[:, None]
         return keys
 
@@ -227,7 +227,7 @@ class CentredPlanes(Codec):
         rotated = self.rotation.forward(q * self.query_factors[:, None], self.kernels)
         rounded, step = round_queries(rotated)
         levels, centres = self._stored(t0, t1)
-        width = _widen(self.arrays["scale"][:, t0:t1]) * self.key_scale[:, None]
+        width = from_half(self.arrays["scale"][:, t0:t1]) * self.key_scale[:, None]
         products = rounded @ levels.swapaxes(1, 2)
         scores: F32 = rotated @ centres.swapaxes(1, 2) + step[..., None] * width[:, None] * products
         return scores
@@ -238,7 +238,7 @@ class CentredPlanes(Codec):
         blocks, tokens = slice(first, -(-t1 // BLOCK)), slice(t0 - first * BLOCK, t1 - first * BLOCK)
         codes = a["centres"][:, blocks]
         means = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - np.float32(7.5)
-        means *= _widen(a["centre_step"][:, blocks])[..., None]  # (n_kv_heads, blocks, N_CENTRES, width)
+        means *= from_half(a["centre_step"][:, blocks])[..., None]  # (n_kv_heads, blocks, N_CENTRES, width)
         centres = np.repeat(means[:, :, :1] + means[:, :, 1:], RUN, axis=2)
         centres = centres.reshape(self.n_kv_heads, -1, self.width)
         levels, places = np.empty_like(centres), np.asarray(PLACES, like=codes)
@@ -379,7 +379,7 @@ class InterleavedValues(Codec):
             values(rotated[heads], codes, self.arrays["scale"][heads], t0)
 
     def decode(self, t0: int, t1: int) -> F32:
-        scale, first = _widen(self.arrays["scale"][:, t0:t1]), t0 // BLOCK
+        scale, first = from_half(self.arrays["scale"][:, t0:t1]), t0 // BLOCK
         blocks = [self._levels(block) for block in range(first, -(-t1 // BLOCK))]
         levels = np.concatenate(blocks, axis=1)[:, t0 - first * BLOCK : t1 - first * BLOCK]
         return self.rotation.backward(levels * scale[..., None], self.kernels)
@@ -391,7 +391,7 @@ class InterleavedValues(Codec):
             first, last = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
             weights = np.zeros((*p.shape[:2], BLOCK), np.float32)
             inside = slice(first - block * BLOCK, last - block * BLOCK)
-            scale = _widen(self.arrays["scale"][:, None, first:last])
+            scale = from_half(self.arrays["scale"][:, None, first:last])
             weights[..., inside] = p[:, :, first - t0 : last - t0] * scale
             top = weights.max(axis=2, keepdims=True)
             whole = np.rint(weights * (TOP_WEIGHT / np.maximum(top, np.float32(LEAST_WEIGHT))))
@@ -464,7 +464,3 @@ def to_half(x: npt.NDArray[np.floating]) -> U16:
     """Returns the bits of the nearest finite float16 of x >= 0, of the shape of x."""
     bits: U16 = np.minimum(x, LARGEST_F16).astype(np.float32).astype(np.float16).view(np.uint16)
     return bits
-
-
-def _widen(bits: U16) -> F32:
-    return contiguous(bits).view(np.float16).astype(np.float32)

@@ -44,7 +44,7 @@ def _encode_centres(first: int, last: int, part: int, arguments: int) -> None:
 
 @jit
 def _encode_mean(x: F32, n: int, width: int, step: U16, codes: U8, mean: F32) -> None:
-    """Stores the mean of x (n, width) in codes (width / 2,) and step, and subtracts it; mean (width,) is scratch."""
+    """Stores the mean of x (n, width) in codes (width / 2,) and step, and subtracts it; mean (width,): scratch."""
     half, largest = width // 2, ZERO
     for d in range(width):
         put(mean, d, get(x, d))

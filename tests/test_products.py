@@ -13,13 +13,13 @@ from kernel_cases import PARALLEL, pairs
 from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
 from edgekv.kernels.cpu.matmul import (
-    FEW_ROWS,
     MOST_ROWS,
     QuantizedMatmul,
     QuantizedWeights,
     float_matmul,
     multiply_rows,
 )
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.types import F32, U8, Threads
 from edgekv.weights.formats import WeightFormat, n_blocks
 from edgekv.weights.ops import ACTIVATIONS, LowRank, add_lora, clamped_gate
@@ -65,9 +65,9 @@ SIZES = [
     (1, OUTPUTS, 32),
     (1, 7, 288),
     (3, 13, 100),
-    (FEW_ROWS, 41, 515),
-    (FEW_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
-    (FEW_ROWS + 1, PANEL, 128),
+    (GEMV_ROWS, 41, 515),
+    (GEMV_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
+    (GEMV_ROWS + 1, PANEL, 128),
     (13, PANEL + 5, STRETCH),
     (17, 3 * PANEL + 1, STRETCH + 160),
     (70, 2 * PANEL, 2 * STRETCH + 33),
@@ -92,7 +92,7 @@ def test_products(kind: tuple[CodeLayout, str | None], size: tuple[int, int, int
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "value"), pairs(kind=KINDS, n=[3, FEW_ROWS + 1], value=[np.nan, -np.nan, np.inf, -np.inf])
+    ("kind", "n", "value"), pairs(kind=KINDS, n=[3, GEMV_ROWS + 1], value=[np.nan, -np.nan, np.inf, -np.inf])
 )
 def test_what_is_no_number_makes_its_row_nan(kind: tuple[CodeLayout, str | None], n: int, value: float) -> None:
     rng, columns = np.random.default_rng(6), 300
@@ -130,7 +130,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
     rng = np.random.default_rng(1)
     x = rng.standard_normal((64, 2 * STRETCH + 40)).astype(np.float32)
     product = QuantizedMatmul(weights_of(rng, kind[0], 3 * PANEL + 2, x.shape[1], kind[1]))
-    for few, parts in ((x[:FEW_ROWS], ((0, 1), (1, 4), (2, FEW_ROWS))), (x, ((3, 20), (30, 64)))):
+    for few, parts in ((x[:GEMV_ROWS], ((0, 1), (1, 4), (2, GEMV_ROWS))), (x, ((3, 20), (30, 64)))):
         whole = product(few, 1)
         for n_threads in (2, 3, 2, 3):
             assert np.array_equal(product(few, n_threads), whole)

@@ -14,8 +14,8 @@ from helpers import raises
 from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
-from edgekv.engine.decoder import FEW_ROWS
 from edgekv.engine.loading import find_device
+from edgekv.kernels.interface import GEMV_ROWS
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_a_token_has_the_logits_that_it_has_alone(
     first, tokens = Session.load(model, kv=kv, weights=weights), golden_cases.tokens(case)
     form = first.model.weight_format(weights)
     decoder = find_device("cpu").decoder(first.model, form, first.plan.ctx, 1, None)
-    alone, sessions = ([first.fork() for _ in range(2 * FEW_ROWS + 3)] for _ in range(2))
+    alone, sessions = ([first.fork() for _ in range(2 * GEMV_ROWS + 3)] for _ in range(2))
     for i, both in enumerate(zip(alone, sessions, strict=True)):
         for session in both:
             session.prefill(tokens[i : 2 * i + 3])
-    for n in (2, 3, FEW_ROWS, len(sessions)):
+    for n in (2, 3, GEMV_ROWS, len(sessions)):
         expected = [decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
         together = decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
         np.testing.assert_allclose(together, expected, rtol=0, atol=2e-3 if weights == "f32" else 0)

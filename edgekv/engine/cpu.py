@@ -17,7 +17,6 @@ from edgekv.kernels.interface import bound_scores
 from edgekv.kernels.threads import serial_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.policies import CodecStore
 from edgekv.machine import all_cores, blas_threads
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
@@ -159,16 +158,15 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> in
 
 
 def main(kv: str) -> None:
-    """Compiles attention to one token, then the loops over packed ones; the process that waits does the others."""
-    from edgekv.kernels.cpu.loops import bound, kernels_of
+    """Compiles attention to one token, then the codecs' loops, those first that the process that waits needs last.
+
+    That begins with the encoders.
+    """
+    from edgekv.kernels.cpu.loops import kernels_of
 
     spec, rng = CacheSpec.parse(kv), np.random.default_rng(0)
     cache = spec.scheme(Geometry(n_heads=2, n_kv_heads=1, head_dim=64, capacity=WARM_UP_TOKENS), spec.config)
     cache.allocate(numba_kernels(all_cores()), Workspace())
     cache.attend(*(rng.standard_normal((n, 1, 64), np.float32) for n in (2, 1, 1)))
-    for codec in cache.stored().values() if isinstance(cache, CodecStore) else ():
-        bound(codec)  # compiles what depends on its bits
-    codecs = spec.scheme.codecs_used(spec.config) or ()
-    for each in sorted(codecs, key=lambda codec: (codec.kind == "f16", codec.kind)):
-        for loop in reversed(kernels_of(each).all()):
-            assert loop.address
+    for codec in sorted(spec.scheme.codecs_used(spec.config) or (), key=lambda codec: codec.kind):
+        assert all(loop.address for loop in kernels_of(codec).all())

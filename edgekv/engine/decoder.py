@@ -16,7 +16,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels, kernel_cache
 from edgekv.kernels.arrays import contiguous, to_host
-from edgekv.kernels.cpu.matmul import FEW_ROWS  # rows of a product that are computed as each is alone, to the bit
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache, LayerState, Workspace, rewind
 from edgekv.kvcache.recurrent import RecurrentState, attending, recurrent_states
@@ -271,11 +271,11 @@ class Decoder:
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
         """Appends a token to each of n conversations; returns the logits (n, vocab).
 
-        FEW_ROWS conversations share a pass of the linear layers, which gives each what it would have alone.
+        GEMV_ROWS conversations share a pass of the linear layers, which gives each what it would have alone.
         """
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
-        passes = (slice(a, a + FEW_ROWS) for a in range(0, len(tokens), FEW_ROWS))
+        passes = (slice(a, a + GEMV_ROWS) for a in range(0, len(tokens), GEMV_ROWS))
         return np.concatenate([self.head(self.forward(x[part], *conversations[part])) for part in passes])
 
     def forward(self, x: F32, *conversations: Sequence[LayerState]) -> F32:
@@ -364,7 +364,7 @@ class Decoder:
         n, sinks = len(projected), self._options[i].sinks
         q, k, v = self._qkv_buffers("step", n)
         self._split(i, projected, rotation, q, k, v)
-        if n <= FEW_ROWS:
+        if n <= GEMV_ROWS:
             return self._merge(cache.attend(q, k, v, sinks), projected)
         out = self.workspace.array("step.out", q.shape)
         block = max(1, ATTEND_SCORES // (len(q) * (cache.n_seen + n)))
@@ -453,6 +453,8 @@ class Decoder:
         states = zip(others, recurrent_states(c, 2 * CHUNK), strict=False)
         kinds = {type(state.recurrence): (i, state) for i, state in states}
         calls = [*self.ops.warm_up(), split, lambda: backend.attend_prompt(q, k, v, ScoreOptions())]
-        calls += [functools.partial(attend, 1), prefill, *(functools.partial(attend, n) for n in WARM_UP_ROWS)]
+        # Encoders first: another process compiles attention meanwhile (`Backend.precompiling`).
+        attends = [functools.partial(attend, n) for n in WARM_UP_ROWS]
+        calls += [prefill, *attends, lambda: rewind([cache], 0), attends[0]]
         calls += [functools.partial(recur, *each) for each in kinds.values()]
         return [*calls, lambda: kernel_cache.mark_warm(what)] if backend.keeps_kernels else calls

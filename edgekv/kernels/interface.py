@@ -26,6 +26,9 @@ from edgekv.types import F32, I32, I64, Array
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
+GEMV_ROWS = 8
+"""Rows of a product with weights that are each computed as it is alone, to the bit; more go through a gemm."""
+
 LARGEST_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
 

@@ -14,12 +14,12 @@ from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.gemm import OUTPUTS, CodeLayout
 from edgekv.kernels.cpu.matmul import (
-    FEW_ROWS,
     QuantizedMatmul,
     QuantizedWeights,
     float_matmul,
     multiply_rows,
 )
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I64, Threads
@@ -83,7 +83,7 @@ class CpuOps(NumpyOps):
         if name not in self._stored:
             self._stored[name] = self._open(name)
         product, bias = self._stored[name]
-        y = product(x, self._threads.decode if len(x) <= FEW_ROWS else self._threads.prompt)
+        y = product(x, self._threads.decode if len(x) <= GEMV_ROWS else self._threads.prompt)
         if bias is not None:
             y += bias
         return y

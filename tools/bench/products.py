@@ -15,7 +15,8 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.gemm import CodeLayout
-from edgekv.kernels.cpu.matmul import FEW_ROWS, QuantizedMatmul, QuantizedWeights
+from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
@@ -50,8 +51,8 @@ def main() -> None:
             threads.configure(n_threads)
             for n in map(int, arguments.rows.split(",")):
                 x = rng.standard_normal((n, columns)).astype(np.float32)
-                own, least = products[: COPIES if n <= FEW_ROWS else 1], np.inf
-                for _ in range(ROUNDS if n <= FEW_ROWS else ROUNDS // 2):
+                own, least = products[: COPIES if n <= GEMV_ROWS else 1], np.inf
+                for _ in range(ROUNDS if n <= GEMV_ROWS else ROUNDS // 2):
                     begun = time.perf_counter()
                     for product in own:
                         product(x)

@@ -25,7 +25,6 @@ from edgekv.kernels.kernel_cache import CPU_FEATURES as CPU_FEATURES
 
 F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
-Args = tuple[Any, ...]
 
 # Sums may be reordered and fused, which vectorising needs; infinities and NaNs keep their meaning.
 FAST = {"reassoc", "contract", "arcp", "nsz"}

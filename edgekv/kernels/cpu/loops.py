@@ -114,9 +114,9 @@ class CodecKernels:
     encode: Callable[[Any, F32, int], None] | None = None
 
     def all(self) -> list[Loop]:
-        """Those that there are."""
-        every = self.score, self.add, self.prepare, self.finish, self.put, self.decode
-        return [loop for loop in every if loop is not None]
+        """Returns the loops that the codec has."""
+        loops = self.score, self.finish, self.add, self.decode, self.put, self.prepare
+        return [loop for loop in loops if loop is not None]
 
 
 DECODED = CodecKernels(lambda codec: ())

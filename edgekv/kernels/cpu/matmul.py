@@ -1,9 +1,9 @@
 """Products of activations with weights: quantized ones, those of chosen experts, and float32.
 
-Words are those of `gemm`. Weights of 4 or 8 bits are read as the weight store has them, rows of activations are
-rounded to bytes. Products of bytes are summed in int32 for a unit, and times both scales in float32. Up to
-FEW_ROWS rows take the same steps as one: a token's logits do not depend on which others are computed with it. They
-go through tiles of OUTPUTS outputs, many rows through panels.
+The terms are those of `gemm`. Weights of 4 or 8 bits are read as the weight store has them, and rows of activations
+are rounded to bytes. Products of bytes are summed in int32 over a unit, then multiplied by both scales in float32.
+Up to GEMV_ROWS rows take the same steps as one, in tiles of OUTPUTS outputs, so that a token's logits do not depend
+on which others are computed with it. More rows go through panels.
 """
 
 import functools
@@ -46,6 +46,7 @@ from edgekv.kernels.cpu.loops import (
 )
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import blas_threads
 from edgekv.types import F32, I64, U8, Threads
 
@@ -162,9 +163,6 @@ def _emit_quantized_block(
     emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
 
 
-FEW_ROWS = 8  # more go through panels
-
-
 # Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
 # where it stands among all: its first row, its first tile, its tiles.
 N_PRODUCTS, N_TILES, BEFORE = range(3)
@@ -219,7 +217,7 @@ def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
 
     The last whole one has the outputs behind it, too: an output belongs to one.
     """
-    is_panel = n > FEW_ROWS and n_outputs >= PANEL
+    is_panel = n > GEMV_ROWS and n_outputs >= PANEL
     return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)
 
 
@@ -310,7 +308,7 @@ def float_matmul(x: F32, weights: F32, n_threads: Threads) -> F32:
     BLAS that share a product wait for one another. The blocks do not depend on how many threads there are.
     """
     if len(x) <= MOST_ROWS:
-        return multiply_rows(x, weights, n_threads.decode if len(x) <= FEW_ROWS else n_threads.prompt)
+        return multiply_rows(x, weights, n_threads.decode if len(x) <= GEMV_ROWS else n_threads.prompt)
     y = np.empty((len(x), len(weights)), np.float32)
     with blas_threads(1):
         blocks = (slice(a, a + FLOAT_BLOCK) for a in range(0, len(weights), FLOAT_BLOCK))

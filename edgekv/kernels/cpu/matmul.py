@@ -1,9 +1,9 @@
 """Products of activations with weights: quantized ones, those of chosen experts, and float32.
 
-The terms are those of `gemm`. Weights of 4 or 8 bits are read as the weight store has them, and rows of activations
-are rounded to bytes. Products of bytes are summed in int32 over a unit, then multiplied by both scales in float32.
-Up to GEMV_ROWS rows take the same steps as one, in tiles of OUTPUTS outputs, so that a token's logits do not depend
-on which others are computed with it. More rows go through panels.
+The terms are those of `gemm`. Weights of 4 or 8 bits are read as the store has them; activations are rounded
+to bytes, row by row. Products of bytes are summed in int32 over a unit, then multiplied by both scales in float32.
+Up to GEMV_ROWS rows take the steps of one row, in tiles of OUTPUTS outputs: a token's logits do not depend on what
+else is computed with it. More rows go through panels.
 """
 
 import functools

@@ -30,8 +30,6 @@ SETTINGS = {"tau": "n_heads", "key_scale": "n_kv_heads"}
 temperature of h1b's query heads; key_scale: the scale of onebit's estimated scores per KV head."""
 LEARNED = ("projection", "centre")
 """h1b's projection R (n_layers, sketch_bits, head_dim), and mean keys (n_layers, n_kv_heads, head_dim)."""
-FORMER_NAMES = {"lam": "key_scale"}
-"""The names of settings in older adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,31 +51,29 @@ class Adapter:
         """Opens a file. Raises CheckpointError if it is no safetensors file, ConfigError if it is no adapter."""
         tensors = Tensors.open(user_path(path))
         metadata = tensors.files[0].metadata
-        found = metadata.get("format"), metadata.get("version")
-        stored = [name for name in (*SETTINGS, *FORMER_NAMES) if name in tensors]
-        if found != (FORMAT, VERSION):
-            raise ConfigError(
-                f"{path}: is no adapter that this edgekv reads (format {found[0]}, version {found[1]}); accepted: "
-                f"{FORMAT}, version {VERSION}"
-            )
+        written = f"{metadata.get('format')}, version {metadata.get('version')}"
+        if written != f"{FORMAT}, version {VERSION}":
+            raise ConfigError(f"{path}: has the format {written}", accepted=[f"{FORMAT}, version {VERSION}"])
         for name in ("base", "scheme"):
             if name not in metadata:
                 raise ConfigError(f"{path}: its __metadata__ does not say {name!r}; write the adapter again")
         for tensor in tensors.values():
             if DTYPES.get(tensor.dtype) not in FLOATS:
-                problem = f"tensor {tensor.name!r} is {tensor.dtype}"
-                raise ConfigError(f"{path}: {problem}; accepted: F64, F32, F16, BF16")
-        if len(stored) != 1:
-            has = " and ".join(stored) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
-            raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
-        setting, value = FORMER_NAMES.get(stored[0], stored[0]), to_float32(tensors[stored[0]].read())
+                accepted = ["F64", "F32", "F16", "BF16"]
+                raise ConfigError(f"{path}: tensor {tensor.name!r} is {tensor.dtype}", accepted=accepted)
+        settings = [name for name in SETTINGS if name in tensors]
+        if len(settings) != 1:
+            raise ConfigError(
+                f"{path}: has {len(settings)} of the tensors {', '.join(SETTINGS)}; it must have one"
+            )
+        setting, value = settings[0], to_float32(tensors[settings[0]].read())
         if not (np.isfinite(value) & (value > 0)).all():
             raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
         learned = {name: to_float32(tensors[name].read()) for name in LEARNED if name in tensors}
         for name, array in learned.items():
             if array.ndim != 3 or not np.isfinite(array).all():
                 raise ConfigError(f"{path}: {name} is {array.shape}; accepted: layers first of 3 axes, finite")
-        weights = tuple(name for name in tensors if name not in (*stored, *learned))
+        weights = tuple(name for name in tensors if name not in (setting, *learned))
         return cls(tensors, metadata["base"], metadata["scheme"], {setting: value} | learned, weights)
 
     @property

@@ -192,7 +192,7 @@ def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
     metadata = {"format": "edgekv-adapter", "version": "1", "base": m.loaded.model.identity, "scheme": "h1b"}
     if rng.random() < 0.5:
         metadata[rng.choice(list(metadata))] = rng.choice(("", "2", "x" * 10_000, m.loaded.model.identity))
-    name, shapes = rng.choice(("tau", "key_scale", "lam", "x")), ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
+    name, shapes = rng.choice(("tau", "key_scale", "x")), ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
     array = np.full(rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32)
     save_file({name: array}, folder / "adapter", metadata=metadata)
     if rng.random() < 0.7:

@@ -1,11 +1,11 @@
 "use strict";
-// What the page keeps, asks and sends: conversations in the browser's database (where there is none they last as long
-// as the page), settings, the server's answers, images made small.
+// The page's data: conversations in the browser's database (without one, until the page is closed), settings, requests to
+// the server, and attached images.
 
 const $ = id => document.getElementById(id);
 
-// Conversations by id. Each change goes to the database too.
-const kept = new Map();
+// Conversations by id; changes are saved in the database.
+const conversations = new Map();
 let database = null;
 
 async function openStore() {
@@ -17,10 +17,10 @@ async function openStore() {
       request.onerror = request.onblocked = () => resolve(null);
     } catch { resolve(null); }
   });
-  for (const each of await stored("readonly", objects => objects.getAll()) ?? []) kept.set(each.id, each);
+  for (const saved of await inStore("readonly", objects => objects.getAll()) ?? []) conversations.set(saved.id, saved);
 }
 
-function stored(mode, action) {
+function inStore(mode, action) {
   return new Promise((resolve, reject) => {
     if (!database) return resolve(null);
     const transaction = database.transaction("conversations", mode);
@@ -30,7 +30,7 @@ function stored(mode, action) {
   });
 }
 
-function newest() { return [...kept.values()].sort((a, b) => b.updated - a.updated); }
+function newestFirst() { return [...conversations.values()].sort((a, b) => b.updated - a.updated); }
 
 function readSettings() {
   try { return JSON.parse(localStorage.getItem("edgekv")) ?? {}; } catch { return {}; }
@@ -50,20 +50,20 @@ function headers() {
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 
-// The chunks of an answer. Raises the server's error, and AbortError where the signal is given.
+// Yields the chunks of an answer. Throws the server's error, or AbortError after the signal.
 async function* answer(body, signal) {
-  const asks = {stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true};
+  const options = {stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true};
   const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), signal, body: JSON.stringify({...body, ...asks}),
+    method: "POST", headers: headers(), signal, body: JSON.stringify({...body, ...options}),
   });
   if (!response.ok) throw serverError((await response.json().catch(() => null))?.error);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffer = "";
   for (;;) {
     const {value, done} = await reader.read();
     if (done) return;
-    const parts = (held + value).split("\n\n");
-    held = parts.pop();
+    const parts = (buffer + value).split("\n\n");
+    buffer = parts.pop();
     for (const part of parts) {
       if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
       const event = JSON.parse(part.slice(6));
@@ -73,18 +73,18 @@ async function* answer(body, signal) {
   }
 }
 
-async function facts(path) {
+async function fetchJson(path) {
   const response = await fetch(path, {headers: headers()});
   $("keyed").hidden = response.status !== 401 && !$("key").value;
   return response.ok ? response.json() : null;
 }
 
-function sent({role, content, images}) {
+function asApiMessage({role, content, images}) {
   const parts = (images ?? []).map(url => ({type: "image_url", image_url: {url}}));
   return {role, content: parts.length ? [...parts, {type: "text", text: content}] : content};
 }
 
-function bytes(n) {
+function formatBytes(n) {
   const i = n ? Math.min(3, Math.floor(Math.log2(n) / 10)) : 0;
   return `${(n / 1024 ** i).toFixed(i ? 1 : 0)} ${["B", "KiB", "MiB", "GiB"][i]}`;
 }

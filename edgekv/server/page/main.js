@@ -1,11 +1,11 @@
-// The page's state, and what happens when somebody does something.
+// The page's state, and the handlers of events.
 
 const NEARLY_FULL = 0.9;
 let conversation = newConversation(), settings = readSettings(), abort = null, model = "", ctx = 0;
 
 function openTalk(id) {
   abort?.abort();
-  conversation = kept.get(id) ?? newConversation();
+  conversation = conversations.get(id) ?? newConversation();
   closeMenu();
   redraw();
   $("text").focus();
@@ -13,20 +13,20 @@ function openTalk(id) {
 
 async function remove(talk) {
   if (!confirm(`Delete “${talk.title}”?`)) return;
-  kept.delete(talk.id);
+  conversations.delete(talk.id);
   talk.removed = true;
-  await stored("readwrite", objects => objects.delete(talk.id));
-  if (talk === conversation) openTalk(newest()[0]?.id);
+  await inStore("readwrite", objects => objects.delete(talk.id));
+  if (talk === conversation) openTalk(newestFirst()[0]?.id);
   else redrawList();
 }
 
 async function rename(talk) {
   talk.title = prompt("Name of the conversation", talk.title)?.trim() || talk.title;
-  await keep(talk, talk.updated);
+  await saveConversation(talk, talk.updated);
   redrawList();
 }
 
-function edited(i, text) {
+function editMessage(i, text) {
   if (abort) return;
   conversation.messages.length = i + 1;
   conversation.messages[i].content = text;
@@ -45,52 +45,52 @@ function redraw(error) {
   showContext(error);
 }
 
-function redrawList() { showList(newest(), conversation.id); }
+function redrawList() { showList(newestFirst(), conversation.id); }
 
-async function keep(talk, updated = Date.now()) {
+async function saveConversation(talk, updated = Date.now()) {
   if (talk.removed) return;
   talk.updated = updated;
   talk.title ||= talk.messages[0]?.content.replace(/\s+/g, " ").slice(0, 60) || "An image";
-  kept.set(talk.id, talk);
-  try { await stored("readwrite", objects => objects.put(talk)); }
+  conversations.set(talk.id, talk);
+  try { await inStore("readwrite", objects => objects.put(talk)); }
   catch { $("status").textContent = "This conversation can't be kept: the browser's storage is full"; }
 }
 
-// Asks for the answer to what has been said; it is kept as it grows, so that it survives a page that is closed.
+// Requests the next answer, and saves it while it grows, so that it survives closing the page.
 async function ask() {
-  const asked = conversation, answered = {role: "assistant", content: "", reasoning: ""};
+  const talk = conversation, reply = {role: "assistant", content: "", reasoning: ""};
   redraw();
-  const grow = growing();
+  const grow = startAnswer();
   let error = null, saved = performance.now();
-  busy(true);
-  await keep(asked);
+  setBusy(true);
+  await saveConversation(talk);
   try {
-    const messages = asked.messages.filter(message => !message.dropped).map(sent);
+    const messages = talk.messages.filter(message => !message.dropped).map(asApiMessage);
     if (settings.system) messages.unshift({role: "system", content: settings.system.trim()});
-    const body = {model: chosen(), messages};
+    const body = {model: chosenModel(), messages};
     if (settings.temperature) body.temperature = Number(settings.temperature);
     if (settings["max-tokens"]) body.max_tokens = Number(settings["max-tokens"]);
     for await (const chunk of answer(body, abort.signal)) {
-      watchAnswer(chunk, asked);
+      watchAnswer(chunk, talk);
       const {delta = {}, finish_reason} = chunk.choices[0] ?? {};
-      answered.cut ||= finish_reason === "length";
+      reply.cut ||= finish_reason === "length";
       if (!delta.content && !delta.reasoning_content) continue;
-      answered.content += delta.content ?? "";
-      answered.reasoning += delta.reasoning_content ?? "";
-      if (asked.messages.at(-1) !== answered) asked.messages.push(answered);
-      if (asked === conversation) grow(answered);
-      if (performance.now() - saved > 1000) { saved = performance.now(); await keep(asked); }
+      reply.content += delta.content ?? "";
+      reply.reasoning += delta.reasoning_content ?? "";
+      if (talk.messages.at(-1) !== reply) talk.messages.push(reply);
+      if (talk === conversation) grow(reply);
+      if (performance.now() - saved > 1000) { saved = performance.now(); await saveConversation(talk); }
     }
   } catch (failure) {
     if (failure.name !== "AbortError") error = failure;
   }
-  busy(false);
-  await keep(asked);
-  if (asked === conversation) redraw(error);
-  if (!error) $("status").textContent = answered.cut ? "The answer was cut off at its limit" : "";
+  setBusy(false);
+  await saveConversation(talk);
+  if (talk === conversation) redraw(error);
+  if (!error) $("status").textContent = reply.cut ? "The answer was cut off at its limit" : "";
 }
 
-function busy(on) {
+function setBusy(on) {
   abort = on ? new AbortController() : null;
   $("send").hidden = on;
   $("stop").hidden = !on;
@@ -99,21 +99,21 @@ function busy(on) {
   else $("text").focus();
 }
 
-// Figures of the answer that is coming.
-function watchAnswer(chunk, asked) {
-  const {prompt_progress: reading, timings, usage} = chunk, held = reading ?? timings;
-  if (held) {
-    const {kv_cache_bytes: packed, kv_cache_f16_bytes: plain} = held;
-    $("cache").textContent = bytes(packed) + (packed < plain ? ` (f16: ${bytes(plain)})` : "");
+// Shows the figures of a growing answer.
+function watchAnswer(chunk, talk) {
+  const {prompt_progress: reading, timings, usage} = chunk, values = reading ?? timings;
+  if (values) {
+    const {kv_cache_bytes: packed, kv_cache_f16_bytes: plain} = values;
+    $("cache").textContent = formatBytes(packed) + (packed < plain ? ` (f16: ${formatBytes(plain)})` : "");
   }
   if (reading) $("status").textContent = `Reading ${reading.processed} of ${reading.total} tokens`;
   if (timings?.predicted_n) {
     $("status").textContent = `${timings.predicted_n} tokens`;
     $("first").textContent = `${(timings.prompt_ms / 1000).toFixed(2)} s`;
     if (timings.predicted_per_second) $("speed").textContent = timings.predicted_per_second.toFixed(1);
-    asked.used = timings.cache_n + timings.prompt_n + timings.predicted_n;
+    talk.used = timings.cache_n + timings.prompt_n + timings.predicted_n;
   }
-  if (usage) asked.used = usage.total_tokens;
+  if (usage) talk.used = usage.total_tokens;
   showUse();
 }
 
@@ -122,7 +122,7 @@ function showUse() {
   $("used").textContent = ctx ? `${conversation.used} of ${ctx}` : "–";
 }
 
-// How full the context is; where little is left, or too little, what can be done.
+// Shows how full the context is, and the actions if it is nearly full.
 function showContext(error) {
   showUse();
   const over = error?.code === "context_length_exceeded", near = ctx && conversation.used > NEARLY_FULL * ctx;
@@ -134,48 +134,48 @@ function showContext(error) {
     : "The conversation is longer than the model's context.";
 }
 
-// Places of the questions that are still sent.
+// Returns the indices of the questions that are still sent.
 function questions() {
   return conversation.messages.flatMap((message, i) => message.role === "user" && !message.dropped ? [i] : []);
 }
 
-// Leaves out the oldest half of what is sent, by its length; the last question stays.
+// Drops the oldest half of the messages, by length, but never the last question.
 async function slide() {
   const length = message => message.content.length + 1000 * (message.images?.length ?? 0);
-  const {messages} = conversation, kept = messages.filter(message => !message.dropped);
-  let left = kept.reduce((sum, message) => sum + length(message), 0) / 2;
+  const {messages} = conversation, included = messages.filter(message => !message.dropped);
+  let left = included.reduce((sum, message) => sum + length(message), 0) / 2;
   for (const next of questions().slice(1)) {
     if (left <= 0) break;
     for (const message of messages.slice(0, next))
       if (!message.dropped) { message.dropped = true; left -= length(message); }
   }
   conversation.used = 0;
-  await keep(conversation);
+  await saveConversation(conversation);
   if (messages.at(-1).role === "user") ask();
   else redraw();
 }
 
-// Whether it sees, and the LoRAs that it can be asked with.
-function showProps(own, props) {
+// Shows whether the model takes images, and its LoRAs.
+function showProps(modelName, props) {
   $("attach").hidden = !props?.modalities.vision;
   const loras = props?.loras ?? [];
   $("loras").hidden = !loras.length;
-  $("lora").replaceChildren(...[["", own], ...loras.map(name => [name, name])].map(([value, text]) => new Option(text, value)));
+  $("lora").replaceChildren(...[["", modelName], ...loras.map(name => [name, name])].map(([value, text]) => new Option(text, value)));
   $("lora").value = loras.includes(settings.lora) ? settings.lora : "";
 }
 
-// The name that answers are asked for by.
-function chosen() { return $("lora").value || model; }
+// Returns the name of the LoRA or the model that requests ask for.
+function chosenModel() { return $("lora").value || model; }
 
 async function watch() {
   try {
-    const stats = document.hidden ? null : await facts("/stats");
+    const stats = document.hidden ? null : await fetchJson("/stats");
     if (stats) {
-      if (!ctx) showProps(stats.model, await facts("/props"));
+      if (!ctx) showProps(stats.model, await fetchJson("/props"));
       ({model, ctx} = stats);
-      $("model").textContent = `${chosen()} · ${stats.kv.split(":")[0]}`;
-      const {edgekv_cache_bytes: held, edgekv_tokens_per_second: speed, edgekv_watts: watts = stats.edgekv_estimated_watts} = stats;
-      if (!abort && $("cache").textContent === "–") $("cache").textContent = bytes(held);
+      $("model").textContent = `${chosenModel()} · ${stats.kv.split(":")[0]}`;
+      const {edgekv_cache_bytes: cacheBytes, edgekv_tokens_per_second: speed, edgekv_watts: watts = stats.edgekv_estimated_watts} = stats;
+      if (!abort && $("cache").textContent === "–") $("cache").textContent = formatBytes(cacheBytes);
       if (!abort && speed && $("speed").textContent === "–") $("speed").textContent = speed.toFixed(1);
       $("power").hidden = watts === undefined;
       $("watts").textContent = `${watts?.toFixed(2)}${stats.edgekv_watts === undefined ? " (stated)" : ""}`;
@@ -237,6 +237,6 @@ on("menu", "click", () => { $("menu").ariaExpanded = String($("side").classList.
 (async () => {
   for (const id of FIELDS) $(id).value = settings[id] ?? "";
   await openStore();
-  openTalk(newest()[0]?.id);
+  openTalk(newestFirst()[0]?.id);
   watch();
 })();

@@ -1,8 +1,8 @@
-// Markdown, a conversation and the list of all, as elements. Text only ever becomes text nodes: whatever a model
-// writes, none of it is HTML.
+// Elements for Markdown, a conversation and the list of conversations. Text becomes text nodes only: nothing that a
+// model writes is HTML.
 
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()]{1,2000})\)/g;
-// No two parts of an expression can take the same letters: a long line is read once, not once for each of its letters.
+// No two parts of an expression match the same letters, so that matching a long line takes linear time.
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})/;
 
 function element(name, properties = {}, ...children) {
@@ -28,7 +28,7 @@ function inline(text) {
 }
 
 function codeBlock(language, lines) {
-  const code = lines.join("\n"), copy = button("Copy", made => copied(code, made), {ariaLabel: "Copy this code"});
+  const code = lines.join("\n"), copy = button("Copy", made => copyText(code, made), {ariaLabel: "Copy this code"});
   const bar = element("div", {className: "bar"}, element("span", {textContent: language || "code"}), copy);
   return element("div", {className: "code"}, bar, element("pre", {tabIndex: 0}, element("code", {textContent: code})));
 }
@@ -40,14 +40,14 @@ function table(lines) {
   return element("table", {}, element("thead", {}, row(lines[0], "th")), body);
 }
 
-// The lines from `at` on that pass the test.
+// Returns the lines from `at` on, as long as they pass the test.
 function run(lines, at, test) {
   let end = at;
   while (end < lines.length && test(lines[end])) end++;
   return lines.slice(at, end);
 }
 
-// How each kind of block begins, how it goes on (none: it is one line), and what its lines become.
+// Each kind of block: its first line, its further lines (null: none), and the function that builds its element.
 const BLOCKS = [
   [/^#{1,6} /, null, ([line]) => {
     const level = line.match(/^#+/)[0].length;
@@ -76,31 +76,31 @@ function markdown(text) {
     const block = BLOCKS.find(([begins]) => begins.test(line));
     if (!line.trim()) at++;
     else if (fence) {
-      const inside = run(lines, at + 1, each => !(each.trim().startsWith(fence[1]) && !each.trim().replaceAll(fence[1][0], "")));
+      const inside = run(lines, at + 1, next => !(next.trim().startsWith(fence[1]) && !next.trim().replaceAll(fence[1][0], "")));
       made.append(codeBlock(line.slice(fence[0].length).trim().match(/^[\w+#.-]*/)[0], inside));
       at += inside.length + 2;
     } else if (block) {
       const [, goesOn, build] = block;
-      const taken = goesOn ? run(lines, at, each => goesOn.test(each)) : [line];
-      made.append(build(taken));
-      at += taken.length;
+      const blockLines = goesOn ? run(lines, at, next => goesOn.test(next)) : [line];
+      made.append(build(blockLines));
+      at += blockLines.length;
     } else if (line.includes("|") && /^[\s|:-]{2,}$/.test(lines[at + 1]) && lines[at + 1].includes("-")) {
-      const taken = run(lines, at, each => each.includes("|"));
-      made.append(table(taken));
-      at += taken.length;
+      const blockLines = run(lines, at, next => next.includes("|"));
+      made.append(table(blockLines));
+      at += blockLines.length;
     } else {
-      const taken = run(lines, at, each =>
-        each.trim() && !FENCE.test(each) && (each === line || !BLOCKS.some(([begins]) => begins.test(each))));
-      const parts = inline(taken.join("\n")).flatMap(part => typeof part === "string"
+      const blockLines = run(lines, at, next =>
+        next.trim() && !FENCE.test(next) && (next === line || !BLOCKS.some(([begins]) => begins.test(next))));
+      const parts = inline(blockLines.join("\n")).flatMap(part => typeof part === "string"
         ? part.split("\n").flatMap((piece, i) => i ? [element("br"), piece] : [piece]) : [part]);
       made.append(element("p", {}, parts));
-      at += taken.length;
+      at += blockLines.length;
     }
   }
   return made;
 }
 
-async function copied(text, button) {
+async function copyText(text, button) {
   try { await navigator.clipboard.writeText(text); }
   catch {  // no permission, or plain HTTP
     const area = element("textarea", {value: text});
@@ -124,13 +124,13 @@ function button(label, action, properties = {}) {
 
 let shown = null;  // the conversation
 
-// The whole conversation; error: what went wrong with the last answer.
+// Shows a conversation. error: the error of the last answer.
 function show(conversation, error) {
   const last = conversation.messages.length - 1, follows = conversation !== shown || isAtEnd();
   shown = conversation;
   $("talk").replaceChildren(...conversation.messages.map((message, i) => article(message, i, i === last && !error)));
   if (error) $("talk").append(element("article", {className: "error"}, `${error.message} `, button("Try again", regenerate)));
-  if (follows) toEnd();
+  if (follows) scrollToEnd();
 }
 
 function article(message, i, isLast) {
@@ -140,7 +140,7 @@ function article(message, i, isLast) {
     made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
   const body = element("div", {className: "body"});
   fill(body, message);
-  const actions = element("div", {className: "actions"}, button("Copy", made => copied(message.content, made)));
+  const actions = element("div", {className: "actions"}, button("Copy", made => copyText(message.content, made)));
   if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i)));
   if (message.role === "assistant" && isLast) actions.append(button("Regenerate", regenerate));
   made.append(body, actions);
@@ -157,7 +157,7 @@ function fill(body, message) {
 
 function edit(article, message, i) {
   const area = element("textarea", {className: "editor", value: message.content, rows: 3, ariaLabel: "Edit the message"});
-  const done = () => { if (area.value.trim()) edited(i, area.value.trim()); };
+  const done = () => { if (area.value.trim()) editMessage(i, area.value.trim()); };
   area.addEventListener("keydown", event => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
     if (event.key === "Escape") { event.stopPropagation(); redraw(); }
@@ -167,36 +167,36 @@ function edit(article, message, i) {
   area.focus();
 }
 
-// A place for an answer that is coming; returns what to call with its message as it grows.
-function growing() {
+// Adds an element for a new answer; returns a function that shows its growing message.
+function startAnswer() {
   const body = element("div", {className: "body"});
   $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body));
-  toEnd();
+  scrollToEnd();
   let frame = 0;
   return message => {
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       const follows = isAtEnd();
       fill(body, message);
-      if (follows) toEnd();
+      if (follows) scrollToEnd();
     });
   };
 }
 
-// Whether the reader has not scrolled up: then the text is followed.
+// Returns whether the end is in view, so that new text is scrolled to.
 function isAtEnd() {
   const talk = $("talk");
   return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
 }
 
-function toEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
+function scrollToEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
 
 function showList(conversations, current) {
-  $("list").replaceChildren(...conversations.map(each => {
-    const title = each.title || "New conversation", isCurrent = each.id === current;
+  $("list").replaceChildren(...conversations.map(talk => {
+    const title = talk.title || "New conversation", isCurrent = talk.id === current;
     return element("li", {className: isCurrent ? "current" : ""},
-      button(title, () => openTalk(each.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null}),
-      button("✎", () => rename(each), {className: "small", ariaLabel: `Rename ${title}`}),
-      button("×", () => remove(each), {className: "small", ariaLabel: `Delete ${title}`}));
+      button(title, () => openTalk(talk.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null}),
+      button("✎", () => rename(talk), {className: "small", ariaLabel: `Rename ${title}`}),
+      button("×", () => remove(talk), {className: "small", ariaLabel: `Delete ${title}`}));
   }));
 }

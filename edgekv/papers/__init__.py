@@ -8,10 +8,14 @@
 Each package's docstring has the idea, the paper's equations, deviations and what was measured here.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from edgekv.codecs.codec import from_half as from_half
+from edgekv.codecs.codec import round_up_to_f16
 from edgekv.errors import CacheError
+from edgekv.kernels.interface import LARGEST_F16
 from edgekv.types import F32, U8, U16
 
 
@@ -45,3 +49,20 @@ def unpack_codes(codes: U8, head_dim: int) -> F32:
 def to_half(x: F32) -> U16:
     """Returns x rounded to float16, as bits."""
     return x.astype(np.float16).view(np.uint16)
+
+
+def affine_levels(x: F32, axis: int, low: U16, step: U16, n_levels: int, step_of: Callable[[F32], F32]) -> U8:
+    """Returns round((x - low) / step) in 0..n_levels - 1, halves to even; fills low and step, float16 bits.
+
+    Elements of x (n_kv_heads, ...) along the axis share low, their least in float16 (or the nearest of its finite
+    numbers), and step, which is step_of(largest - low), rounded up to float16.
+    """
+    least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
+    low[...] = least.view(np.uint16)
+    least = least.astype(np.float32)
+    step[...] = round_up_to_f16(step_of(np.maximum(x.max(axis) - least, 0)))
+    size = from_half(step)
+    size[size == 0] = 1
+    position = (x - np.expand_dims(least, axis)) / np.expand_dims(size, axis)
+    levels: U8 = np.clip(np.rint(position), 0, n_levels - 1).astype(np.uint8)
+    return levels

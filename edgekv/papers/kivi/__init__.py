@@ -10,13 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package, round_up_to_f16
+from edgekv.codecs.codec import Codec, Layout, WindowCodecs, in_package
 from edgekv.codecs.f16 import f16_codecs
-from edgekv.kernels.interface import LARGEST_F16
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.config import Config, bad_option, number, one_of, tokens
 from edgekv.kvcache.policies import SinkWindowCache, Sizes
-from edgekv.papers import from_half, pack_codes, require_whole_bytes, to_half, unpack_codes
+from edgekv.papers import affine_levels, from_half, pack_codes, require_whole_bytes, unpack_codes
 from edgekv.types import F32, U8, U16
 
 
@@ -32,21 +31,9 @@ class KiviCodec(Codec):
         return {"codes": (codes, "uint8"), "step": (ends, "uint16"), "low": (ends, "uint16")}
 
     def _levels_of(self, x: F32, axis: int, step: U16, low: U16) -> U8:
-        """Returns round((x - low) / step) in 0..top = 2 ** bits - 1, halves to even; fills ``low`` and ``step``.
-
-        x (n_kv_heads, ...): the elements along ``axis`` share low, their least in float16, and step, which is
-        (largest - low) / top, rounded up to float16.
-        """
+        """Returns the codes of x (n_kv_heads, ...), whose elements along the axis share low and step."""
         top = np.float32(2**self.bits - 1)
-        least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16) + np.float32(0)  # no -0
-        low[...] = to_half(least)
-        least = from_half(low)
-        step[...] = round_up_to_f16(np.maximum(x.max(axis) - least, 0) / top)
-        size = from_half(step)
-        size[size == 0] = 1
-        position = (x - np.expand_dims(least, axis)) / np.expand_dims(size, axis)
-        levels: U8 = np.clip(np.rint(position), 0, top).astype(np.uint8)
-        return levels
+        return affine_levels(x, axis, low, step, 2**self.bits, lambda span: span / top)
 
 
 class KiviKeys(KiviCodec):

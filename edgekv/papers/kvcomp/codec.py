@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from edgekv.codecs.codec import Codec, Layout, in_package, round_up_to_f16
+from edgekv.codecs.codec import Codec, Layout, in_package
 from edgekv.codecs.f16 import F16
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous, to_host
-from edgekv.kernels.interface import LARGEST_F16
-from edgekv.papers import from_half
+from edgekv.papers import affine_levels, from_half
 from edgekv.papers.kvcomp.reference import TABLE_BITS, Codebook, gaussian_counts, huffman_decode, huffman_pack
 from edgekv.types import F32, U8, U64, Array
 
@@ -50,22 +49,13 @@ class HuffmanCodec(Codec):
         """Returns the codes of whole blocks x (n_kv_heads, n, head_dim) at tokens t0..; stores low and step."""
 
     def _levels(self, x: F32, rows: slice) -> U8:
-        """Returns the codes of x (n_kv_heads, n, m, ...), of which m elements share a low and a step.
+        """Returns the codes of x (n_kv_heads, n, m, ...); stores low and step of each n at ``rows``.
 
-        low is their least in float16 (or the nearest of its finite numbers), step the relative step times
-        (largest - low), rounded up to float16, and a code round((x - low) / step), halves to even: no element is
-        further than step / 2 from its level. Stores low and step, one for each n, at ``rows``.
+        step is the relative step times the range: no element is further than step / 2 from its level.
         """
+        share = np.float32(self.relative_step)
         low, step = (self.arrays[name][:, rows] for name in ("low", "step"))  # views
-        least = np.clip(x.min(axis=2), -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
-        low[:] = least.view(np.uint16)
-        span = np.maximum(x.max(axis=2) - least.astype(np.float32), 0)
-        step[:] = round_up_to_f16(span * np.float32(self.relative_step))
-        size = from_half(step)
-        size[size == 0] = 1
-        position = (x - least.astype(np.float32)[:, :, None]) / size[:, :, None]
-        codes: U8 = np.clip(np.rint(position), 0, self.levels - 1).astype(np.uint8)
-        return codes
+        return affine_levels(x, 2, low, step, self.levels, lambda span: span * share)
 
     def layout(self) -> Layout:
         """Returns every array except the pool, whose size depends on the data."""

@@ -51,9 +51,9 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load on first use: importing edgekv starts no numba, and is soon done.
+    """Imports a public name at its first use, so that `import edgekv` is fast and imports no numba.
 
-    What a Ctrl-C interrupts is then `__main__`, which knows what to do.
+    A Ctrl-C then interrupts `__main__`, which handles it.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`edgekv` and `python -m edgekv`: what must be in place before anything large is imported."""
+"""The entry point of `edgekv` and `python -m edgekv`: sets up streams and signals before large imports."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     _open_standard_streams()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
@@ -18,12 +18,12 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C while libraries are imported: an exception in the middle of that may become any other."""
+    """Exits at a Ctrl-C while libraries are imported, in the middle of which an exception may become another."""
     os._exit(130)
 
 
 def _open_standard_streams() -> None:
-    """A closed one is /dev/null: otherwise the next file that is opened would get its number, and its text."""
+    """Opens closed standard streams as /dev/null; otherwise the next opened file would get their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

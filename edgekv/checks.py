@@ -1,4 +1,4 @@
-"""Checks values of others: arguments and settings against their annotations, JSON of files against structs.
+"""Checks of untrusted values: arguments and settings against annotations, JSON of files against structs.
 
 NumPy's scalars and arrays of numbers are taken as Python's own; True and False are no numbers, NaN and infinity
 neither. A range is a `msgspec.Meta` in an Annotated, whose description says what is accepted. In JSON, null
@@ -42,7 +42,7 @@ ERRORS: dict[str, type[EdgeKVError]] = {
     "kv_budget": CacheError,
     "model": CheckpointError,
 }
-"""The error of a parameter that is wrong; of others it is ConfigError."""
+"""The error class of a parameter with a wrong value; for others it is ConfigError."""
 WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
@@ -55,9 +55,9 @@ WORDS: dict[Any, str] = {
 
 
 def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function whose arguments are checked before it runs.
+    """Decorates a function so that its arguments are checked against their annotations.
 
-    names: what errors call a parameter where that is not its own name. Raises the parameter's error of ERRORS.
+    names: another name of a parameter in errors. Raises the parameter's error of ERRORS.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -68,8 +68,8 @@ def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             bound, hints = signature.bind(*args, **kwargs), _hints(function)
             for name in bound.arguments.keys() & hints.keys():
                 if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                    given = bound.arguments[name]
-                    bound.arguments[name] = checked_value(names.get(name, name), given, hints[name])
+                    value = bound.arguments[name]
+                    bound.arguments[name] = checked_value(names.get(name, name), value, hints[name])
             return function(*bound.args, **bound.kwargs)
 
         return call
@@ -78,7 +78,7 @@ def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def check_fields(settings: Any) -> None:
-    """For ``__post_init__`` of a frozen dataclass: each field as its annotation has it. Raises as `checked`."""
+    """Checks and converts each field of a frozen dataclass, in its ``__post_init__``. Raises as `checked`."""
     hints = _hints(settings.__class__)
     for field in dataclasses.fields(settings):
         value = checked_value(field.name, getattr(settings, field.name), hints[field.name])
@@ -86,15 +86,15 @@ def check_fields(settings: Any) -> None:
 
 
 def checked_value(name: str, value: Any, kind: Any) -> Any:
-    """The value as ``kind``, an annotation. Raises the error of ERRORS that the parameter ``name`` has."""
+    """Returns a parameter's value as ``kind``, an annotation. Raises the parameter's error of ERRORS."""
     try:
-        return _fitted(value, kind)
+        return _converted(value, kind)
     except TypeError:
         raise refused(name, value, _accepted(kind)) from None
 
 
 def refused(name: str, value: object, accepted: str) -> EdgeKVError:
-    """The error that blames the value of a parameter."""
+    """Returns the error of a parameter with a wrong value."""
     return ERRORS.get(name, ConfigError)(field=name, value=value, accepted=[accepted])
 
 
@@ -103,25 +103,25 @@ def _hints(annotated: Any) -> dict[str, Any]:
     return get_type_hints(annotated, include_extras=True)
 
 
-def _fitted(value: Any, kind: Any) -> Any:
-    """The value as ``kind``; TypeError where it is none."""
+def _converted(value: Any, kind: Any) -> Any:
+    """Returns the value as ``kind``. Raises TypeError where it is none."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        value = _fitted(value, args[0])
+        value = _converted(value, args[0])
         if value is not None and not all(_in_range(value, meta) for meta in args[1:]):
             raise TypeError
         return value
     if origin in (Union, types.UnionType):
         for each in args:
             with contextlib.suppress(TypeError):
-                return _fitted(value, each)
+                return _converted(value, each)
         raise TypeError
     if kind in (bool, int, float):
         return _number(value, kind)
     if origin is collections.abc.Sequence:
         return _items(value, args[0])
     if origin is collections.abc.Mapping and isinstance(value, collections.abc.Mapping):
-        return {_fitted(key, args[0]): _fitted(each, args[1]) for key, each in value.items()}
+        return {_converted(key, args[0]): _converted(each, args[1]) for key, each in value.items()}
     if kind is not Any and not isinstance(value, origin or kind):
         raise TypeError
     return value
@@ -143,7 +143,7 @@ def _items(value: Any, kind: Any) -> Any:
         raise TypeError
     kinds = () if get_origin(kind) is Annotated else get_args(kind) or (kind,)
     plain = {each for each in kinds if each in (int, str) or dataclasses.is_dataclass(each)}
-    return value if set(map(type, value)) <= plain else [_fitted(each, kind) for each in value]
+    return value if set(map(type, value)) <= plain else [_converted(each, kind) for each in value]
 
 
 def _in_range(value: Any, meta: Meta) -> bool:
@@ -154,7 +154,7 @@ def _in_range(value: Any, meta: Meta) -> bool:
 
 
 def _accepted(kind: Any) -> str:
-    """In words, for people."""
+    """Describes an annotation in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return next((meta.description for meta in args[1:] if meta.description), _accepted(args[0]))
@@ -173,7 +173,7 @@ def read_fields(
     hint: str = "correct it, or give the model's own",
     error_class: type[EdgeKVError] = ConfigError,
 ) -> T:
-    """The object as ``kind``, a `msgspec.Struct`. The error names the field, its value and what is accepted."""
+    """Converts JSON to ``kind``, a `msgspec.Struct`. Errors name the field, value and what is accepted."""
     plain = {key: _whole(value) for key, value in raw.items() if value is not None}
     try:
         return msgspec.convert(plain, kind)
@@ -189,7 +189,7 @@ def _whole(value: Any) -> Any:
 
 
 def _reason(reason: str, raw: Mapping[str, Any], where: str, hint: str) -> str:
-    """msgspec's reason in our words."""
+    """Returns msgspec's reason in our words."""
     if missing := re.search(r"missing required field `(.*?)`", reason):
         return f"{where}: {missing[1]!r} is missing; {hint}"
     accepted, _, path = reason.partition(" - at `")

@@ -1,4 +1,4 @@
-"""Other Python processes: what one runs is edgekv's and its libraries', never what lies in the working folder.
+"""Child processes, which import edgekv and its libraries and nothing from the working folder.
 
 Libraries that a stranger's bytes can crash, or keep busy for ever, work in a `BoundedChild`. It runs `main`, which
 reads requests from a socket, its standard input, and writes answers there: a length of 4 bytes and as many bytes.
@@ -25,7 +25,7 @@ MEMORY = 512 << 20
 STACK = 64 << 20  # for parsers that call themselves
 SECONDS = 5.0  # for one answer
 START_SECONDS = 60.0  # until the process answers for the first time, on a small and busy machine
-ALONE_SECONDS = 60  # for one answer, far beyond what is waited for, when the process that asked was killed
+ORPHAN_SECONDS = 60  # for one answer, where the process that asked was killed
 MAX_ANSWER = 32 << 20  # bytes
 ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "TZ"  # no tokens, no keys
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
@@ -41,12 +41,13 @@ class ChildError(Exception):
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What runs ``main(*arguments)`` of a module of edgekv, with the libraries that this process has.
+    """Returns the command that runs ``main(*arguments)`` of a module of edgekv, with this process's libraries.
 
     `python -m` looks for modules in the working folder first, where a downloaded model brought whatever it did.
     """
     home = str(pathlib.Path(__file__).resolve().parents[1])
-    path = [str(each) for each in sys.path if os.path.isabs(each) and (each == home or not _is_here(each))]
+    folders = (str(each) for each in sys.path if os.path.isabs(each))
+    path = [each for each in folders if each == home or not _is_working_folder(each)]
     code = f"import sys; sys.path[:] = {[*path, home]!a}; from {module} import main; main(*sys.argv[1:])"
     bytecode = ["-B"] if sys.dont_write_bytecode else []
     return [sys.executable or "python3", "-I", *bytecode, "-c", code, *arguments]
@@ -80,13 +81,13 @@ class BoundedChild:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may be asked: not in a process that was forked from the one that started it."""
+        """Whether it can be asked; it can't in a process that was forked from the one that started it."""
         return self.close.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: bytes, seconds: float = 0) -> bytes:
-        """The answer. Whatever interrupts it ends the process: what it says later is no one's.
+        """Sends a request and returns the answer, within ``seconds`` (by default SECONDS).
 
-        seconds: that it may take, by default SECONDS. Raises ChildError.
+        Raises ChildError. An interrupt ends the process, whose later answers would belong to no request.
         """
         if not self.is_alive:
             raise ChildError("its process has ended")
@@ -120,15 +121,15 @@ class BoundedChild:
         return bytes(data)
 
 
-def ask(question: bytes) -> bytes:
-    """Within a bounded child, before its answer: a question as the answer, and the next request."""
-    _streams[1].write(LENGTH.pack(len(question)) + question)
+def ask(message: bytes) -> bytes:
+    """Sends, within a bounded child, an answer or a question; returns the next request."""
+    _streams[1].write(LENGTH.pack(len(message)) + message)
     _streams[1].flush()
     return _read(*LENGTH.unpack(_read(LENGTH.size)))
 
 
 def main(module: str) -> None:
-    """Within a bounded child: a module's ``answer`` to each request. The first one asks whether it has started."""
+    """Runs a bounded child: answers requests by a module's ``answer``. The first asks whether it has started."""
     for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_STACK, STACK)):
         hard = resource.getrlimit(limit)[1]
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -138,7 +139,7 @@ def main(module: str) -> None:
     _read(LENGTH.size)
     request = ask(b"")
     while True:
-        signal.alarm(ALONE_SECONDS)  # ends the process
+        signal.alarm(ORPHAN_SECONDS)  # ends the process
         reply = answer(request)
         signal.alarm(0)
         request = ask(reply)
@@ -151,7 +152,7 @@ def _read(n: int) -> bytes:
     return data
 
 
-def _is_here(folder: str) -> bool:
+def _is_working_folder(folder: str) -> bool:
     try:
         return os.path.samefile(folder, os.curdir)
     except OSError:

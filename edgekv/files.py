@@ -1,8 +1,8 @@
-"""Files and folders: opened without surprises, written whole or not at all; and the cache folder.
+"""Files and folders: reads regular files, writes files and folders whole or not at all; and the cache folder.
 
-What is being written has another name until it is whole, `NAME.partial-1a2b3c4d`, and its writer keeps it locked.
-One that nobody locks was left by a killed process. Process numbers would not tell: they come again, and other
-containers have their own.
+A file has another name until it is whole, `NAME.partial-1a2b3c4d`, and its writer keeps it locked. One that nobody
+locks was left by a killed process. Process numbers would not tell: they are used again, and other containers have
+their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
 def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The path with ~ and ~name as home folders; as it stands where there is no such user."""
+    """Returns a path with ~ and ~name expanded to home folders, where there is such a user."""
     return pathlib.Path(os.path.expanduser(path))
 
 
@@ -51,7 +51,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file of at most ``most`` bytes. Raises OSError for any other."""
+    """Reads a regular file of at most ``most`` bytes. Raises OSError for any other."""
     with open_regular(path) as file:
         data = file.read(most + 1)
         if len(data) > most:
@@ -61,7 +61,7 @@ def read_regular(path: str | os.PathLike[str], most: int = MAX_FILE_BYTES) -> by
 
 
 def read_object(path: str | os.PathLike[str], most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError, which says why there is none."""
+    """Reads the JSON object in a file. Raises ValueError with the reason why there is none."""
     try:
         return parse_object(read_regular(path, most))
     except OSError as error:
@@ -69,7 +69,7 @@ def read_object(path: str | os.PathLike[str], most: int = MAX_JSON_BYTES) -> dic
 
 
 def parse_object(data: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text. Raises ValueError, which says why there is none."""
+    """Parses a JSON object. Raises ValueError with the reason why there is none."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -80,7 +80,7 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The UTF-8 text of a file. Raises ValueError, which says why there is none."""
+    """Reads the UTF-8 text of a file. Raises ValueError with the reason why there is none."""
     try:
         return read_regular(path).decode("utf-8")
     except OSError as error:
@@ -90,7 +90,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError where `atomic_write` could not write: to be asked before work whose result it is."""
+    """Raises CheckpointError where `atomic_write` could not write; for use before work that ends with it."""
     target = user_path(path)
     if not _is_special(target):
         PartialFile(target, 0).discard()
@@ -99,7 +99,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes, private: bool = False) -> None:
-    """Write a file so that `path` holds all of it or what it held before; it is on the disk when this returns.
+    """Writes a file so that `path` holds all of it or what it held before; it is on the disk when this returns.
 
     A device or a pipe (/dev/stdout) is written to directly. private: see `PartialFile`. Raises CheckpointError
     when it cannot be written.
@@ -125,7 +125,7 @@ class PartialFile:
 
     A symbolic link stays, and the file that it points to is replaced; but not through a link that somebody else
     put into a folder that all may write to. A file that is there keeps its mode; a new one may be read by those
-    that the umask allows, or, where it is private, by this user alone. What killed processes left of it goes.
+    that the umask allows, or, where it is private, by this user alone. Partial files of killed processes go.
     """
 
     def __init__(self, path: pathlib.Path, nbytes: int, private: bool = False) -> None:
@@ -175,12 +175,12 @@ class PartialFile:
 
 
 def _is_special(target: pathlib.Path) -> bool:
-    """Whether something is there that is written to directly, as it can't be replaced: a device or a pipe."""
+    """Returns whether a path is a device or a pipe, which is written to directly."""
     return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
 
 
 def _followed(path: pathlib.Path) -> pathlib.Path:
-    """The file that is to be replaced. Raises OSError for a folder, and where a link is not to be followed."""
+    """Returns the file to be replaced. Raises OSError for a folder, and for a link that must not be followed."""
     if os.path.islink(path):
         link, folder = path.lstat(), os.stat(path.parent)
         open_to_all = stat.S_ISVTX | stat.S_IWOTH
@@ -199,7 +199,7 @@ def _unwritable(path: pathlib.Path, nbytes: int, error: Exception) -> Checkpoint
 
 
 def _new_partial(target: pathlib.Path, mode: int | None) -> tuple[pathlib.Path, int]:
-    """A file of this mode beside ``target``, or a folder for None, and its descriptor, which holds its lock."""
+    """Creates a file of a mode, or a folder for None, beside ``target``; returns it with its locked descriptor."""
     while True:
         partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
         if mode is None:
@@ -217,7 +217,7 @@ def _new_partial(target: pathlib.Path, mode: int | None) -> tuple[pathlib.Path, 
 
 
 def _lock(path: pathlib.Path, descriptor: int) -> bool | None:
-    """Whether it could be locked, and is still there; None where the filesystem has no locks."""
+    """Locks a file; returns whether it could be and still exists, or None where the filesystem has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -228,7 +228,7 @@ def _lock(path: pathlib.Path, descriptor: int) -> bool | None:
 
 
 def _remove_abandoned(folder: pathlib.Path, names: str) -> None:
-    """Removes what killed processes left in a folder. names: a pattern of what they were writing."""
+    """Removes the partial files and folders of killed processes. names: a pattern of the final names."""
     for partial in folder.glob(f"{names}.partial-*"):
         with contextlib.suppress(OSError):  # it is gone
             descriptor = os.open(partial, (os.O_RDONLY if partial.is_dir() else os.O_RDWR) | os.O_CLOEXEC)
@@ -253,9 +253,9 @@ def _closing(descriptor: int) -> Iterator[None]:
 
 
 def create_folder_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """The folder, filled by ``make`` under another name and renamed if it is not there yet.
+    """Returns a folder, which ``make`` fills under another name if it does not exist yet.
 
-    What killed processes left beside it goes. Raises CheckpointError where it can't be written.
+    Partial folders of killed processes are removed. Raises CheckpointError where it can't be written.
     """
     if folder.is_dir():
         return folder
@@ -273,7 +273,7 @@ def create_folder_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None
 def atomic_folder(
     folder: pathlib.Path, is_whole: Callable[[pathlib.Path], bool], leftovers: str | None = None
 ) -> Iterator[pathlib.Path]:
-    """Gives an empty folder beside ``folder`` to write to, which is renamed to it at the end.
+    """Creates an empty folder beside ``folder`` for a with statement to fill, and renames it to ``folder``.
 
     Threads, processes and containers may write the same folder at once, each its own: the first one that is whole
     stays. leftovers: a pattern of the names whose partial folders, left by killed processes, are removed first;
@@ -295,7 +295,7 @@ def atomic_folder(
 
 
 def cache_root() -> pathlib.Path:
-    """edgekv's folder in $XDG_CACHE_HOME, or in ~/.cache. Raises ConfigError where there is no home folder."""
+    """Returns edgekv's folder in $XDG_CACHE_HOME or ~/.cache. Raises ConfigError where there is no home folder."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if folder.startswith("~"):
         raise ConfigError(f"this user has no home folder to keep files in: {CACHE_HINT}")
@@ -312,7 +312,7 @@ class Memo:
         self._name, self._format = name, format
 
     def read(self) -> Any:
-        """What `write` was given last; None where nothing is there, or anything but what was written."""
+        """Returns the content that was written last; None where there is none, or the file is damaged."""
         try:
             file = read_object(cache_root() / self._name, MAX_MEMO_BYTES)
         except (ValueError, ConfigError):
@@ -332,7 +332,7 @@ class Memo:
         atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode(), private=True)
 
     def keep(self, content: Any) -> None:
-        """As `write`; where that fails, the next run finds what it finds now."""
+        """Writes the content if that is possible; errors are ignored, as it can be computed again."""
         with contextlib.suppress(CheckpointError, ConfigError):
             self.write(content)
 

@@ -1,4 +1,4 @@
-"""This machine and this edgekv: versions, memory that is left for us, thread pools, sizes as people write them."""
+"""The machine: versions, free memory, thread pools, and sizes in bytes as people write them."""
 
 import contextlib
 import functools
@@ -37,9 +37,9 @@ __version__ = _version("edgekv") or "unknown"
 
 
 def machine_info(root: Root = "/") -> dict[str, Any]:
-    """CPU, board, memory, system and library versions, for JSON; None where something is not known.
+    """Returns CPU, board, memory, system and library versions, for JSON; None for what is not known.
 
-    `cores` are those this process may use. `root` is the folder that holds `proc` and `sys`.
+    cores: those this process may use. root: the folder that holds `proc` and `sys`.
     """
     # The board as Arm kernels name it: a Raspberry Pi in both places, a Jetson in the second.
     lines = _read(pathlib.Path(root, "proc/cpuinfo"))
@@ -57,15 +57,15 @@ def machine_info(root: Root = "/") -> dict[str, Any]:
 
 
 def all_cores(threads: int | None = None) -> int:
-    """``threads``, or as many as this process may use."""
+    """Returns ``threads``, or the number of cores that this process may use."""
     return threads or len(os.sched_getaffinity(0))
 
 
 def available_memory_bytes(root: Root = "/") -> int:
-    """Bytes this process can still take without swapping or being killed.
+    """Returns the bytes that this process can still take without swapping or being killed.
 
-    The smallest of what the machine has and what is left in each memory cgroup (v1 or v2) from ours up.
-    `root` is the folder that holds `proc` and `sys`.
+    That is the least of the machine's free memory and what is left in each memory cgroup (v1 or v2) from ours up.
+    root: the folder that holds `proc` and `sys`.
     """
     machine = int(psutil.virtual_memory().available)
     return max(0, min((machine, *_cgroup_rooms(pathlib.Path(root)))))
@@ -77,16 +77,16 @@ def _thread_pools() -> ThreadpoolController:
 
 
 def blas_threads(n: int) -> AbstractContextManager[object]:
-    """NumPy's matrix products use ``n`` threads inside the block; the previous number is restored.
+    """Returns a context in which NumPy's matrix products use ``n`` threads.
 
-    So one pool works at a time: BLAS on all cores in a prompt, on one in decoding.
+    So one pool works at a time: BLAS has all cores in a prompt, and one in decoding.
     """
     result: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
     return result
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident memory this process has had."""
+    """Returns the largest resident memory, in bytes, that this process has had."""
     # ru_maxrss comes second: Linux lets a child inherit it from a larger parent.
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", _read(pathlib.Path("/proc/self/status")), re.MULTILINE)
     kib = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -94,13 +94,13 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """`peak_rss_bytes` counts from now on, where the kernel can do that; elsewhere from the start, as before."""
+    """Makes `peak_rss_bytes` count from now on, where the kernel can do that."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def require_memory(parts: Mapping[str, int], available: int) -> None:
-    """Raise MemoryBudgetError unless the sum of `parts` (name -> bytes) fits into `available` bytes."""
+    """Raises MemoryBudgetError unless the sum of ``parts`` (name -> bytes) fits into ``available`` bytes."""
     needed = sum(parts.values())
     if needed > available:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
@@ -111,10 +111,10 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
 
 @contextlib.contextmanager
 def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
-    """MemoryBudgetError in place of a MemoryError, NumPy's or CuPy's: it says what was asked for and what is free.
+    """Turns a MemoryError of NumPy or CuPy into a MemoryBudgetError, with what was needed and what is free.
 
-    SessionError in place of an error of CUDA, after which a process can't use the GPU any more.
-    what: the work in the block, for the message ("reading 3 tokens after 100").
+    Turns an error of CUDA, after which a process can't use the GPU any more, into a SessionError. what: the work
+    within the with statement, for the message ("reading 3 tokens after 100").
     """
     try:
         yield
@@ -136,7 +136,7 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
 
 
 def format_bytes(n: int) -> str:
-    """`n` bytes in the largest binary unit that fits, with one decimal: 1536 -> '1.5 KiB'."""
+    """Formats bytes in the largest binary unit that fits, with one decimal: 1536 -> '1.5 KiB'."""
     if n < 1024:
         return f"{n} B"
     size, unit = float(n), 0
@@ -146,7 +146,7 @@ def format_bytes(n: int) -> str:
 
 
 def parse_bytes(text: str, field: str = "size") -> int:
-    """Bytes of '4096', '300M', '1.5G', '1.5GB' or '1.5 GiB'; every unit is a power of 1024.
+    """Parses '4096', '300M', '1.5G', '1.5GB' or '1.5 GiB' to bytes; every unit is a power of 1024.
 
     Raises ConfigError, of the parameter ``field``, for anything else.
     """
@@ -164,7 +164,7 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
-    """Bytes left in each memory cgroup that limits this process, from its own up to the root."""
+    """Yields the bytes left in each memory cgroup that limits this process, from its own up to the root."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         mount = root / "sys/fs/cgroup"
@@ -179,8 +179,8 @@ def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
             )
         else:
             continue
-        own = mount / path.lstrip("/")
-        for folder in (own, *own.parents):
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
             if not folder.is_relative_to(mount):
                 break
             limit_bytes, used_bytes = _read(folder / limit).strip(), _read(folder / usage).strip()

@@ -1,4 +1,4 @@
-"""Paths, arrays by what their elements are, what long work tells of itself, and numbers of threads."""
+"""Types: paths, arrays by their elements, progress callbacks, and numbers of threads."""
 
 import os
 from collections.abc import Callable
@@ -22,13 +22,13 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 TaskProgress = Callable[[str, int, int], None]
-"""Is called with the name of what takes long ("quantizing"), how much of it is done, and the total."""
+"""A callback of long work: its name ("quantizing"), how much of it is done, and the total."""
 LayerProgress = Callable[[int, int], None]
-"""Is called while a prompt is read, with the layers that are done, and all layers."""
+"""A callback of reading a prompt: the layers that are done, and all layers."""
 
 
 class Threads(NamedTuple):
-    """How many threads the weight products use: for a token, and for a prompt (at least as many)."""
+    """The numbers of threads of weight products: for a token, and for a prompt (at least as many)."""
 
     decode: int
     prompt: int

@@ -219,7 +219,7 @@ def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_without_its_renderer_ends_by_itself() -> None:
     """Its renderer may be killed while a template runs in circles."""
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.text.sandbox')"
+    patched = "from edgekv import child; child.ORPHAN_SECONDS = 1; child.main('edgekv.text.sandbox')"
     request = json.dumps({"source": endless, "names": {}}).encode()
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen([sys.executable, "-c", patched], stdin=theirs.fileno()) as process:

@@ -29,7 +29,7 @@ from edgekv.kernels.arrays import to_host
 from edgekv.server.prompts import RequestEncoder
 from edgekv.server.requests import ChatRequest, ImageUrl, Message, Part
 from edgekv.text.template import ChatTemplate
-from edgekv.vision.images import Preprocess, picture
+from edgekv.vision.images import Preprocess, open_image
 from edgekv.weights.cuda import DeviceWeights
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
@@ -119,7 +119,7 @@ def test_placeholders_and_images_must_be_as_many(base: Session) -> None:
 def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
-    first, second = text(session, pieces, 6), text(session, [4, base.vision(picture(IMAGES[2])), 8], 4)
+    first, second = text(session, pieces, 6), text(session, [4, base.vision(open_image(IMAGES[2])), 8], 4)
     assert (len(first), len(second)) == (6, 4)
     assert n_cached(session) == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
     session.reset()
@@ -320,11 +320,11 @@ def write(path: pathlib.Path, content: bytes | Callable[[pathlib.Path], object])
 def test_rgb_is_read_as_it_is(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / f"a.{suffix}" for suffix in ("png", "bmp", "tiff", "ppm", "webp")):
         Image.fromarray(RGB).save(path, lossless=True)
-        read = picture(path)
+        read = open_image(path)
         np.testing.assert_array_equal(np.asarray(read.rgb), RGB)
         assert (read.rgb.mode, read.notes, read.name) == ("RGB", (), str(path))
-        assert picture(read) is read
-    read = picture(Image.fromarray(RGB).convert("L"))
+        assert open_image(read) is read
+    read = open_image(Image.fromarray(RGB).convert("L"))
     assert (read.rgb.mode, read.rgb.size, read.notes) == ("RGB", (7, 5), ())
 
 
@@ -332,7 +332,7 @@ def test_photos_are_turned_upright(tmp_path: pathlib.Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees
     Image.fromarray(RGB).save(tmp_path / "a.png", exif=exif)
-    np.testing.assert_array_equal(np.asarray(picture(tmp_path / "a.png").rgb), np.rot90(RGB, -1))
+    np.testing.assert_array_equal(np.asarray(open_image(tmp_path / "a.png").rgb), np.rot90(RGB, -1))
 
 
 def animated(path: pathlib.Path) -> None:
@@ -344,7 +344,7 @@ def test_frames_are_not_counted(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     """Of a file with a million Pillow would read them all."""
     animated(tmp_path / "a.gif")
     monkeypatch.setattr(GifImagePlugin.GifImageFile, "n_frames", property(lambda image: pytest.fail("counted")))
-    assert len(picture(tmp_path / "a.gif").notes) == 1
+    assert len(open_image(tmp_path / "a.gif").notes) == 1
 
 
 def transparent(path: pathlib.Path) -> None:
@@ -369,7 +369,7 @@ def test_conversions_are_said(
     expected: np.ndarray | None,
     tmp_path: pathlib.Path,
 ) -> None:
-    read = picture(write(tmp_path / name, content))
+    read = open_image(write(tmp_path / name, content))
     (said,) = read.notes
     assert said.startswith(f"{tmp_path / name} {note}")
     assert (read.rgb.mode, read.rgb.size) == ("RGB", (7, 5))
@@ -403,7 +403,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: pathlib.Path) -> None:
     for name, (content, message) in BAD.items():
         path = write(tmp_path / f"{name}.png", content)
         with pytest.raises(ImageError, match=message) as error:
-            picture(path)
+            open_image(path)
         assert str(error.value).startswith(f"{path}: ")
         assert "\n" not in str(error.value)
 
@@ -421,7 +421,7 @@ def read_settings(folder: pathlib.Path, settings: object) -> Preprocess:
 def test_values_are_transformers(name: str, tmp_path: pathlib.Path) -> None:
     preprocess = read_settings(tmp_path, cases.PREPROCESS[name])
     for i, size in enumerate(cases.SIZES):
-        values, expected = preprocess(picture(Image.fromarray(cases.pixels(*size)))), GOLDEN[f"{name}/{i}"]
+        values, expected = preprocess(open_image(Image.fromarray(cases.pixels(*size)))), GOLDEN[f"{name}/{i}"]
         assert (values.dtype, values.shape) == (np.float32, expected.shape)
         assert preprocess.output == expected.shape[1:]
         np.testing.assert_allclose(values, expected, atol=1e-6)
@@ -448,4 +448,4 @@ def test_a_strip_would_become_too_long(tmp_path: pathlib.Path) -> None:
     with pytest.raises(
         ImageError, match=r"the image: has 30000 x 1 pixels, .* would see 10080000 x 336; accepted: up to"
     ):
-        preprocess(picture(Image.new("RGB", (30_000, 1))))
+        preprocess(open_image(Image.new("RGB", (30_000, 1))))

@@ -33,7 +33,7 @@ from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Step
 from edgekv.errors import EdgeKVError
 from edgekv.machine import format_bytes
-from edgekv.vision.images import picture
+from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
 ENDS = ("/exit", "/quit", "/bye")
@@ -235,7 +235,7 @@ class Terminal:
         """FILE: show it with the next message"""
         path = str(pathlib.Path(text.strip("'\"")).expanduser())
         require_vision(self.chat.session.model)
-        picture(path)
+        open_image(path)
         self._images.append(path)
         say(f"{path} goes with the next message")
 

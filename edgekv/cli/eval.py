@@ -177,7 +177,7 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
             decoder,
             measured.tokens[: ctx * arguments.windows],
             ctx,
-            measured.fitted(specs, decoder, bars.update),
+            measured.with_head_bits(specs, decoder, bars.update),
             adapter=measured.model.adapter,
             progress=bars.update,
         )
@@ -222,7 +222,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
         decoder, ctx = measured.load(ctx, bars.update)
-        specs = measured.fitted(specs, decoder, bars.update)
+        specs = measured.with_head_bits(specs, decoder, bars.update)
         verdicts, needles = gate(
             decoder,
             measured.tokenizer,

@@ -34,7 +34,7 @@ from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO
 from edgekv.power.energy import EnergyMeter
 from edgekv.text.template import ChatTemplate, without_places
-from edgekv.vision.images import picture
+from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
 LENGTH = 128  # tokens by default
@@ -127,7 +127,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     images = []
     if arguments.image:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
-        images = [picture(path) for path in arguments.image]
+        images = [open_image(path) for path in arguments.image]
     elif isinstance(prompt, str) and arguments.overflow == "stop" and not is_saved(arguments):
         prompt = fitting_prompt(arguments, prompt)
     meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)

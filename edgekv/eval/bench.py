@@ -1,4 +1,4 @@
-"""Milliseconds per token at a given depth, and of prompts, on a model or on random weights in a known shape."""
+"""Benchmark: times tokens at a given depth of the context, and prompts, on a model or on random weights."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from edgekv.types import TaskProgress
 from edgekv.weights.formats import weight_format
 from edgekv.weights.store import RandomWeights, random_store
 
-FILL_TOKENS = 512  # synthetic keys and values drawn at a time
+FILL_TOKENS = 512  # synthetic keys and values that are drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
-BLOCKS = ("attention_in", "attention_out", "head")  # of a `Decoder`, whose time is counted as matmul
-PREFILL_RUNS = 2  # of which the better counts
-SPARE_POSITIONS = 4096  # beyond those that are asked for, where a shape has too few learned ones
+BLOCKS = ("attention_in", "attention_out", "head")  # methods of a `Decoder` whose time is counted as matmul
+PREFILL_RUNS = 2  # of which the faster counts
+SPARE_POSITIONS = 4096  # beyond the needed ones, where a shape has too few learned positions
 
 Seconds = dict[str, float]  # by part: matmul, attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One scheme at one depth. Milliseconds per token are medians, of the whole model but for ``*_layer``.
+    """The times of one scheme at one depth; medians in milliseconds per token, of all layers but for ``*_layer``.
 
-    attention_ms_layer: one whole `KVCache.attend`, in which ``bytes_read_layer`` are read at ``gb_per_s``.
+    attention_ms_layer: one whole `KVCache.attend`, which reads ``bytes_read_layer`` at ``gb_per_s``.
     """
 
     kv: str
@@ -56,7 +56,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """An exact prompt of ``tokens`` tokens through all layers, the cache's encoding included; no logits."""
+    """The time of an exact prompt of ``tokens`` tokens through all layers, with encoding, without logits."""
 
     kv: str
     tokens: int
@@ -66,7 +66,7 @@ class Prefill:
 
 
 def timed(seconds: Seconds, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its time is added to ``seconds[part]``."""
+    """Wraps a function so that its time is added to ``seconds[part]``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ def timed(seconds: Seconds, part: str, function: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def timed_blocks(decoder: Decoder, seconds: Seconds) -> Iterator[None]:
-    """Inside the block the decoder's BLOCKS are timed as matmul."""
+    """Times the decoder's BLOCKS as matmul, within a with statement."""
     for name in BLOCKS:
         setattr(decoder, name, timed(seconds, "matmul", getattr(decoder, name)))
     try:
@@ -90,9 +90,9 @@ def timed_blocks(decoder: Decoder, seconds: Seconds) -> Iterator[None]:
 
 
 class SchemeTimer:
-    """One scheme's caches, filled with ``depth`` tokens, and the timings of tokens behind them.
+    """The caches of one scheme, filled with ``depth`` tokens, and the times of the tokens after them.
 
-    totals: seconds of each token; parts: of its matmul and its attention.
+    totals: seconds of each token. parts: seconds of its matmul and its attention.
     """
 
     def __init__(self, decoder: Decoder, spec: CacheSpec, depth: int, tokens: int) -> None:
@@ -113,9 +113,9 @@ class SchemeTimer:
         self.parts.clear()
 
     def _fill(self) -> None:
-        """Draw synthetic contents: keys around a drifting mean, normal values, the same in every layer."""
+        """Fills the caches with keys around a drifting mean and normal values, the same in every layer."""
         c, rng = self.decoder.config, np.random.default_rng(0)
-        drawn = list(dict.fromkeys(self._first_alike()))
+        drawn = list(dict.fromkeys(self._first_of_layout()))
         drift = np.zeros((c.n_kv_heads, 1, c.head_dim), np.float32)
         for start in range(0, self.depth, FILL_TOKENS):
             n = min(FILL_TOKENS, self.depth - start)
@@ -130,21 +130,21 @@ class SchemeTimer:
                     cache.prefill(q, k, v)
             if not start:
                 type(drawn[0]).finish_prefill(drawn)
-        for cache, like in zip(self.caches, self._first_alike(), strict=True):
+        for cache, like in zip(self.caches, self._first_of_layout(), strict=True):
             if cache is not like:
                 copy_cache(like, cache)
         for layer in self.layers:
-            if not isinstance(layer, KVCache):  # what is in its state makes no difference to the time
+            if not isinstance(layer, KVCache):  # the time does not depend on the contents of a state
                 layer.advance(self.depth)
 
-    def _first_alike(self) -> list[KVCache]:
-        """Return for each layer the first whose cache is laid out as its own: that one is filled for all."""
+    def _first_of_layout(self) -> list[KVCache]:
+        """Returns for each layer the first cache of the same layout, which is filled for all of them."""
         first: dict[Any, KVCache] = {}
         keys = [(type(cache), str(cache.layout()), cache.geometry.sliding_window) for cache in self.caches]
         return [first.setdefault(key, cache) for key, cache in zip(keys, self.caches, strict=True)]
 
     def decode(self, n: int) -> None:
-        """Decode n more tokens."""
+        """Decodes n more tokens."""
         with timed_blocks(self.decoder, self._seconds):
             for _ in range(n):
                 self._seconds.clear()
@@ -154,11 +154,11 @@ class SchemeTimer:
                 self.parts.append(dict(self._seconds))
 
     def part_ms(self, part: str) -> float:
-        """Return the median milliseconds of a part of the tokens."""
+        """Returns the median milliseconds of a part of a token."""
         return float(np.median([seconds.get(part, 0.0) for seconds in self.parts])) * 1e3
 
     def timing(self) -> Timing:
-        """Sum up the tokens so far."""
+        """Returns the timing of the tokens so far."""
         n_layers = len(self.caches)
         read = sum(cache.bytes_read() for cache in self.caches) // n_layers
         attention = self.part_ms("attention") / n_layers
@@ -184,7 +184,7 @@ def bench(
     tokens: int,
     progress: TaskProgress = lambda task, done, total: None,
 ) -> list[Timing]:
-    """Time at least ``tokens`` tokens with each scheme at each depth, the schemes taking turns."""
+    """Times at least ``tokens`` tokens with each scheme at each depth; the schemes take turns."""
     results = []
     rounds = -(-tokens // ROUND_TOKENS)
     for depth in depths:
@@ -202,7 +202,7 @@ def bench(
 
 
 def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequence[int]) -> list[Prefill]:
-    """Time the better of two prompts for each length and scheme."""
+    """Times PREFILL_RUNS prompts for each length and scheme; returns the faster ones."""
     results = []
     ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, max(lengths, default=0))
     for n in lengths:
@@ -224,7 +224,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
 def shape_model(
     shape: str, n_layers: int | None, positions: int, weights: str, progress: TaskProgress | None = None
 ) -> Model:
-    """Make a model of random weights in a shape of `edgekv.checkpoint.hub`, or find it in the cache folder.
+    """Makes a model of random weights in a shape of `edgekv.checkpoint.hub`, or finds it in the cache folder.
 
     n_layers: None: the shape's own. positions: tokens that it must be able to read. weights: a format's name, or
     auto. Raises ConfigError (field shape, or weights).
@@ -235,7 +235,7 @@ def shape_model(
 
 
 def shape_config(shape: str, n_layers: int | None, positions: int) -> dict[str, Any]:
-    """Return the config that `shape_model` draws weights for."""
+    """Returns the config for which `shape_model` draws weights."""
     config = load_shape(shape, n_layers, None)
     arch = architecture(config)
     if arch.learned_positions and positions > arch.config.max_positions:
@@ -244,5 +244,5 @@ def shape_config(shape: str, n_layers: int | None, positions: int) -> dict[str, 
 
 
 def unread_model(name: str, config: dict[str, Any]) -> Model:
-    """Make a model of a config alone, with nothing drawn or read, to plan with. Raises as `architecture`."""
+    """Makes a model of a config alone, without weights, to plan with. Raises the errors of `architecture`."""
     return Model(pathlib.Path(name), config, None, RandomWeights(config))

@@ -1,4 +1,4 @@
-"""Quality of KV schemes on a text, which goes token by token through the caches' own append-and-attend path."""
+"""Evaluation: the quality of KV schemes on a text that goes through the caches token by token."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ REFERENCE = "dense:dtype=f32"
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """One scheme on one text. KL and top-1 agreement compare its next-token distribution with dense's.
+    """The quality of one scheme on one text. KL and top-1 compare its next-token distribution with dense's.
 
-    ``*_second_half`` average over the later half of each window, where the context is long.
+    ``*_second_half`` are means over the later half of each window, where the context is long.
     """
 
     kv: str
@@ -70,12 +70,12 @@ def evaluate(
     adapter: Adapter | None = None,
     progress: TaskProgress | None = None,
 ) -> list[Quality]:
-    """Each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
+    """Measures each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
 
-    Every token attends to the scheme's own compressed form of the earlier ones. What a scheme fits on a
-    prompt (a temperature, a codebook) it fits on the first `FIT_TOKENS` of each window, and starts over.
-    The decoder's weights are those of the adapter, for the reference and for all schemes; the rest of it is for
-    the scheme that it was trained for.
+    Every token attends to the scheme's own compressed form of the earlier ones. What a scheme fits on a prompt (a
+    temperature, a codebook) it fits on the first `FIT_TOKENS` of each window, which it then reads again. adapter:
+    its weights are the decoder's for all schemes and the reference; its parameters go to its own scheme alone.
+    Raises ContextError where the text does not fill a window.
     """
     windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
     if not windows or ctx < 2:
@@ -115,7 +115,7 @@ def _hidden(
     adapter: Adapter | None = None,
     progress: LayerProgress | None = None,
 ) -> tuple[F32, list[LayerState]]:
-    """Final hidden states (n, hidden) of a window, and the caches as it left them."""
+    """Reads a window into new caches; returns its final hidden states (n, hidden), and the caches."""
     caches = open_caches(decoder, spec, len(window), adapter)
     x = decoder.embed(window, 0)
     with blas_threads(decoder.threads):
@@ -141,7 +141,10 @@ def _compare(
 
 
 def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidden: F32) -> tuple[F64, F64, F64]:
-    """Per position but the last: negative log-likelihood of the next token, KL(dense || scheme), agreement."""
+    """Returns the next token's negative log-likelihood, KL(dense || scheme) and top-1 agreement, each (n - 1,).
+
+    exact, hidden (n, hidden_size): final hidden states with the reference and with the scheme.
+    """
     n = len(window) - 1
     loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
     for a in range(0, n, LOGIT_ROWS):
@@ -161,17 +164,17 @@ def _log_softmax(logits: F32) -> F32:
 
 
 def copy_cache(source: LayerState, target: LayerState) -> None:
-    """Make an empty cache equal to another of the same scheme and size."""
+    """Copies a cache to an empty one of the same scheme and size."""
     state = source.state()
     for name, array in target.restore(state.counters, copy.deepcopy(state.extra)).items():
         copy_used(state.arrays[name], array)
 
 
 class EvalInput:
-    """The model at ``path`` and a text; `load` then reads the weights.
+    """The input of a measurement: the model at ``path``, whose weights `load` reads, and a tokenised text.
 
-    options: all but kv and ctx apply. text_name: what the text is called in `facts`. Raises an EdgeKVError for a
-    bad file.
+    options: of `LoadOptions`, all but kv and ctx. text_name: the text's name in `facts`. Raises an EdgeKVError for
+    a bad file.
     """
 
     def __init__(self, path: Path, options: Options, text: str, text_name: str) -> None:
@@ -182,9 +185,9 @@ class EvalInput:
         self.threads = all_cores(options.threads)
 
     def schemes(self, specs: Sequence[CacheSpec], named: bool) -> tuple[list[CacheSpec], list[str]]:
-        """Those that device and model can have; and a line on each of the others, where nobody ``named`` them.
+        """Returns the schemes that device and model can run, and a line on each of the others.
 
-        Raises an EdgeKVError where the device is missing, or one that is named can't be had.
+        named: whether the user named them: then one of the others raises an EdgeKVError, as a missing device does.
         """
         device, config = find_device(self.options.device), self.model.config
         device.require(CacheSpec.parse(REFERENCE))
@@ -193,22 +196,22 @@ class EvalInput:
         return suited([spec for spec in specs if device.available(spec)], config, default_ctx(config), named)
 
     def load(self, ctx: int | None, progress: TaskProgress | None) -> tuple[Decoder, int]:
-        """The decoder, and its window: ``ctx`` tokens or the default of a session."""
+        """Loads the decoder; returns it and its window: ``ctx`` tokens, or a session's default."""
         plan = SessionPlan.make(self.model, kv=EXACT, ctx=ctx, weights=self.options.weights)
         form = self.model.weight_format(plan.weights)
         decoder = find_device(self.options.device).decoder(self.model, form, plan.ctx, self.threads, progress)
         return decoder, plan.ctx
 
-    def fitted(
+    def with_head_bits(
         self, specs: Sequence[CacheSpec], decoder: Decoder, progress: TaskProgress | None
     ) -> list[CacheSpec]:
-        """The schemes with what is found for them on this model."""
+        """Returns the schemes with the bits that this model's heads get."""
         weights = self.model.weight_format(self.options.weights).name
         fit = fit_head_bits(self.model, weights, decoder, self.tokenizer, progress)
         return [fit(spec) for spec in specs]
 
     def facts(self, ctx: int, windows: int) -> dict[str, Any]:
-        """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""
+        """Returns settings and machine of a measurement over up to ``windows`` windows of ``ctx`` tokens."""
         adapter = self.model.adapter
         settings = {
             "model": self.model.name,

@@ -1,6 +1,6 @@
-"""The gate: whether a lossy KV scheme may be used with a model, by its loss on a user's text and by needles.
+"""The gate: judges whether a KV scheme may be used with a model, by its loss on a user's text and by needles.
 
-Needles are facts hidden in the text: which of those that the dense cache finds a scheme finds.
+Needles are facts hidden in the text; a scheme must find those that the dense cache finds.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 THINGS = ("door", "gate", "house", "chest", "room", "box", "book", "boat")
 NEEDLES = 20
 PER_HAYSTACK = 10  # needles in one window
-SPACING = 100  # tokens of the window for each
-KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be tested so
-SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
+SPACING = 100  # tokens of the window for each needle
+KNOWN_SHARE = 0.5  # of the needles that the dense cache must find for the test to say something
+SPARSE = 100  # mean tokens between two sentences, above which facts are put between words
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A needle: the digits to remember, and what they belong to (None: the pass key)."""
+    """A needle: digits to remember, and the name of the thing they belong to (None: the pass key)."""
 
     value: str
     name: str | None = None
 
     @property
     def statement(self) -> str:
-        """The sentence that is hidden."""
+        """The sentence that is hidden in the text."""
         if self.name is None:
             return f"The pass key is {self.value}. Remember it."
         return f"The code of the {self.name} is {self.value}."
 
     @property
     def question(self) -> str:
-        """The question that asks for it, up to where the digits come."""
+        """The question for the digits, and the beginning of its answer."""
         if self.name is None:
             return "What is the pass key? The pass key is"
         return f"What is the code of the {self.name}? The code of the {self.name} is"
 
 
 def draw_value(rng: Rng) -> str:
-    """Five digits."""
+    """Draws five digits."""
     return str(rng.integers(10_000, 100_000))
 
 
 def draw_names(rng: Rng, n: int) -> list[str]:
-    """Different coloured things, at most 64."""
+    """Draws n different names of coloured things, at most 64."""
     return [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
 
 
 class Prose:
     """A tokenised text to hide facts in: between its sentences; where it has few, between words; else anywhere.
 
-    tokens: (n_tokens,) ids of ``tokenizer``, without what it puts at the start of a text.
+    tokens: (n_tokens,) ids of ``tokenizer``, without those that it puts at the start of a text.
     """
 
     def __init__(self, tokens: Ids, tokenizer: Tokenizer) -> None:
@@ -83,7 +83,7 @@ class Prose:
         self.breaks = _breaks(tokens, tokenizer)
 
     def continuing(self, text: str) -> list[int]:
-        """Ids of text that follows other text: no BOS, and no space that is not in it."""
+        """Encodes text that follows other text: without BOS, and without a space that is not in it."""
         if not self.tokenizer.drops_first_space:
             return self.tokenizer.encode(text, bos=False)
         ids = self.tokenizer.encode("\n" + text, bos=False)
@@ -94,7 +94,7 @@ class Prose:
         return ids[n:]
 
     def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, I64]:
-        """Return ids (n_tokens,) from anywhere or the start of a sentence, and where in them sentences begin."""
+        """Draws ids (n_tokens,) from anywhere or a sentence's start; returns them and where sentences begin."""
         n_starts = len(self.tokens) - n_tokens + 1
         if n_starts < 1:
             raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")
@@ -106,9 +106,9 @@ class Prose:
         return self.tokens[start : start + n_tokens], self.breaks[first:last] - start
 
     def weave(self, rng: Rng, pieces: Sequence[tuple[float, Sequence[int]]], length: int) -> tuple[Ids, I64]:
-        """BOS and prose with each piece of ids before the sentence after its place (0 to 1).
+        """Puts pieces of ids into prose after BOS, each before the sentence that follows its place (0 to 1).
 
-        Returns (length,) ids, and (length,) which piece each is of: -1 is the prose.
+        Returns ids (length,), and for each the index (length,) of its piece; -1 is the prose.
         """
         room = length - len(self.start) - sum(len(ids) for _, ids in pieces)
         text, breaks = self.stretch(rng, room)
@@ -127,7 +127,7 @@ class Prose:
 
 
 def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
-    """Where a fact may stand: indexes of tokens that begin a sentence, or a word, or all."""
+    """Returns the indices before which a fact may stand: where sentences begin, else where words do, else all."""
     used = np.unique(tokens)
     ends, words = np.zeros((2, int(used.max(initial=0)) + 1), bool)
     for token in used.tolist():
@@ -143,27 +143,27 @@ def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Ids that ask for a fact, and how many tokens its digits take."""
+    """The ids of a question for a fact, and the number of tokens of its digits."""
 
     fact: Fact
     ids: list[int]
     n_answer: int
 
     def is_answered(self, text: str) -> bool:
-        """Whether a text begins with the answer."""
+        """Returns whether a text begins with the answer."""
         return text.startswith(self.fact.value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Haystack:
-    """A text with several facts in it, to be read once and asked for each of them."""
+    """The ids of a text with several facts in it, and a question for each."""
 
     ids: list[int]
     questions: tuple[Question, ...]
 
 
 def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
-    """Hide a pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
+    """Hides a pass key and the codes of ``n - 1`` different things, evenly and in random order.
 
     The text leaves room for the longest question and its answer in ``ctx`` tokens.
     """
@@ -188,46 +188,46 @@ class Reader:
     adapter: Adapter | None = None
 
     def open(self, spec: CacheSpec) -> list[LayerState]:
-        """Return empty caches of a scheme."""
+        """Returns empty caches of a scheme."""
         return open_caches(self.decoder, spec, self.ctx, self.adapter)
 
     def read(self, ids: Sequence[int], caches: Sequence[LayerState], progress: LayerProgress | None = None) -> F32:
-        """Return the logits (vocab,) after the ids, which enter the caches."""
+        """Appends ids to the caches; returns the logits (vocab,) after them."""
         with blas_threads(self.decoder.threads):
             hidden = self.decoder.prefill(self.decoder.embed(ids, caches[0].n_seen), caches, progress)
             logits: F32 = to_host(self.decoder.head(hidden[-1:]))[0]
             return logits
 
     def ask(self, haystack: Haystack, caches: Sequence[LayerState], spec: CacheSpec) -> list[str]:
-        """Return the likeliest text after each question, as long as its answer; ``caches`` stay as they are."""
+        """Returns the likeliest text after each question, as long as its answer; ``caches`` are not changed."""
         texts = []
         for question in haystack.questions:
-            own = self.open(spec)
-            for source, target in zip(caches, own, strict=True):
+            copies = self.open(spec)
+            for source, target in zip(caches, copies, strict=True):
                 copy_cache(source, target)
-            tokens = [int(self.read(question.ids, own).argmax())]
+            tokens = [int(self.read(question.ids, copies).argmax())]
             with blas_threads(1):
                 while len(tokens) < question.n_answer:
-                    tokens.append(int(to_host(self.decoder.step(tokens[-1], own)).argmax()))
-            said = b"".join(map(self.tokenizer.token_bytes, tokens))
-            texts.append(said.decode("utf-8", errors="replace").lstrip())
+                    tokens.append(int(to_host(self.decoder.step(tokens[-1], copies)).argmax()))
+            text = b"".join(map(self.tokenizer.token_bytes, tokens))
+            texts.append(text.decode("utf-8", errors="replace").lstrip())
         return texts
 
     def answers(self, haystack: Haystack, spec: CacheSpec) -> list[bool]:
-        """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
+        """Reads a haystack as a prompt; returns whether greedy decoding answers each of its questions.
 
-        The text is read as a prompt is, and compressed before any question is known; no question sees another.
+        The text is compressed before any question is read, and no question sees another.
         """
         if not haystack.questions:
             return []
         caches = self.open(spec)
         self.read(haystack.ids, caches)
-        said = self.ask(haystack, caches, spec)
-        return [question.is_answered(text) for question, text in zip(haystack.questions, said, strict=True)]
+        texts = self.ask(haystack, caches, spec)
+        return [question.is_answered(text) for question, text in zip(haystack.questions, texts, strict=True)]
 
 
 class NeedleTest:
-    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked.
+    """The needles of a text that the dense cache finds, ``n_known`` of ``n_hidden``, as ``haystacks``.
 
     n: needles to hide, at most `PER_HAYSTACK` in a window of the reader's ctx, and fewer in a short one.
     """
@@ -250,14 +250,14 @@ class NeedleTest:
 
     @property
     def note(self) -> str:
-        """How many needles the dense cache finds, or why the test says nothing."""
+        """A line on the needles that the dense cache finds, or on why the test does not apply."""
         if not self.n_hidden:
             return f"not applicable: none were hidden in windows of {self.reader.ctx} tokens"
         found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
         return f"{found}; schemes are asked for those" if self.applies else f"not applicable: {found}"
 
     def score(self, spec: CacheSpec, progress: TaskProgress | None = None) -> int:
-        """Count the known needles that the scheme finds."""
+        """Returns how many of the known needles the scheme finds."""
         n = 0
         for i, haystack in enumerate(self.haystacks, 1):
             n += sum(self.reader.answers(haystack, spec))
@@ -268,15 +268,15 @@ class NeedleTest:
 
 # Verdicts
 
-LEAST_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter text tells nothing
+MIN_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter text says nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class GateLimits:
-    """What a scheme must hold against dense: docs/gate.md has the reasons for the defaults.
+    """The limits of a scheme's loss against dense; docs/gate.md has the reasons for the defaults.
 
-    ``max_kl``: nats, over all positions and over the later half of each window. ``min_top1``: the share of
-    positions, likewise. ``min_needles``: the share of the needles that the dense cache finds.
+    max_kl: nats, over all positions and over the later half of each window. min_top1: share of positions,
+    likewise. min_needles: share of the needles that the dense cache finds.
     """
 
     max_kl: float = 0.05
@@ -286,9 +286,9 @@ class GateLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was measured, and each limit that was missed, as a phrase.
+    """The verdict on a scheme: its quality, and a phrase for each limit that it missed.
 
-    ``needles``: how many were found and how many asked for; None where the model can't be asked.
+    needles: how many were found, and of how many; None where the test does not apply.
     """
 
     quality: Quality
@@ -297,7 +297,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether no limit was missed."""
+        """Whether the scheme missed no limit."""
         return not self.failures
 
     @property
@@ -310,20 +310,20 @@ DEFAULT_SCHEMES = tuple(name for name in PRESETS if needs_gate(CacheSpec.parse(n
 
 
 def default_ctx(n_tokens: int, max_positions: int) -> int:
-    """The window for a text: 8192 tokens, or the model's positions, or the whole text, whichever is least.
+    """Returns the window for a text: 8192 tokens, or the model's positions, or the whole text, whichever is least.
 
-    Raises ContextError for a text too short to tell anything.
+    Raises ContextError for a text that is too short.
     """
-    if n_tokens < min(LEAST_TOKENS, max_positions):
+    if n_tokens < min(MIN_TOKENS, max_positions):
         raise ContextError(
-            f"the text has {n_tokens} tokens, too few to gate a scheme on; give {LEAST_TOKENS} or more, best as "
+            f"the text has {n_tokens} tokens, too few to gate a scheme on; give {MIN_TOKENS} or more, best as "
             "many as your contexts will have"
         )
     return min(DEFAULT_CTX, max_positions, n_tokens)
 
 
 def judge(quality: Quality, needles: tuple[int, int] | None, limits: GateLimits) -> Verdict:
-    """A verdict by all the limits."""
+    """Judges a scheme by all limits."""
     kl, top1 = max(quality.kl, quality.kl_second_half), min(quality.top1, quality.top1_second_half)
     failures = []
     if not kl <= limits.max_kl:  # so that nan fails
@@ -336,7 +336,7 @@ def judge(quality: Quality, needles: tuple[int, int] | None, limits: GateLimits)
 
 
 def recommended(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The smallest cache that passed."""
+    """Returns the verdict on the smallest cache that passed, or None."""
     return min((v for v in verdicts if v.passed), key=lambda v: v.quality.cache_bytes, default=None)
 
 
@@ -353,12 +353,11 @@ def gate(
     adapter: Adapter | None = None,
     progress: TaskProgress | None = None,
 ) -> tuple[list[Verdict], NeedleTest]:
-    """A verdict per scheme over the first ``windows`` of a tokenised text, and the needles hidden anywhere in it.
+    """Judges schemes by the first ``windows`` of a tokenised text, and by needles hidden anywhere in it.
 
-    Raises ContextError when the text does not fill a window.
+    Returns a verdict per scheme, and the needle test. Raises ContextError where the text does not fill a window.
     """
-    read = tokens[: ctx * windows]
-    qualities = evaluate(decoder, read, ctx, specs, adapter=adapter, progress=progress)
+    qualities = evaluate(decoder, tokens[: ctx * windows], ctx, specs, adapter=adapter, progress=progress)
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
     reader = Reader(decoder, tokenizer, ctx, adapter)
     needle_test = NeedleTest(reader, Prose(text, tokenizer), n_needles, progress)

@@ -18,7 +18,7 @@ from edgekv.engine.session import Session
 from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, prompt_list
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
-from edgekv.vision.images import picture_of
+from edgekv.vision.images import decode_image
 from edgekv.vision.model import Embeddings, Prompt, check_places, place_images, require_places
 
 REMEMBERED_ANSWERS = 512
@@ -148,7 +148,7 @@ class Images:
         return place_images(ids, vision.image_token, [self._embedded(file) for file in files], 0)
 
     def _embed(self, file: bytes) -> Embeddings:
-        picture = picture_of(file, "the image")
+        picture = decode_image(file, "the image")
         with self._session.exclusive():
             return self._session.vision(picture)
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and messages to the text that a model was trained on."""
+"""Tokenizers and chat templates."""
 
 from edgekv.text.formats import load_tokenizer
 from edgekv.text.tokenizer import StreamDecoder, Tokenizer, as_text

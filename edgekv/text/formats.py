@@ -1,6 +1,6 @@
-"""The files that tokenizers come in: tokenizer.json, GPT-2's vocab.json with merges.txt, sentencepiece's models.
+"""The file formats of tokenizers: tokenizer.json, GPT-2's vocab.json with merges.txt, sentencepiece's models.
 
-Importing one of the libraries takes 50 ms or more: only the one in use is.
+Only the library in use is imported, as each takes 50 ms or more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # in order of preference
 GPT2_END = "<|endoftext|>"
-MAX_GROWTH = 64  # of a text, by what stands for parts of it
+MAX_GROWTH = 64  # factor by which a pipeline may lengthen a text
 SPACE = "▁"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -43,8 +43,7 @@ def load_tokenizer(
     model_folder: pathlib.Path | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Opens a folder with tokenizer.json, tokenizer.model (sentencepiece's), or vocab.json and merges.txt; or a
-    file.
+    """Opens a tokenizer: a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a file.
 
     Special tokens come from tokenizer_config.json and special_tokens_map.json beside it, and from the model's
     generation_config.json and config.json, in ``model_folder`` if not there. config: the content of config.json,
@@ -79,7 +78,7 @@ def load_tokenizer(
 class HuggingFaceTokenizer(Tokenizer):
     """A pipeline of the tokenizers library, whose post-processor decides what `encode(bos=True)` adds.
 
-    declared: what the files beside it say. own_end: the token that is BOS and EOS unless something else is
+    declared: special tokens of the files beside it. own_end: the id that is BOS and EOS unless others are
     declared. Raises TokenizerError for a decoder that is neither byte-level nor of sentencepiece's kind.
     """
 
@@ -130,14 +129,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class _Pipeline(msgspec.Struct):
-    """What of a tokenizer.json changes a text's length."""
+    """The parts of a tokenizer.json that change a text's length."""
 
     normalizer: Any = None
     post_processor: Any = None
 
 
 def _require_bounded(path: pathlib.Path, data: bytes) -> None:
-    """Raises TokenizerError for a pipeline that makes so much of little that the library ends the process."""
+    """Raises TokenizerError for a pipeline that lengthens a text so much that the library ends the process."""
     try:
         pipeline = msgspec.json.decode(data, type=_Pipeline)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -191,7 +190,7 @@ def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: SpecialTokens
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it prints, else the next of U+0100, U+0101..."""
+    """Returns the byte of each of GPT-2's letters: itself where it prints, else the next of U+0100, U+0101, ..."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -202,9 +201,9 @@ BYTE_ALPHABET = _byte_alphabet()
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """How a vocabulary writes bytes: every letter is one (GPT-2, Llama 3, Qwen), or, as sentencepiece, text.
+    """How a vocabulary writes bytes: as letters of BYTE_ALPHABET (GPT-2, Llama 3), or as text (sentencepiece).
 
-    space: what stands for a blank in text; None: letters are bytes. byte_fallback: `<0x0A>` stands for a byte.
+    space: the character for a blank in text; None: letters are bytes. byte_fallback: `<0x0A>` stands for a byte.
     """
 
     space: str | None = None
@@ -212,7 +211,7 @@ class Pieces:
     drops_first_space: bool = False
 
     def to_bytes(self, piece: str) -> bytes:
-        """Returns the bytes that a piece stands for; of one in letters that are no bytes its UTF-8."""
+        """Returns the bytes of a piece; its UTF-8 where letters should be bytes and are not."""
         if self.space is None:
             is_bytes = BYTE_ALPHABET.keys() >= {*piece}
             return bytes(BYTE_ALPHABET[letter] for letter in piece) if is_bytes else piece.encode()
@@ -221,7 +220,7 @@ class Pieces:
 
 
 def read_pieces(decoder: Mapping[str, Any]) -> Pieces | None:
-    """Returns the pieces of a decoder, or None if it is of neither kind."""
+    """Returns how a decoder's vocabulary writes bytes, or None for a decoder of another kind."""
     steps = list(_steps(decoder))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:

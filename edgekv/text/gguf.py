@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, written as the files that Hugging Face checkpoints have.
+"""Writes the tokenizer in a GGUF file's metadata as the files of a Hugging Face checkpoint.
 
 Sources: llama.cpp's src/llama-vocab.cpp (regular expressions, end-of-generation tokens) and gguf-py.
 """
@@ -24,7 +24,7 @@ GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*{CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that cut a text, one after the other
+SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that split a text, one after the other
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **dict.fromkeys(("gpt-2", "granite-docling", "olmo"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (LLAMA3,)),
@@ -34,7 +34,7 @@ SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that cu
     "gpt-4o": (GPT4O,),  # Phi-4-mini
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Where a word that is a token is taken whole, without merging, and texts begin with a token of their own."""
+"""Values of tokenizer.ggml.pre with which words that are tokens are not merged, and texts begin with BOS."""
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -66,7 +66,7 @@ def write_tokenizer(metadata: Metadata, folder: pathlib.Path) -> None:
 
 
 def _ends(metadata: Metadata, tokens: list[str]) -> list[int]:
-    """The end-of-text token first, then those that end a turn: declared, or known by name as llama.cpp does."""
+    """Returns the ids that end a text, then those that end a turn: declared ones, and llama.cpp's by name."""
     declared = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     named = [i for i, token in enumerate(tokens) if token in ENDS and types[i] in (CONTROL, USER_DEFINED)]

@@ -1,4 +1,4 @@
-"""How a chat template is compiled and run: as transformers does, in an immutable sandbox."""
+"""Compiles and renders chat templates as transformers does, in an immutable sandbox."""
 
 import datetime
 import json
@@ -12,12 +12,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks answers for training in some chat templates; here it stands for its content."""
+    """The block `{% generation %}`, which marks answers for training; it is rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> Any:
-        """The statements within the block."""
+        """Returns the statements within the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -37,14 +37,14 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def answer(request: bytes) -> bytes:
-    """`rendered` with the arguments that a JSON object has, as JSON."""
-    return json.dumps(rendered(**json.loads(request))).encode()
+    """Renders for a `BoundedChild`: a JSON object of arguments, and the result as JSON."""
+    return json.dumps(render(**json.loads(request))).encode()
 
 
-def rendered(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
-    """The text under "text", or the reason why there is none: "invalid" source, or "refused" names.
+def render(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
+    """Renders a template: returns {"text": ...}, or the reason as {"invalid": ...} (source) or {"refused": ...}.
 
-    names: the template's variables; None: only look whether the source is a template.
+    names: the template's variables; None: only checks that the source is a template.
     """
     try:
         template = _compiled(source)
@@ -57,5 +57,5 @@ def rendered(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """An exception's message in one line of at most 300 letters, or its type."""
+    """Returns an exception's message in one line of at most 300 characters, or its type."""
     return " ".join(str(error).split())[:300] or type(error).__name__

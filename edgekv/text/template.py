@@ -1,6 +1,6 @@
-"""A model's chat template (Jinja, run in limits), and messages to token ids with the answers' own tokens.
+"""Chat templates (Jinja, run in a bounded process), and the encoding of chats with the answers' own token ids.
 
-A text has many encodings, and the cache holds one: what was generated is not encoded again.
+A text has many encodings and the cache holds one of them, so generated tokens are not encoded again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ PLAIN = """\
 {{- "\n\nAssistant:" if add_generation_prompt }}"""
 PLACEHOLDER = "<image>"
 MARK = "\ue000{}\ue001"  # stands for an answer: private characters that no template and no message has
-Known = Callable[[int], Sequence[int] | None]  # the ids of message i as they were generated, if it was
+GeneratedIds = Callable[[int], Sequence[int] | None]
+"""Returns the token ids of message i as they were generated; None: it was not generated."""
 PLAIN_STOPS = ("\n\nUser:",)
 
 
 class ChatTemplate:
-    """The template as a function of messages; ``stops`` end an answer beside the model's end-of-text tokens.
+    """A chat template, which renders messages as text.
 
-    ``given_bos``: encoding its text must add the beginning-of-text token, which the template does not write.
+    stops: texts that end an answer, beside the model's end-of-text tokens. given_bos: whether encoding the text
+    must add the beginning-of-text token, which the template does not write.
     Raises ConfigError for a template that is no Jinja, EdgeKVError where jinja2 is not installed.
     """
 
@@ -59,12 +61,12 @@ class ChatTemplate:
 
     @classmethod
     def plain(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Makes a transcript with "User:" and "Assistant:", for models that bring no template."""
+        """Returns the template of a transcript with "User:" and "Assistant:", for models without one."""
         return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
 
     @classmethod
     def open(cls, tokenizer: Tokenizer, place: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
-        """The template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
+        """Opens the template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
 
         Raises ConfigError for a file that can't be read or is no Jinja.
         """
@@ -82,7 +84,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         names: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages.
+        """Renders messages, up to where the next answer begins. Raises EdgeKVError where they are refused.
 
         names: more variables of the template, such as tools.
         """
@@ -94,7 +96,7 @@ class ChatTemplate:
         return answer["text"]
 
     def _answer(self, names: Mapping[str, Any] | None) -> dict[str, str]:
-        """See `sandbox.rendered`, which runs in a process of its own, within limits, but for our own template.
+        """Runs `sandbox.render`: in a bounded process, except for our own template.
 
         Jinja's sandbox does not keep strangers' programs from `'x' * 10**10`.
         """
@@ -102,9 +104,9 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'")
         if self.is_plain:
-            from edgekv.text.sandbox import rendered
+            from edgekv.text.sandbox import render
 
-            return rendered(self.source, names)
+            return render(self.source, names)
         try:
             request = json.dumps({"source": self.source, "names": names}).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -139,27 +141,29 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
 
 
 class ChatEncoder:
-    """The template's text in pieces around the answers, each piece encoded by itself."""
+    """Encodes chats: the template's text in pieces around the answers, each piece by itself."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template, self._tokenizer = template, tokenizer
         self._latest: dict[tuple[str, bool], list[int]] = {}  # the pieces of the latest conversation: it goes on
         specials = {tokenizer.piece(i): i for i in (tokenizer.bos_id, *tokenizer.eos_ids) if i is not None}
         self._specials = {*tokenizer.special_texts, *specials} - {PLACEHOLDER, ""}
-        self._unreadable = {  # that the tokenizer does not find in a text by itself
+        self._unreadable = {  # special tokens that the tokenizer does not find in a text
             name: i for name, i in specials.items() if name and tokenizer.encode(name, bos=False) != [i]
         }
 
-    def ids(self, messages: Sequence[Message], known: Known, names: Mapping[str, Any] | None = None) -> list[int]:
-        """Ids of the conversation up to where the next answer begins. names: more variables of the template.
+    def ids(
+        self, messages: Sequence[Message], generated_ids: GeneratedIds, names: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Encodes a chat, up to where the next answer begins. names: more variables of the template.
 
-        What a message writes as the text of a special token is text, but for `<image>` where it has "images".
-        Where the template does more with an answer than to print it (drops its reasoning, say), the whole is
-        encoded from its text. Raises EdgeKVError where the template refuses the messages.
+        A special token's text in a message is text, except for `<image>` in one with "images". Where the template
+        changes an answer (drops its reasoning, say), the whole chat is encoded from its text. Raises EdgeKVError
+        where the template refuses the messages.
         """
-        messages = [self._plain(message) for message in messages]
+        messages = [self._without_specials(message) for message in messages]
         names = self._names_as_text(names)
-        answers = {i: ids for i in range(len(messages)) if (ids := known(i)) is not None}
+        answers = {i: ids for i in range(len(messages)) if (ids := generated_ids(i)) is not None}
         pieces = self._around(messages, list(answers), names) if answers else None
         if pieces is None:
             pieces, answers = [self.template.render(messages, names=names)], {}
@@ -170,8 +174,8 @@ class ChatEncoder:
             ids += [*answer, *encoded[key]]
         return ids
 
-    def _plain(self, message: Message) -> Message:
-        """The message with special tokens in its content as text; an answer may have them."""
+    def _without_specials(self, message: Message) -> Message:
+        """Returns a message with special tokens in its content as text; an answer may have them."""
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
             return message
@@ -190,9 +194,9 @@ class ChatEncoder:
     def _around(
         self, messages: Sequence[Message], answers: Sequence[int], names: Mapping[str, Any] | None
     ) -> list[str] | None:
-        """The text before, between and after the answers (indices of messages), or None where it depends on them.
+        """Returns the text before, between and after answers (message indices); None: it depends on them.
 
-        Before an answer stands what was its prompt: templates put other white space there later.
+        The text before an answer is its prompt, as templates put other white space there later.
         """
         marked = [{**m, "content": MARK.format(i)} if i in answers else m for i, m in enumerate(messages)]
         whole = self.template.render(marked, names=names)
@@ -228,7 +232,7 @@ def _split(text: str) -> list[str]:
 
 
 def without_places(text: str, tokenizer: Tokenizer) -> str:
-    """The text of a prompt without images: `<image>` is no place of one, but text."""
+    """Returns the text of a prompt without images, in which `<image>` is text."""
     if PLACEHOLDER not in text:
         return text
     pieces = map(tokenizer.piece, tokenizer.encode(PLACEHOLDER, bos=False))

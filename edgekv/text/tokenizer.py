@@ -1,4 +1,4 @@
-"""What every tokenizer format offers: text to token ids and back, also token by token; and its special tokens."""
+"""Base of the tokenizers: text to token ids and back, also token by token; and their special tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from edgekv.errors import TokenizerError
 from edgekv.files import MAX_FILE_BYTES, read_object
 
 EACH_BYTE = "edgekv.each-byte"
-BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has no such character
-BARRIER = "\x02"  # merges with no letter
-OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
+BREAK = "\ufdd0"  # splits a special token's text so that it is text; Unicode has no such character
+BARRIER = "\x02"  # a character that no tokenizer merges with others
+PASSED_ON = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
 MAX_VOCABULARY = 1 << 24  # more than any model has: tables of the tokens are made
-NAMES = "add_bos_token", "bos_token", "eos_token"  # what counts of tokenizer_config.json
+NAMES = "add_bos_token", "bos_token", "eos_token"  # fields of tokenizer_config.json that are read
 IDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
-    """Sentencepiece's way: U+FFFD for every byte of no character; others have one for a cut character."""
+    """Decodes invalid bytes as sentencepiece does: U+FFFD for each; others have one for a cut character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -38,7 +38,7 @@ def _encode_errors() -> contextlib.AbstractContextManager[None]:
 
 
 def as_text(text: str, names: Iterable[str]) -> str:
-    """The text, of which `Tokenizer.encode` reads the special tokens ``names`` as the text that they are."""
+    """Returns a text in which `Tokenizer.encode` reads the special tokens ``names`` as plain text."""
     for name in names:
         if len(name) > 1 and name in text:
             text = text.replace(name, name[:1] + BREAK + name[1:])
@@ -46,12 +46,11 @@ def as_text(text: str, names: Iterable[str]) -> str:
 
 
 class Tokenizer(abc.ABC):
-    """A model's vocabulary.
+    """Base of the tokenizers: encodes texts to token ids, and decodes them.
 
-    vocab_size: one more than the largest token id. special_texts: what `encode` reads as special tokens.
-    drops_first_space: encoding puts a space before a text, and decoding takes it away; drops_first_spaces: all of
-    them.
-    utf8_errors: how bytes that are not UTF-8 are decoded.
+    vocab_size: one more than the largest token id. special_texts: texts that `encode` reads as special tokens.
+    drops_first_space: encoding puts a space before a text, and decoding removes it. drops_first_spaces: decoding
+    removes all. utf8_errors: how bytes that are not UTF-8 are decoded.
     """
 
     vocab_size: int
@@ -63,7 +62,7 @@ class Tokenizer(abc.ABC):
     utf8_errors = "replace"
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
+        """Encodes a text to token ids. bos: with the special tokens that the model's own tokenizer adds.
 
         Special tokens written in the text (`<|eot_id|>`) become their ids in every format but sentencepiece's;
         `as_text` keeps them from that. Raises TokenizerError for a lone surrogate.
@@ -83,25 +82,25 @@ class Tokenizer(abc.ABC):
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """The token ids of a text in the middle of another: no space is put before it."""
+        """Encodes a text in the middle of another, without a space before it."""
         with _encode_errors():
             if not self.drops_first_space:
                 return self._encode(text, False)
             return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""
+        """Decodes the ids of a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""
         data = b"".join(self.token_bytes(token_id) for token_id in ids)
         if self.drops_first_space:
             data = self.without_first_space(data)
         return data.decode("utf-8", errors=self.utf8_errors)
 
     def without_first_space(self, data: bytes) -> bytes:
-        """The beginning of a text without what encoding has put, or would not have left, there."""
+        """Returns the beginning of a text without the space that encoding put there."""
         return data.lstrip(b" ") if self.drops_first_spaces else data.removeprefix(b" ")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token in the middle of a text; special tokens, and ids past the vocabulary, have none.
+        """Returns the bytes of a token in the middle of a text; special tokens and unknown ids have none.
 
         Raises TokenizerError for a negative id.
         """
@@ -114,15 +113,15 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def piece(self, token_id: int) -> str:
-        """A token below `vocab_size` as the vocabulary writes it: `<|eot_id|>`."""
+        """Returns a token below `vocab_size` as the vocabulary writes it: `<|eot_id|>`."""
 
     @abc.abstractmethod
     def _encode(self, text: str, bos: bool) -> list[int]:
-        """`encode` of a text that is known to be Unicode."""
+        """Encodes a text that is known to be valid Unicode."""
 
     @abc.abstractmethod
     def _token_bytes(self, token_id: int) -> bytes:
-        """`token_bytes` of an id below `vocab_size`."""
+        """Returns the bytes of an id below `vocab_size`."""
 
 
 class StreamDecoder:
@@ -138,7 +137,7 @@ class StreamDecoder:
         self._drop_space = at_start and tokenizer.drops_first_space
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """Takes a token; returns the text that it completes, which may be empty."""
         data = self._tokenizer.token_bytes(token_id)
         if self._drop_space and data:
             data = self._tokenizer.without_first_space(data)
@@ -146,16 +145,16 @@ class StreamDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is held back when no more tokens come: U+FFFD for an incomplete character, or nothing."""
+        """Ends the text; returns U+FFFD for an incomplete character, or an empty text."""
         return self._utf8.decode(b"", final=True)
 
 
 @contextlib.contextmanager
 def library_errors(what: str, hint: str) -> Iterator[None]:
-    """``what`` begins the message. Rust's panics are no Exception but a BaseException."""
+    """Turns a library's errors, among them Rust's panics, into TokenizerErrors: "what (reason); hint"."""
     try:
         yield
-    except OURS:
+    except PASSED_ON:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -167,7 +166,7 @@ class AddedToken(msgspec.Struct):
 
 
 class SpecialTokens(msgspec.Struct):
-    """Special tokens by name (tokenizer_config.json) and by id (generation_config.json, config.json).
+    """The special tokens by name (tokenizer_config.json) and by id (generation_config.json, config.json).
 
     vocab_size: the model's, which may exceed the tokenizer's.
     """
@@ -222,7 +221,7 @@ def read_declared(
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The entries of a JSON object that are not null; none if there is no such file."""
+    """Reads the entries of a JSON object that are not null; there are none without the file."""
     if not path.is_file():
         return {}
     try:

@@ -1,6 +1,6 @@
-"""Image files as upright 8-bit RGB, and those as the pixel values that a vision encoder was trained on.
+"""Reads image files as upright 8-bit RGB, and prepares the pixel values that a vision encoder was trained on.
 
-What the first changes beyond the file's own meaning is said in notes. The second follows preprocessor_config.json
+Notes say what reading changed beyond the file's own meaning. Preparing follows preprocessor_config.json
 (or processor_config.json under "image_processor") as transformers' CLIPImageProcessor does, with Pillow: resize,
 crop the centre, rescale, normalise.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     ImageSource: TypeAlias = "str | os.PathLike[str] | Image.Image | LoadedImage"
 else:
-    ImageSource = Any  # `picture` says what is accepted
+    ImageSource = Any  # see `open_image`
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
@@ -36,7 +36,7 @@ SMALLER = f"accepted: up to {MAX_PIXELS:,}: make it smaller first"
 MAX_SIDE = 65_535  # as JPEG has it; Pillow takes memory for each row, too
 ORIENTATION = 0x0112  # the EXIF tag
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
-MAX_SEEN = 1 << 24  # pixels, each of which takes 24 bytes on the way
+MAX_RESIZED = 1 << 24  # pixels, each of which takes 24 bytes while it is prepared
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 Side = Annotated[int, Meta(ge=1, le=1 << 14)]
 Mean = Annotated[float, Meta(ge=-1e6, le=1e6)]
@@ -47,15 +47,15 @@ DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedImage:
-    """An RGB image, how messages call it, and what was changed to make it one, a line each."""
+    """An RGB image, its name in messages, and notes on what was changed to make it one."""
 
     rgb: Image.Image
     name: str
     notes: tuple[str, ...]
 
 
-def picture(image: ImageSource) -> LoadedImage:
-    """A file's or a Pillow image's content as RGB, turned as its EXIF tag says.
+def open_image(image: ImageSource) -> LoadedImage:
+    """Reads a file or a Pillow image as RGB, turned as its EXIF tag says.
 
     Raises ImageError for a file that is missing, damaged, no image, or of more than MAX_PIXELS pixels.
     """
@@ -65,7 +65,7 @@ def picture(image: ImageSource) -> LoadedImage:
     if isinstance(image, (str, os.PathLike)):
         path = user_path(image)
         try:
-            return picture_of(read_regular(path), str(path))
+            return decode_image(read_regular(path), str(path))
         except OSError as error:
             raise ImageError(f"{path}: can't be read ({error.strerror}); give an image file") from error
     if not isinstance(image, pil.Image.Image):
@@ -74,7 +74,7 @@ def picture(image: ImageSource) -> LoadedImage:
 
 
 def require_pillow() -> Any:
-    """The module PIL. ImageError when it is not installed."""
+    """Imports the module PIL. Raises ImageError when it is not installed."""
     try:
         import PIL.Image
         import PIL.ImageOps
@@ -83,10 +83,10 @@ def require_pillow() -> Any:
     return PIL
 
 
-def picture_of(data: bytes, name: str) -> LoadedImage:
-    """As `picture`, from the bytes of an image file; ``name``: what messages call it.
+def decode_image(data: bytes, name: str) -> LoadedImage:
+    """Reads the bytes of an image file as `open_image` does. name: the image's in messages.
 
-    From memory: Pillow reads as many bytes as a chunk says, which a file's reader takes memory for.
+    Not from the file: its reader takes memory for as many bytes as a chunk says that it has.
     """
     pil = require_pillow()
     try:
@@ -128,7 +128,7 @@ def _as_rgb(image: Image.Image, name: str) -> LoadedImage:
 
 
 def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
-    """As RGB, and what a reader must know of it."""
+    """Returns an image as RGB, and notes on what was changed."""
     if image.mode in DEEP_MODES:
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 0xFFFF:
@@ -146,7 +146,7 @@ def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
 
 
 class Edges(Struct):
-    """A size in pixels: of the shortest edge, or of both."""
+    """A size in pixels: of the shortest edge, or height and width."""
 
     shortest_edge: Side | None = None
     height: Side | None = None
@@ -154,9 +154,9 @@ class Edges(Struct):
 
 
 class ProcessorFile(Struct):
-    """What preprocessor_config.json may hold, with CLIPImageProcessor's defaults.
+    """The fields of preprocessor_config.json, with CLIPImageProcessor's defaults.
 
-    resample is Pillow's number: nearest, Lanczos, bilinear, bicubic, box, Hamming.
+    resample: Pillow's number of a filter: nearest, Lanczos, bilinear, bicubic, box, Hamming.
     """
 
     size: Side | Edges | None = None
@@ -174,7 +174,10 @@ class ProcessorFile(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """Sizes are (height, width); ``resize`` may be one number, the shortest edge's; None leaves the step out."""
+    """The steps that prepare an image: resize, crop, rescale, normalise; None leaves a step out.
+
+    resize: (height, width), or the shortest edge. crop: (height, width).
+    """
 
     resize: tuple[int, int] | int | None
     crop: tuple[int, int] | None
@@ -185,13 +188,13 @@ class Preprocess:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Preprocess:
-        """One of SETTINGS. Raises ConfigError when it is damaged or asks for something else."""
+        """Reads one of SETTINGS. Raises ConfigError when it is damaged, or for steps that are not supported."""
         raw = read_config(path)
-        own = raw.get("image_processor", raw)
+        part = raw.get("image_processor", raw)
         try:
-            if not isinstance(own, dict) or None in (own.get("image_mean", 0), own.get("image_std", 0)):
+            if not isinstance(part, dict) or None in (part.get("image_mean", 0), part.get("image_std", 0)):
                 raise ValueError("no image_processor with a mean and a deviation per channel")
-            return cls._of(read_fields(own, ProcessorFile, path.name, "correct it"))
+            return cls._of(read_fields(part, ProcessorFile, path.name, "correct it"))
         except (ConfigError, ValueError) as error:
             raise ConfigError(
                 f"{path}: is not what transformers' CLIPImageProcessor writes ({error}); copy the model's own"
@@ -213,11 +216,11 @@ class Preprocess:
 
     @property
     def output(self) -> tuple[int, int] | None:
-        """(height, width) of what comes out; None: it depends on the image."""
+        """The (height, width) of prepared images; None: it depends on the image."""
         return self.crop or (self.resize if isinstance(self.resize, tuple) else None)
 
     def __call__(self, picture: LoadedImage) -> F32:
-        """(3, height, width) float32."""
+        """Returns the pixel values (3, height, width) float32 of an image."""
         pixels = np.asarray(self._resized(picture)).transpose(2, 0, 1)
         if self.crop:
             pixels = centre(pixels, *self.crop)
@@ -235,9 +238,9 @@ class Preprocess:
             size = (self.resize, scaled) if width <= height else (scaled, self.resize)
         elif self.resize is not None:
             size = (self.resize[1], self.resize[0])
-        if size[0] * size[1] > MAX_SEEN and (self.resize or not self.crop):
+        if size[0] * size[1] > MAX_RESIZED and (self.resize or not self.crop):
             what = f"has {width} x {height} pixels, and this model would see {size[0]} x {size[1]}"
-            accepted = f"up to {MAX_SEEN:,} of these: crop it, or make it smaller"
+            accepted = f"up to {MAX_RESIZED:,} of these: crop it, or make it smaller"
             raise ImageError(f"{picture.name}: {what}; accepted: {accepted}")
         if self.resize is None:
             return picture.rgb
@@ -245,7 +248,7 @@ class Preprocess:
 
 
 def centre(pixels: U8, height: int, width: int) -> U8:
-    """The central (3, height, width) of pixels (3, h, w), which are padded with zeros where they are fewer."""
+    """Returns the central (3, height, width) of pixels (3, h, w), padded with zeros where these are fewer."""
     h, w = pixels.shape[1:]
     if h < height or w < width:
         framed = np.zeros((3, max(h, height), max(w, width)), np.uint8)

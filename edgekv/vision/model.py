@@ -1,4 +1,4 @@
-"""What lies beside a decoder that sees: the vision encoder in vision.onnx, the projector, and images in prompts.
+"""Vision: the encoder in vision.onnx, the projector beside it, and images in prompts.
 
 onnxruntime is imported here alone, and without its telemetry: wheels from 1.31 on send events over the network,
 and keep a device id and a database under ~/.cache, unless the variable is set before the library is loaded.
@@ -24,7 +24,7 @@ from edgekv.machine import available_memory_bytes, require_memory
 from edgekv.models.config import ModelConfig, activation
 from edgekv.text.template import PLACEHOLDER
 from edgekv.types import F32
-from edgekv.vision.images import SETTINGS, ImageSource, LoadedImage, Preprocess, picture
+from edgekv.vision.images import SETTINGS, ImageSource, LoadedImage, Preprocess, open_image
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.ops import ACTIVATIONS
 from edgekv.weights.store import WeightStore
@@ -40,10 +40,7 @@ VISUAL = "visual"
 
 
 class VisionModel(Protocol):
-    """What is needed of an opened model: where it is, its config.json and its decoder's shape, its weights.
-
-    image_token stands for an image in a prompt; None: it sees none.
-    """
+    """The part of an opened model that `Vision` uses. image_token: stands for an image in a prompt, or None."""
 
     @property
     def path(self) -> pathlib.Path: ...
@@ -59,9 +56,9 @@ class VisionModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
+    """A piece of a prompt: embeddings rows (n, hidden_size) float32 in place of n tokens.
 
-    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark_images`), others are text.
+    modality: "visual" ones are marked as images in the caches (`KVCache.mark_images`), others are text.
     """
 
     rows: F32
@@ -73,7 +70,7 @@ Prompt = Sequence[int | Embeddings]
 
 @dataclasses.dataclass
 class ImagesReport:
-    """The images of one prompt: how many, the tokens that they take, and the seconds that reading them took."""
+    """The number of images in a prompt, their tokens, the seconds of reading them, and notes."""
 
     n: int
     tokens: int
@@ -82,7 +79,7 @@ class ImagesReport:
 
 
 class Vision:
-    """Images to embeddings of one model. Raises an EdgeKVError when a part is missing or does not fit."""
+    """Turns images into a model's embeddings. Raises an EdgeKVError when a part is missing or does not fit."""
 
     def __init__(self, model: VisionModel, threads: int) -> None:
         folder, self.image_token = require_vision(model)
@@ -97,13 +94,13 @@ class Vision:
     def placed(
         self, prompt: Prompt, images: Sequence[ImageSource], bos: int | None
     ) -> tuple[Prompt, ImagesReport]:
-        """The prompt with images in place of its image tokens; without any, they come first, after ``bos``.
+        """Puts images in place of a prompt's image tokens; without any, they come first, after ``bos``.
 
         Raises ImageError when there are more or fewer images than image tokens, or one can't be read.
         """
         check_places(prompt, self.image_token, len(images))
         begin = time.perf_counter()
-        pictures = [picture(image) for image in images]
+        pictures = [open_image(image) for image in images]
         rows = [self(each) for each in pictures]
         seconds, notes = time.perf_counter() - begin, [note for each in pictures for note in each.notes]
         n_tokens = sum(len(each.rows) for each in rows)
@@ -112,19 +109,19 @@ class Vision:
         return placed, ImagesReport(len(images), n_tokens, seconds, notes)
 
     def __call__(self, picture: LoadedImage) -> Embeddings:
-        """The image in the place of its tokens: rows (tokens, hidden_size)."""
+        """Returns the embeddings, rows (tokens, hidden_size), of an image."""
         return Embeddings(self.projector(self.encoder(self.preprocess(picture))))
 
 
 def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
-    """The folder with the model's vision parts, and its image token. ImageError when it takes no images."""
+    """Returns the folder of the vision parts, and the image token. Raises ImageError where the model has none."""
     if model.image_token is None:
         raise ImageError(
             f"{model.path}: takes no images, its model_type is {model.raw_config.get('model_type')}",
             field="images",
             advice="leave {images} out, or give a folder of model_type llava with vision.onnx",
         )
-    folder = _beside(model)
+    folder = _folder_of(model)
     for path in (folder / ENCODER, _settings(folder)):
         if not path.is_file():
             raise ImageError(f"{folder}: has no {path.name}, without which images can't be read; put it there")
@@ -132,29 +129,29 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
 
 
 def _settings(folder: pathlib.Path) -> pathlib.Path:
-    """How images are prepared: the file that is there, else the usual one."""
+    """Returns the path of the preprocessor's settings: one that exists, else the usual one."""
     return next((folder / name for name in SETTINGS if (folder / name).is_file()), folder / SETTINGS[0])
 
 
 def copy_vision(model: VisionModel, folder: pathlib.Path) -> None:
-    """Puts what a model sees with into the folder of its weight store; nothing where it can't see."""
-    place = _beside(model)
-    if model.image_token is None or not (place / ENCODER).is_file():
+    """Copies a model's vision parts, if any, into the folder of its weight store."""
+    source = _folder_of(model)
+    if model.image_token is None or not (source / ENCODER).is_file():
         return
-    for path in (*place.glob(f"{ENCODER}*"), _settings(place)):  # with external data of the graph
+    for path in (*source.glob(f"{ENCODER}*"), _settings(source)):  # with external data of the graph
         shutil.copyfile(path, folder / path.name)
-    tensors = _projector_tensors(model, place)
+    tensors = _projector_tensors(model, source)
     weights = projector_weights(tensors, model.config.hidden_size)
     named = {PREFIXES[0] + name: np.ascontiguousarray(array) for name, array in weights.items()}
     safetensors.numpy.save_file(named, folder / PROJECTOR)
 
 
-def _beside(model: VisionModel) -> pathlib.Path:
+def _folder_of(model: VisionModel) -> pathlib.Path:
     return model.path if model.path.is_dir() else model.path.parent
 
 
 def _projector_tensors(model: VisionModel, folder: pathlib.Path) -> Tensors:
-    """From a file of its own, or among the checkpoint's tensors."""
+    """Opens the tensors of the projector: those of its own file, else the checkpoint's."""
     if (folder / PROJECTOR).is_file():
         return Tensors.open(folder / PROJECTOR)
     if isinstance(model.weights, WeightStore):
@@ -163,7 +160,7 @@ def _projector_tensors(model: VisionModel, folder: pathlib.Path) -> Tensors:
 
 
 def onnxruntime() -> Any:
-    """Import the module. Raises ImageError when it is not installed."""
+    """Imports the module onnxruntime. Raises ImageError when it is not installed."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     try:
         import onnxruntime as ort
@@ -174,9 +171,9 @@ def onnxruntime() -> Any:
 
 
 class Encoder:
-    """The vision tower as it was exported, one image at a time. Raises CheckpointError for another file.
+    """Runs the exported vision tower, one image at a time. Raises CheckpointError for a file that is none.
 
-    size: (height, width) of the pixel values that are to come, where it is known.
+    size: (height, width) of the images, where it is known.
     """
 
     def __init__(self, path: pathlib.Path, threads: int, size: tuple[int, int] | None) -> None:
@@ -202,7 +199,7 @@ class Encoder:
             raise CheckpointError(f"{path}: {what}; {TOGETHER}")
 
     def __call__(self, pixels: F32) -> F32:
-        """(tokens, d_vision) float32 features of pixel values (3, height, width)."""
+        """Returns features (tokens, d_vision) float32 of pixel values (3, height, width)."""
         limit = onnxruntime().RunOptions()
         timer = threading.Timer(MAX_SECONDS, setattr, (limit, "terminate", True))  # a graph may loop for ever
         timer.daemon = True
@@ -222,9 +219,9 @@ class Encoder:
 
 
 class Projector:
-    """linear_2(activation(linear_1(x))), with biases where the checkpoint has them.
+    """Computes linear_2(activation(linear_1(x))), with biases where the checkpoint has them.
 
-    weights: as `projector_weights` reads them. kind: config.json's projector_hidden_act.
+    weights: of `projector_weights`. kind: projector_hidden_act of config.json.
     """
 
     def __init__(self, weights: dict[str, F32], kind: str) -> None:
@@ -232,7 +229,7 @@ class Projector:
         self._weights, self._activation = weights, ACTIVATIONS[activation(kind)]
 
     def __call__(self, features: F32) -> F32:
-        """(tokens, hidden_size) of features (tokens, d_vision)."""
+        """Returns embeddings (tokens, hidden_size) of features (tokens, d_vision)."""
         if features.shape[1] != self.d_vision:
             what = f"vision.onnx gives {features.shape[1]} features per token, the projector takes {self.d_vision}"
             raise CheckpointError(f"{what}; {TOGETHER}")
@@ -244,7 +241,7 @@ class Projector:
 
 
 def projector_weights(tensors: Tensors, hidden_size: int) -> dict[str, F32]:
-    """Return the projector's weights (rows, columns) and biases by name. CheckpointError: they don't fit."""
+    """Reads the projector's weights (rows, columns) and biases. Raises CheckpointError if they don't fit."""
     prefix = next((p for p in PREFIXES if f"{p}linear_1.weight" in tensors), PREFIXES[0])
     names = [f"{layer}.weight" for layer in LAYERS]
     names += [bias for layer in LAYERS if prefix + (bias := f"{layer}.bias") in tensors]
@@ -260,7 +257,7 @@ def projector_weights(tensors: Tensors, hidden_size: int) -> dict[str, F32]:
 
 
 def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
-    """ImageError unless the prompt has a placeholder for each image, or none at all."""
+    """Raises ImageError unless the prompt has a placeholder for each image, or none at all."""
     n_places = sum(piece == image_token for piece in prompt if not isinstance(piece, Embeddings))
     if n_places and n_places != n_images:
         raise ImageError(
@@ -270,7 +267,7 @@ def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
 
 
 def require_places(prompt: Prompt, image_token: int, n_images: int) -> None:
-    """ImageError unless the prompt that a chat template wrote has a placeholder for each image."""
+    """Raises ImageError unless the prompt that a chat template wrote has a placeholder for each image."""
     if image_token not in prompt:
         raise ImageError(
             f"the chat template writes no image token {image_token} for the {n_images} image(s) of these messages",
@@ -280,7 +277,7 @@ def require_places(prompt: Prompt, image_token: int, n_images: int) -> None:
 
 
 def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int | None) -> None:
-    """ImageError where the prompt's text says `<image>` and the tokenizer does not."""
+    """Raises ImageError where a prompt has `<image>` that the tokenizer did not read as the image token."""
     if isinstance(prompt, str) and PLACEHOLDER in prompt and image_token not in pieces:
         raise ImageError(
             f"the tokenizer does not read {PLACEHOLDER} as the model's image token {image_token}: add it to "
@@ -289,7 +286,7 @@ def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int |
 
 
 def place_images(prompt: Prompt, image_token: int, images: Sequence[Embeddings], n_first: int) -> Prompt:
-    """The prompt with an image at each placeholder; without any, they follow its first ``n_first`` pieces."""
+    """Puts an image at each placeholder of a prompt; without any, all come after its first ``n_first`` pieces."""
     places = [i for i, piece in enumerate(prompt) if not isinstance(piece, Embeddings) and piece == image_token]
     if not places:
         return [*prompt[:n_first], *images, *prompt[n_first:]]

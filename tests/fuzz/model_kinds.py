@@ -30,7 +30,7 @@ from edgekv.engine.model import Model, Verdicts
 from edgekv.kvcache import CacheSpec
 from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template
-from edgekv.vision.images import Preprocess, picture
+from edgekv.vision.images import Preprocess, open_image
 from edgekv.weights import cpu as threads
 
 from .material import CTX, DEMO, MORE, N_PROMPT, Material, Saved
@@ -222,14 +222,14 @@ def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
 @kind
 def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
     (folder / "image").write_bytes(damaged(rng.choice(m.images), rng, 200))
-    Preprocess.read(m.llava / "preprocessor_config.json")(picture(folder / "image"))
+    Preprocess.read(m.llava / "preprocessor_config.json")(open_image(folder / "image"))
 
 
 @kind
 def processor(m: Material, folder: pathlib.Path, rng: Random) -> None:
     raw = json.loads((m.llava / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_bytes(as_json(mutated(raw, rng), rng))
-    Preprocess.read(folder / "preprocessor_config.json")(picture(Image.new("RGB", (30, 20))))
+    Preprocess.read(folder / "preprocessor_config.json")(open_image(Image.new("RGB", (30, 20))))
 
 
 @kind

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
+from numba.core import cgutils
 
 from edgekv.codecs.planes import FIELDS, LEAST_WEIGHT, MIDDLE_CODE, TOP_WEIGHT
 from edgekv.kernels.cpu import emit
@@ -290,33 +291,21 @@ AT = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
 
 
 @intrinsic
-def _add_blocks(
-    context: Any,
-    bits: Any,
-    rows: Any,
-    p: Any,
-    gap: Any,
-    scale: Any,
-    n_blocks: Any,
-    codes: Any,
-    head_dim: Any,
-    out: Any,
-    scratch: Any,
-) -> Any:
-    """`_emit_sums` for a constant number of bits and a number of rows of ROW_COUNTS."""
+def _add_blocks(context: Any, bits: Any, rows: Any, tokens: Any, channels: Any, scratch: Any) -> Any:
+    """`_emit_sums` for a constant number of bits, rows of ROW_COUNTS, and the fields of `Tokens`, `Channels`."""
     if not isinstance(bits, types.IntegerLiteral):
         return None
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _, rows, p, gap, scale, n_blocks, codes, head_dim, out, scratch = args
-        given = Tokens(p, gap, scale, n_blocks), Channels(codes, head_dim, out), scratch
+        _, rows, tokens, channels, scratch = args
+        tokens, channels = Tokens(*cgutils.unpack_tuple(b, tokens)), Channels(*cgutils.unpack_tuple(b, channels))
         for n_rows in ROW_COUNTS:
             with b.if_then(b.icmp_signed("==", rows, emit.I64(n_rows))):
                 write = functools.partial(_emit_sums, bits.literal_value, n_rows)
-                emit.call_internal(b, f"add_blocks_{n_rows}", write, *given)
+                emit.call_internal(b, f"add_blocks_{n_rows}", write, tokens, channels, scratch)
         return context.get_dummy_value()
 
-    return types.none(bits, *[types.intp] * 9), build
+    return types.none(bits, rows, tokens, channels, scratch), build
 
 
 @functools.cache
@@ -345,8 +334,8 @@ def add_loop_of(bits: int) -> Loop:
                         copy = floats(scratch + P_AT + 4 * BLOCK * r)
                         _copy_tokens(floats(row_p + 4 * gap * r), i, n_tokens, copy, ZERO)
                     row_p, p_gap = scratch + P_AT, BLOCK
-                n_blocks = max(n_tokens // BLOCK, 1)
-                _add_blocks(bits, n_rows, row_p, p_gap, scale, n_blocks, codes, head_dim, target, scratch)
+                tokens = row_p, p_gap, scale, max(n_tokens // BLOCK, 1)
+                _add_blocks(bits, n_rows, tokens, (codes, head_dim, target), scratch)
                 m += n_rows
             done += n_tokens
 

@@ -7,6 +7,7 @@ the compiled program, not yet a number.
 """
 
 import functools
+import inspect
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -346,6 +347,25 @@ def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str]
     """Calls a function by name, an LLVM intrinsic say, that returns ``kind``."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in args]), name)
     return builder.call(function, args, fastmath=flags)
+
+
+def procedure(write: Callable[..., None]) -> Callable[..., Any]:
+    """Makes write(builder, *values) an intrinsic: kernels call it with whole numbers, addresses among them."""
+    names = list(inspect.signature(write).parameters)
+
+    def define(context: Any, *args: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            write(builder, *values)
+            return context.get_dummy_value()
+
+        return types.none(*[types.intp] * len(args)), build
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    define.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in ("context", *names[1:])]
+    )
+    define.__name__ = write.__name__
+    return intrinsic(define)
 
 
 @intrinsic

@@ -9,10 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import fast_jit, intrinsic
+from edgekv.kernels.cpu.compile import fast_jit
 from edgekv.kernels.cpu.emit import at
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
@@ -83,42 +81,26 @@ BITS = 2, 4, 8
 WIDE = max(8, WIDTH)  # channels decoded side by side
 
 
-@intrinsic
+@emit.procedure
 def decode_tokens(
-    context: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
-) -> Any:
+    b: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
+) -> None:
     """tile (n, head_dim) = low + step * code, of n tokens in codes of 8, 4 or 2 bits.
 
     codes (n, n_bytes): byte j of a token has the channels j, j + n_bytes, ... from its low bits up. low, step
     (spans, TILE) float32: of each token. span: channels that share them, head_dim or a part of it.
     """
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        codes, n_bytes, n_bits, n, low, step, span, tile = args
-        several = b.icmp_signed("<", b.mul(span, n_bits), b.mul(n_bytes, emit.I64(8)))
-        addresses = codes, n_bytes, n, low, step, span, tile
-        with b.if_else(several) as (spans, tokens):
-            with spans:
-                _switch_bits(b, n_bits, "spans", addresses)
-            with tokens:
-                _switch_bits(b, n_bits, "tokens", addresses)
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * 8), build
+    several = b.icmp_signed("<", b.mul(span, n_bits), b.mul(n_bytes, emit.I64(8)))
+    with b.if_else(several) as (spans, tokens):
+        for ends_of, way in (("spans", spans), ("tokens", tokens)):
+            with way:
+                _switch_bits(b, n_bits, ends_of, (codes, n_bytes, n, low, step, span, tile))
 
 
-@intrinsic
-def decode_channels(
-    context: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, tile: Any
-) -> Any:
+@emit.procedure
+def decode_channels(b: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: Any, step: Any, tile: Any) -> None:
     """tile (n, head_dim) = low + step * code, as `decode_tokens`, with low and step (head_dim,) of channels."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        codes, n_bytes, n_bits, n, low, step, tile = args
-        _switch_bits(b, n_bits, "channels", (codes, n_bytes, n, low, step, n_bytes, tile))
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * 7), build
+    _switch_bits(b, n_bits, "channels", (codes, n_bytes, n, low, step, n_bytes, tile))
 
 
 def _switch_bits(b: Any, n_bits: Any, ends_of: str, args: tuple[Any, ...]) -> None:

@@ -153,5 +153,5 @@ class Adapter:
                 "model that it was trained on"
             )
 
-    def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {what}")
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {problem}")

@@ -73,22 +73,22 @@ def open_checkpoint(
     if place.suffix == GGUF:
         from edgekv.checkpoint.gguf import import_gguf, open_gguf
 
-        beside, index = import_gguf(place)
+        nearby, index = import_gguf(place)
         tensors = readable = open_gguf(place, index)
         config_path = None if config is None else user_path(config)
         values = index["config"] if config_path is None else read_config(config_path)
     else:
         if not folder and place.name.endswith(FOREIGN_SUFFIXES):
             raise _unreadable_weights(place, [place.name])
-        beside, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
-        values, config_path = _find_config(place, beside, tensors, config)
+        nearby, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
+        values, config_path = _find_config(place, nearby, tensors, config)
         readable = unpack_tensors(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
     def identify(progress: TaskProgress | None) -> str:
         hashes = [file.content_hash(progress) for file in tensors.files]
         return hashlib.sha256(json.dumps([values, hashes], sort_keys=True).encode()).hexdigest()[:16]
 
-    tokenizer_folder = _find_tokenizer(beside, tokenizer)
+    tokenizer_folder = _find_tokenizer(nearby, tokenizer)
     return Checkpoint(Path(path), folder, readable, values, config_path, tokenizer_folder, identify)
 
 
@@ -131,8 +131,8 @@ def _open_shards(folder: Path) -> Tensors:
     if foreign := [shard for shard in shards if Path(shard).name != shard]:
         raise CheckpointError(f"{index}: names the shard {foreign[0]!r}; accepted: file names of its own folder")
     if absent := [shard for shard in shards if not os.path.exists(folder / shard)]:
-        what = f"lacks {len(absent)} of {len(shards)} shards ({shorten_list(absent)})"
-        raise CheckpointError(f"{folder}: {what}; download them")
+        problem = f"lacks {len(absent)} of {len(shards)} shards ({shorten_list(absent)})"
+        raise CheckpointError(f"{folder}: {problem}; download them")
     tensors = Tensors.open(*(folder / shard for shard in shards))
     for name, shard in homes.items():
         if name not in tensors or tensors[name].path.name != shard:
@@ -150,11 +150,11 @@ def _unreadable_weights(path: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def _find_config(
-    place: Path, beside: Path, tensors: Tensors, given: str | os.PathLike[str] | None
+    place: Path, nearby: Path, tensors: Tensors, explicit: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], Path | None]:
     """Returns the config and the path of its file, if it is in one."""
-    path = user_path(given) if given is not None else beside / "config.json"
-    if given is not None or os.path.exists(path):
+    path = user_path(explicit) if explicit is not None else nearby / "config.json"
+    if explicit is not None or os.path.exists(path):
         return read_config(path), path
     for file in tensors.files:
         if "config" in file.metadata:
@@ -163,16 +163,16 @@ def _find_config(
             except ValueError as error:
                 raise ConfigError(f"{file.path}: config in __metadata__ {error}; download it again") from None
     raise ConfigError(
-        f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__",
+        f"{place}: no config.json in {nearby} and no 'config' in the file's __metadata__",
         field="config",
         advice="give the model's shape with {config:models/NAME.json}",
     )
 
 
-def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path | None:
-    if given is None:
-        return beside if holds_tokenizer(beside) else None
-    path = user_path(given)
+def _find_tokenizer(nearby: Path, explicit: str | os.PathLike[str] | None) -> Path | None:
+    if explicit is None:
+        return nearby if holds_tokenizer(nearby) else None
+    path = user_path(explicit)
     folder = path.parent if path.name in TOKENIZER_FILES else path
     if not holds_tokenizer(folder):
         raise TokenizerError(f"{path}: holds no tokenizer", accepted=[*TOKENIZER_FILES, "their folder"])
@@ -193,5 +193,5 @@ def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
 
 def shorten_list(names: Sequence[str], limit: int = 3) -> str:
     """Returns the first ``limit`` names, and how many more there are, for a message."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix

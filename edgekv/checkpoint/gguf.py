@@ -142,12 +142,12 @@ def _q4_k(blocks: U8) -> Blocks:
     A number is (first half float) * scale * nibble - (second half float) * minimum.
     """
     packed = blocks[..., 4:16]
-    first, second, rest = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], axis=-1)
-    least = np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], axis=-1)
+    first, second, third = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
+    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
     steps = _half(blocks, 0)[..., None] * scales
-    offsets = 8 * steps - _half(blocks, 2)[..., None] * least
+    offsets = 8 * steps - _half(blocks, 2)[..., None] * minima
     rows = len(blocks)
     return codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1)
 
@@ -178,8 +178,8 @@ def dequantize(raw: U8, kind: str) -> F32:
         values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
         return values
     except NotImplementedError:
-        what = f"weights of type {kind} can't be read by the gguf package"
-        raise CheckpointError(f"{what}; give the model in Q4_0, Q8_0, Q4_K or F16") from None
+        problem = f"weights of type {kind} can't be read by the gguf package"
+        raise CheckpointError(f"{problem}; give the model in Q4_0, Q8_0, Q4_K or F16") from None
 
 
 class HeaderTensor(NamedTuple):
@@ -231,8 +231,8 @@ class Header:
 
     def _require(self, nbytes: int) -> None:
         if nbytes > len(self._data) - self._position:
-            what = f"its header asks for {nbytes} from {self._position} on"
-            raise ValueError(f"it has {len(self._data)} bytes, {what}")
+            problem = f"its header asks for {nbytes} from {self._position} on"
+            raise ValueError(f"it has {len(self._data)} bytes, {problem}")
 
     def _take(self, nbytes: int) -> bytes:
         self._require(nbytes)
@@ -279,12 +279,12 @@ class Header:
         return tensor
 
 
-def library(what: str) -> Any:
+def library(purpose: str) -> Any:
     """Imports the gguf package. Raises EdgeKVError if it is missing. what: what needs it, for the message."""
     try:
         import gguf
     except ImportError:
-        raise EdgeKVError(f"{what}: GGUF needs the gguf package: pip install 'edgekv[gguf]'") from None
+        raise EdgeKVError(f"{purpose}: GGUF needs the gguf package: pip install 'edgekv[gguf]'") from None
     return gguf
 
 
@@ -293,17 +293,17 @@ def import_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 
     Raises CheckpointError for a damaged file, ConfigError for an unsupported one.
     """
-    place = cache_root() / "gguf" / _key(path)
-    memo = Memo(place / INDEX, VERSION)
+    folder = cache_root() / "gguf" / _key(path)
+    memo = Memo(folder / INDEX, VERSION)
     index: dict[str, Any] | None = memo.read()
     if index is None:
-        if place.is_dir() and memo.read() is None:  # damaged, not just made by another process
-            shutil.rmtree(place, ignore_errors=True)
-        create_folder_once(place, lambda partial: _import(path, partial))
+        if folder.is_dir() and memo.read() is None:  # damaged, not just made by another process
+            shutil.rmtree(folder, ignore_errors=True)
+        create_folder_once(folder, lambda partial: _import(path, partial))
         index = memo.read()
     if index is None:
-        raise CheckpointError(f"{place}: was removed while it was read; try again")
-    return place, index
+        raise CheckpointError(f"{folder}: was removed while it was read; try again")
+    return folder, index
 
 
 def _key(path: pathlib.Path) -> str:
@@ -342,13 +342,13 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
 
     Raises ConfigError for an unsupported architecture.
     """
-    metadata, known = header.metadata, gguf_families()
+    metadata, families = header.metadata, gguf_families()
     architecture = metadata.get("general.architecture")
-    if architecture not in known:
-        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(known)}")
+    if architecture not in families:
+        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(families)}")
     if metadata.get(f"{architecture}.expert_count"):
         raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
-    family, heads = known[architecture], int(metadata[f"{architecture}.attention.head_count"])
+    family, heads = families[architecture], int(metadata[f"{architecture}.attention.head_count"])
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
     tensors, factors = {}, {}
     for tensor in header.tensors.values():

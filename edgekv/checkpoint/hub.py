@@ -63,8 +63,8 @@ def parse_hub_name(text: str) -> HubName | None:
 
 def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
     """Parses a name that is no path; returns None if the path, or its folder, exists."""
-    place = user_path(path)
-    is_path = os.path.exists(place) or os.path.exists(place.parent)
+    local_path = user_path(path)
+    is_path = os.path.exists(local_path) or os.path.exists(local_path.parent)
     return None if is_path else parse_hub_name(os.fspath(path))
 
 
@@ -83,10 +83,10 @@ def cached_model_name(path: pathlib.Path) -> str | None:
 
 def cached(name: HubName) -> pathlib.Path | None:
     """Returns the folder or file of a model that is whole in the cache, else None; makes no connection."""
-    found = _in_cache(name, name.file or CONFIG, name.revision)
-    if found is None or name.file:
-        return found
-    return found.parent if _has_weights(found.parent) else None
+    path = _in_cache(name, name.file or CONFIG, name.revision)
+    if path is None or name.file:
+        return path
+    return path.parent if _has_weights(path.parent) else None
 
 
 def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -98,9 +98,9 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     """
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
-        about = api.model_info(name.repository, revision=name.revision, files_metadata=True)
-        commit = _safe_name(about.sha)
-        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_relative(file.rfilename)}
+        info = api.model_info(name.repository, revision=name.revision, files_metadata=True)
+        commit = _safe_name(info.sha)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings if _is_relative(file.rfilename)}
         fetch = functools.partial(_fetch, hub, name, revision=commit)
         if name.file:
             files = [name.file]
@@ -122,25 +122,25 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         cache, host = pathlib.Path(hub.constants.HF_HUB_CACHE), hub.constants.ENDPOINT.partition("://")[2]
         free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
         if missing > free:
-            what = f"{format_bytes(missing)} to download, and {cache} has {format_bytes(free)} left"
-            raise _error(name, f"{what}; make room, or set HF_HOME to a folder on another disk")
+            problem = f"{format_bytes(missing)} to download, and {cache} has {format_bytes(free)} left"
+            raise _error(name, f"{problem}; make room, or set HF_HOME to a folder on another disk")
         if missing and say:
             say(f"{name}: downloading {format_bytes(missing)} from {host} to {cache}")
         for file in files:
             fetch(file, shows_bar=True)
-        place: pathlib.Path = fetch(name.file or CONFIG)
+        path: pathlib.Path = fetch(name.file or CONFIG)
         _name_revision(hub, name, commit)  # once all is there
-        return place if name.file else place.parent
+        return path if name.file else path.parent
 
 
 def config(name: HubName) -> dict[str, Any]:
     """Returns a model's config.json, from the cache or the Hub. Raises CheckpointError as `pull`."""
     with _transfer(name) as hub:
-        found = _in_cache(name, CONFIG, name.revision)
-        if found is None:
-            found = _fetch(hub, name, CONFIG, name.revision or "main")
-            _name_revision(hub, name, found.parent.name)
-        return read_config(found)
+        path = _in_cache(name, CONFIG, name.revision)
+        if path is None:
+            path = _fetch(hub, name, CONFIG, name.revision or "main")
+            _name_revision(hub, name, path.parent.name)
+        return read_config(path)
 
 
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -162,8 +162,8 @@ def _hub() -> Any:
 
 
 def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | None:
-    found = _hub().try_to_load_from_cache(name.repository, file, revision=revision)
-    return pathlib.Path(found) if isinstance(found, str) else None
+    path = _hub().try_to_load_from_cache(name.repository, file, revision=revision)
+    return pathlib.Path(path) if isinstance(path, str) else None
 
 
 def _folder(hub: Any, name: HubName) -> pathlib.Path:
@@ -177,25 +177,25 @@ def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = 
 
     `hf_hub_download` restarts interrupted downloads, and accepts any ETag as a path.
     """
-    if (found := _in_cache(name, file, revision)) is not None:
-        return found
+    if (cached_path := _in_cache(name, file, revision)) is not None:
+        return cached_path
     folder, url = _folder(hub, name), hub.hf_hub_url(name.repository, file, revision=revision)
-    about = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
-    etag, commit = _safe_name(about.etag), _safe_name(about.commit_hash)
-    blob, place = folder / "blobs" / etag, folder / "snapshots" / commit / file
+    info = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
+    etag, commit = _safe_name(info.etag), _safe_name(info.commit_hash)
+    blob, link = folder / "blobs" / etag, folder / "snapshots" / commit / file
     partial = blob.with_name(f"{etag}.edgekv-partial")
-    for each in (blob, place):
-        each.parent.mkdir(parents=True, exist_ok=True)
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("ab") as out:
         fcntl.flock(out, fcntl.LOCK_EX)  # another process may be at it
         if not blob.exists():
-            elsewhere = urlsplit(about.location).netloc != urlsplit(url).netloc
+            elsewhere = urlsplit(info.location).netloc != urlsplit(url).netloc
             hub.file_download.http_get(
-                about.location,
+                info.location,
                 out,
                 resume_size=out.tell(),
                 headers=hub.utils.build_hf_headers(token=False if elsewhere else None),
-                expected_size=about.size,
+                expected_size=info.size,
                 displayed_filename=file,
                 _tqdm_bar=None if shows_bar else hub.utils.tqdm(disable=True),
             )
@@ -203,9 +203,9 @@ def _fetch(hub: Any, name: HubName, file: str, revision: str, shows_bar: bool = 
             _require_content(partial, etag)
             partial.rename(blob)
     partial.unlink(missing_ok=True)
-    if not place.exists():
-        hub.file_download._create_symlink(str(blob), str(place), new_blob=False)
-    return place
+    if not link.exists():
+        hub.file_download._create_symlink(str(blob), str(link), new_blob=False)
+    return link
 
 
 def _name_revision(hub: Any, name: HubName, commit: str) -> None:
@@ -257,17 +257,17 @@ def _has_weights(folder: pathlib.Path) -> bool:
         return False
 
 
-def _require_file(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) -> None:
+def _require_file(is_there: bool, name: HubName, missing: str, sizes: dict[str, int]) -> None:
     """Raises CheckpointError, which lists the GGUF files among ``sizes``, unless ``is_there``."""
     if is_there:
         return
     files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
     accepted = files or ["safetensors and GGUF files: look for a repository that has them"]
-    raise _error(name, f"the repository has no {what}", accepted)
+    raise _error(name, f"the repository has no {missing}", accepted)
 
 
-def _error(name: HubName, what: str, accepted: Sequence[str] = ()) -> CheckpointError:
-    return CheckpointError(what, field="model", value=str(name), accepted=accepted)
+def _error(name: HubName, problem: str, accepted: Sequence[str] = ()) -> CheckpointError:
+    return CheckpointError(problem, field="model", value=str(name), accepted=accepted)
 
 
 @contextlib.contextmanager
@@ -275,7 +275,7 @@ def _transfer(name: HubName) -> Iterator[Any]:
     """Provides `huggingface_hub`, and turns failures of the transfer into CheckpointError with advice."""
     hub = _hub()
     errors, endpoint, cache = hub.errors, hub.constants.ENDPOINT, hub.constants.HF_HUB_CACHE
-    known = {
+    problems = {
         errors.GatedRepoError: f"is gated: accept its terms at {endpoint}/{name.repository}, then set HF_TOKEN",
         errors.RepositoryNotFoundError: f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN",
         errors.RevisionNotFoundError: f"has no revision {name.revision}: give a branch, tag or whole commit id",
@@ -287,10 +287,11 @@ def _transfer(name: HubName) -> Iterator[Any]:
         raise
     except Exception as error:  # huggingface_hub's own, those of the HTTP library that it uses, the disk's
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
+        problem = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
-        raise _error(name, next((known[kind] for kind in known if isinstance(error, kind)), what)) from error
+            problem = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
+        problem = next((problems[kind] for kind in problems if isinstance(error, kind)), problem)
+        raise _error(name, problem) from error
 
 
 # Models and shapes that ship with edgekv
@@ -303,8 +304,8 @@ def shipped_file(name: str) -> pathlib.Path | None:
 
 def shipped_model(name: str) -> pathlib.Path | None:
     """Returns the folder of a model that ships with edgekv (demo, scenes); None for another name."""
-    found = shipped_file(f"{name}/config.json")
-    return found and found.parent
+    config_path = shipped_file(f"{name}/config.json")
+    return config_path and config_path.parent
 
 
 def find_model(path: str | os.PathLike[str]) -> pathlib.Path:

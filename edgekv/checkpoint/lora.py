@@ -89,8 +89,8 @@ class LoraTensor(Tensor):
 
     def read(self) -> Array:
         """Returns all changed values (rows, columns)."""
-        whole = self.rows(0, self._delta.b.shape[0], self._delta.transposed)
-        return whole.T if self._delta.transposed else whole
+        outputs = self.rows(0, self._delta.b.shape[0], self._delta.transposed)
+        return outputs.T if self._delta.transposed else outputs
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
         rows = self._inner.rows(lo, hi, transposed)
@@ -99,8 +99,8 @@ class LoraTensor(Tensor):
             merged: F32 = (b @ a) * np.float32(self._delta.factor)
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
-            what = f"is not finite with the LoRA of {self._delta.a.path} in it"
-            raise _tensor_error(self, what, "give a smaller scale, or another {lora}")
+            problem = f"is not finite with the LoRA of {self._delta.a.path} in it"
+            raise _tensor_error(self, problem, "give a smaller scale, or another {lora}")
         return merged
 
     def release(self) -> None:
@@ -122,9 +122,9 @@ class Lora:
     pairs: dict[str, tuple[Tensor, Tensor]]
 
     @classmethod
-    def open(cls, given: str | os.PathLike[str]) -> Lora:
+    def open(cls, spec: str | os.PathLike[str]) -> Lora:
         """Opens FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
-        folder, scale = _split(os.fspath(given))
+        folder, scale = _split(os.fspath(spec))
         if not os.path.isfile(folder / CONFIG):
             raise _lora_error(f"{folder}: holds no {CONFIG}; {HINT}")
         config = _read(folder / CONFIG)
@@ -162,24 +162,24 @@ class Lora:
         merged = {name: LoraTensor(originals[name], delta) for name, delta in deltas.items()}
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
-    def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
+    def deltas(self, arch: Architecture, model_path: Path) -> dict[str, Delta]:
         """Returns the changes of a checkpoint's tensors, by their names. place: the model's path, for errors.
 
         Raises ConfigError if the LoRA was trained on another model.
         """
-        known, deltas = _modules(arch), dict[str, Delta]()
+        layers, deltas = _modules(arch), dict[str, Delta]()
         for module, (a, b) in self.pairs.items():
-            part, changed, wrong = known.get(module), (b.shape[0], a.shape[1]), ""
+            part, changed, wrong = layers.get(module), (b.shape[0], a.shape[1]), ""
             if part is None and module.endswith("lm_head") and arch.config.tied_embeddings:
                 wrong = "is the head, whose tensor is also the model's embedding: it can't be changed alone"
             elif part is None:
-                names = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+                names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
                 wrong = f"is no linear layer of this {arch.config.model_type} model; those are {names}"
             elif part.tensor in deltas:
                 wrong = "changes the same weight as another of its modules"
             elif changed != (part.rows, part.columns):
                 wrong = (
-                    f"has A {a.shape} and B {b.shape}, which change a weight of {changed}; in {place} it is "
+                    f"has A {a.shape} and B {b.shape}, which change a weight of {changed}; in {model_path} it is "
                     f"{(part.rows, part.columns)}: give the model that the LoRA was trained on"
                 )
             if part is None or wrong:
@@ -215,10 +215,10 @@ def _modules(arch: Architecture) -> dict[str, WeightPart]:
     return modules
 
 
-def _split(given: str) -> tuple[Path, float]:
+def _split(spec: str) -> tuple[Path, float]:
     """Returns the folder, and the scale after the last colon, 1 without one."""
-    path = user_path(given)
-    folder, colon, text = given.rpartition(":")
+    path = user_path(spec)
+    folder, colon, text = spec.rpartition(":")
     if not colon or os.path.isdir(path):
         return path, 1.0
     try:
@@ -227,7 +227,7 @@ def _split(given: str) -> tuple[Path, float]:
         scale = math.nan
     if not math.isfinite(scale):
         problem = f"the scale {text!r} is no finite number"
-        raise ConfigError(problem, field="lora", value=given, accepted=["FOLDER:scale"])
+        raise ConfigError(problem, field="lora", value=spec, accepted=["FOLDER:scale"])
     return user_path(folder), scale
 
 
@@ -284,8 +284,8 @@ def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     alpha = _matching_value(config.alpha_pattern, module, config.lora_alpha)
     ranks = a.shape[0], b.shape[1]
     if ranks != (rank, rank):
-        what = f"A and B of {short_repr(module)} have the ranks {ranks[0]} and {ranks[1]}, {CONFIG} says {rank}"
-        raise CheckpointError(f"{a.path}: {what}; {HINT}", field="lora")
+        problem = f"A and B of {short_repr(module)} have the ranks {ranks[0]} and {ranks[1]}, {CONFIG} says {rank}"
+        raise CheckpointError(f"{a.path}: {problem}; {HINT}", field="lora")
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
@@ -295,5 +295,6 @@ def _matching_value(pattern: Mapping[str, T], module: str, default: T) -> T:
     return next(values, default)
 
 
-def _tensor_error(tensor: Tensor, what: str, advice: str = "") -> CheckpointError:
-    return CheckpointError(f"{tensor.path}: tensor {short_repr(tensor.name)} {what}", field="lora", advice=advice)
+def _tensor_error(tensor: Tensor, problem: str, advice: str = "") -> CheckpointError:
+    problem = f"{tensor.path}: tensor {short_repr(tensor.name)} {problem}"
+    return CheckpointError(problem, field="lora", advice=advice)

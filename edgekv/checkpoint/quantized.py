@@ -95,10 +95,10 @@ class Module:
         end = next((end for end in (".g_idx", ".weight_g_idx") if end in self), None)
         if end is None:
             return None
-        found = self.shaped(end, (columns,)).astype(np.int64)
-        if found.min() < 0 or found.max() >= groups:
+        group_of = self.shaped(end, (columns,)).astype(np.int64)
+        if group_of.min() < 0 or group_of.max() >= groups:
             raise self.wrong(end, f"numbers of {groups} groups")
-        return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
+        return None if np.array_equal(group_of, np.arange(columns) // -(-columns // groups)) else group_of
 
     def wrong(self, end: str, accepted: str) -> CheckpointError:
         """Returns the error for a tensor of a wrong type or shape. accepted: a description of the right one."""
@@ -359,7 +359,7 @@ def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]
 
     32 values of 4-bit e2m1 share a power of two; a projection has rows first, first + step, ... of its tensor.
     """
-    for projection, pieces in EXPERT_PARTS.items():
+    for projection, projections in EXPERT_PARTS.items():
         for module in modules(tensors, f".{projection}_blocks"):
             ends = f".{projection}_blocks", f".{projection}_scales"
             parts = [tensors[module.name + end] for end in ends]
@@ -369,9 +369,9 @@ def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]
             if exponents.dtype != np.uint8 or exponents.shape != codes.shape[:3]:
                 raise module.wrong(ends[1], f"bytes {codes.shape[:3]}")
             for e in range(len(codes)):
-                for part, first, step in pieces:
-                    own = codes[e, first::step], exponents[e, first::step]
-                    yield MxFp4Tensor(parts, f"{module.name}.{e}.{part}", *own, len(codes) * step)
+                for part, first, step in projections:
+                    arrays = codes[e, first::step], exponents[e, first::step]
+                    yield MxFp4Tensor(parts, f"{module.name}.{e}.{part}", *arrays, len(codes) * step)
 
 
 METHODS: dict[str, Callable[[Tensors, Quantization], Iterator[QuantizedTensor]]] = {
@@ -399,12 +399,12 @@ def unpack_tensors(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         "give the checkpoint's own",
     )
     packed = {tensor.name: tensor for tensor in METHODS[method](tensors, settings)}
-    held = {part.name for tensor in packed.values() for part in tensor.parts}
-    plain = {name: tensor for name, tensor in tensors.items() if name not in held}
+    packed_names = {part.name for tensor in packed.values() for part in tensor.parts}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in packed_names}
     for tensor in plain.values():
         tensor.nearest_format = PLAIN
-    kept = {name: tensor for name, tensor in {**packed, **plain}.items() if not IGNORED.search(name)}
-    return Tensors(kept, tensors.files, method)
+    readable = {name: tensor for name, tensor in {**packed, **plain}.items() if not IGNORED.search(name)}
+    return Tensors(readable, tensors.files, method)
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

@@ -100,9 +100,9 @@ class Tensor(abc.ABC):
         if self.dtype not in DTYPES:
             raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
 
-    def error(self, what: str) -> CheckpointError:
+    def error(self, problem: str) -> CheckpointError:
         """Returns an error about this tensor. what: what is wrong."""
-        return CheckpointError(f"{self.path}: tensor {self.name!r} {what}")
+        return CheckpointError(f"{self.path}: tensor {self.name!r} {problem}")
 
 
 class MappedFile:
@@ -148,9 +148,9 @@ class MappedFile:
     def _hashed(self, progress: TaskProgress | None) -> str:
         try:
             with open_regular(self.path) as file:
-                found = hash_spans(file.fileno(), self.status.st_size, progress)
+                digest = hash_spans(file.fileno(), self.status.st_size, progress)
                 if _file_facts(os.fstat(file.fileno())) == _file_facts(self.status):
-                    return found
+                    return digest
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error}); try again") from error
         raise CheckpointError(f"{self.path}: changed while it was in use; try again when it is whole")
@@ -377,8 +377,8 @@ class TensorWriter:
         rows, rows_left = (array.shape or (1,))[0], (shape or (1,))[0] - self._rows_written
         is_part = array.ndim == len(shape) and array.shape[1:] == shape[1:] and rows <= rows_left
         if array.dtype != DTYPES[dtype] or not is_part:
-            what = f"is {dtype} {shape} with {rows_left} rows to come, but {array.dtype} {array.shape} was written"
-            raise CheckpointError(f"{self.path}: tensor {name!r} {what}")
+            problem = f"is {dtype} {shape} with {rows_left} rows to come, not {array.dtype} {array.shape}"
+            raise CheckpointError(f"{self.path}: tensor {name!r} {problem}")
         self._partial.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         self._rows_written += rows
         if rows == rows_left:

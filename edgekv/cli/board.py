@@ -74,6 +74,6 @@ def board_command(arguments: argparse.Namespace) -> int:
     print(f"{path}\n{text}")
     if arguments.power_csv and not any(getattr(row, "energy", None) for row in board.measured):
         say(f"{arguments.power_csv}: covers no measurement; the meter's clock and this machine's must agree")
-    if n_left_out := sum(left.why == NO_TIME for left in board.left_out):
+    if n_left_out := sum(skipped.why == NO_TIME for skipped in board.left_out):
         say(f"{n_left_out} measurements were left out for the time; the same command goes on with them")
     return 0

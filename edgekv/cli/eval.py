@@ -304,8 +304,8 @@ def bench_command(arguments: argparse.Namespace) -> int:
             "only a --shape can have other layers than its own", field="layers", value=arguments.layers
         )
     with Bars() as bars:
-        room = arguments.tokens + 64
-        capacity = max([*depths, *lengths]) + room
+        spare = arguments.tokens + 64
+        capacity = max([*depths, *lengths]) + spare
         if arguments.shape is None:
             model = Model.open(model_path(arguments), config=arguments.config)
         else:
@@ -314,7 +314,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         if capacity > model.config.max_positions and not arguments.shape:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
         specs = report_left_out(suited(requested, model.config, capacity, is_list_of_names(arguments.kv)))
-        needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + room) for spec in specs}
+        needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + spare) for spec in specs}
         require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)
         timings = bench(decoder, specs, depths, tokens=arguments.tokens, progress=bars.update)

@@ -87,9 +87,9 @@ METER = f"auto (default), {', '.join(METERS)}"
 REPEATED = {"action": "append", "default": []}
 
 
-def option(metavar: str | None, text: str = "", **more: Any) -> dict[str, Any]:
+def option(metavar: str | None, text: str = "", **others: Any) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for an option with a value."""
-    return {"metavar": metavar, "help": text, **more}
+    return {"metavar": metavar, "help": text, **others}
 
 
 def count(text: str = "", **more: Any) -> dict[str, Any]:

@@ -133,10 +133,10 @@ def power_command(arguments: argparse.Namespace) -> int:
 
 def _print_json(source: PowerSource, seconds: float) -> None:
     source.start()
-    begun_s, before = time.perf_counter(), Conditions.now()
+    begun_s, conditions_before = time.perf_counter(), Conditions.now()
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(seconds)
-    ended_s, after = time.perf_counter(), Conditions.now()
+    ended_s, conditions_after = time.perf_counter(), Conditions.now()
     source.stop()
     power = reason = None
     try:
@@ -147,8 +147,8 @@ def _print_json(source: PowerSource, seconds: float) -> None:
         "meter": dataclasses.asdict(source.about()),
         "power": power,
         "reason": reason,
-        "before": before.as_dict(),
-        "after": after.as_dict(),
+        "before": conditions_before.as_dict(),
+        "after": conditions_after.as_dict(),
         "machine": machine_info(),
     }
     print(json.dumps(facts, indent=2))

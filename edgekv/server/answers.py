@@ -80,7 +80,7 @@ class AnswerParser:
         while self._buffer and self._state(last):
             pass
         if last and self._forced and not self.calls and not self.is_cut:
-            self._add_cut_call("", whole=False)
+            self._add_cut_call("", is_complete=False)
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -151,7 +151,7 @@ class AnswerParser:
         if rest := rest.lstrip():
             self._name, self._buffer, self._state = name.strip(), rest, self._read_call
         elif last:
-            self._add_cut_call(name.strip(), whole=bool(has_id or mark))
+            self._add_cut_call(name.strip(), is_complete=bool(has_id or mark))
         return bool(rest)
 
     def _read_call(self, last: bool) -> bool:
@@ -170,8 +170,8 @@ class AnswerParser:
         elif end:
             self._add_unordered_call(text)
         else:
-            found = NAME.match(text)
-            self._add_cut_call(found[1] if found else "", whole=bool(found and found[2]))
+            name_match = NAME.match(text)
+            self._add_cut_call(name_match[1] if name_match else "", is_complete=bool(name_match and name_match[2]))
         self._state = self._read_between_calls if self._name is None else self._read_content
         self._name = None
         return True
@@ -185,10 +185,10 @@ class AnswerParser:
         else:
             self._emit_text(text)
 
-    def _add_cut_call(self, name: str, whole: bool) -> None:
+    def _add_cut_call(self, name: str, is_complete: bool) -> None:
         """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
         self.is_cut, self._buffer = True, ""
-        matches = [tool for tool in self._names if (tool == name if whole else tool.startswith(name))]
+        matches = [tool for tool in self._names if (tool == name if is_complete else tool.startswith(name))]
         if len(matches) == 1:
             self._add_call(matches[0], "")
 
@@ -370,10 +370,10 @@ class CompletionFormat(AnswerFormat):
 
     def logprobs(self, entries: Sequence[Json]) -> Json:
         return {
-            "tokens": [each["token"] for each in entries],
-            "token_logprobs": [each["logprob"] for each in entries],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in each["top_logprobs"]} for each in entries],
-            "text_offset": [each["text_offset"] for each in entries],
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in entries],
+            "text_offset": [entry["text_offset"] for entry in entries],
         }
 
 

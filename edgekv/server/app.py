@@ -226,15 +226,15 @@ class _Server:
                 body.parse(data)
                 parsed, prompts = await run_in_threadpool(encode, data)
             lora = parsed.model if parsed.model in self._loras else None  # any other name means the model itself
-            lengths = [len(each.ids) for each in prompts]
+            lengths = [len(prompt.ids) for prompt in prompts]
             nbytes = logprob_bytes(parsed, lengths, self._plan.ctx, engine.max_new_tokens)
-            body.keep_parsed(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
+            body.keep_parsed(sum(lengths), nbytes + sum(len(file) for prompt in prompts for file in prompt.images))
             channel, answers = Channel(), form(lora or self._name, parsed, prompts, engine.prompts)
             engine.submit(channel, parsed, prompts, lora)
             if parsed.stream:
                 return EventStream(channel, answers, resources.pop_all().close)
-            whole = await whole_answer(request.receive, channel, answers)
-            return Response(status_code=499) if whole is None else JSONResponse(whole)
+            result = await whole_answer(request.receive, channel, answers)
+            return Response(status_code=499) if result is None else JSONResponse(result)
 
 
 async def page(file: str, request: Request) -> Response:

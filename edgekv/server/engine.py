@@ -431,7 +431,7 @@ class Engine:
 
         def emit(text: str, upto: int) -> None:
             nonlocal n_sent
-            logprobs = [each for each in sampler.logprobs[n_sent:upto] if each.token not in eos]
+            logprobs = [logprob for logprob in sampler.logprobs[n_sent:upto] if logprob.token not in eos]
             job.channel.emit(Piece(job.index, text, logprobs, current(len(steps_made) == 1), upto - n_sent))
             n_sent = upto
 
@@ -472,9 +472,9 @@ class Engine:
         except ConfigError as error:
             raise RequestError(400, str(error), param=param) from None
 
-    def _remember(self, session: Session, made: Sequence[Step]) -> int:
+    def _remember(self, session: Session, steps: Sequence[Step]) -> int:
         """Remembers the answer's tokens, for when the client sends its text back; returns the number of them."""
-        text, tokens = "".join(step.text for step in made), [step.token for step in made]
+        text, tokens = "".join(step.text for step in steps), [step.token for step in steps]
         ids = answer_ids(self.prompts.tokenizer, tokens, text)
         session.rewind(len(session.tokens) - len(tokens) + len(ids))
         if ids:

@@ -57,14 +57,14 @@ class BodyShare:
 
     def resize(self, nbytes: int) -> None:
         """Changes the share to ``nbytes``. Raises RequestError: 503 if that is too much now, 413 if always."""
-        taken = max(0, nbytes - SMALL)
-        if taken > self._bodies.max_bytes:
+        counted = max(0, nbytes - SMALL)
+        if counted > self._bodies.max_bytes:
             message = f"the request and its answers take {nbytes} bytes of memory"
             raise RequestError(413, f"{message}: shorten it, or ask for fewer of them", "request_too_large")
-        if taken - self.taken > self._bodies.free:
+        if counted - self.taken > self._bodies.free:
             raise RequestError(503, "too many large requests at once: try again later", "overloaded")
-        self._bodies.free -= taken - self.taken
-        self.taken = taken
+        self._bodies.free -= counted - self.taken
+        self.taken = counted
 
     def parse(self, data: bytes | bytearray) -> None:
         """Adds an upper bound of the body's parsed JSON to its bytes. Raises as `resize`."""
@@ -91,13 +91,13 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
 
     async def received() -> bytearray:
         data, n_received = bytearray(), 0
-        async for piece in request.stream():
-            n_received += len(piece)
+        async for chunk in request.stream():
+            n_received += len(chunk)
             if n_received > DRAINED * limit:
                 break
             if n_received <= limit:
                 body.resize(n_received)
-                data += piece
+                data += chunk
         if n_received > limit:
             message = f"the request has more than {limit} bytes: shorten it"
             raise RequestError(413, message, "request_too_large")

@@ -200,12 +200,12 @@ def tool_definitions(functions: Sequence[Function]) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": each.name,
-                "description": each.description or "",
-                "parameters": each.parameters or {"type": "object", "properties": {}},
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {"type": "object", "properties": {}},
             },
         }
-        for each in functions
+        for function in functions
     ]
 
 

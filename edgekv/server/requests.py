@@ -351,7 +351,7 @@ class ChatRequest(Request, kw_only=True):
             return None
         can = () if choice == "none" else functions
         if isinstance(choice, ToolCall):
-            can = tuple(each for each in functions if each.name == choice.function.name)
+            can = tuple(function for function in functions if function.name == choice.function.name)
         return Tools(functions, can, forced, several is True if forced else several is not False)
 
 

@@ -24,7 +24,7 @@ N = 48
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Any:
-    """Threads that wait for each other take longer than these models, and on a busy machine very long."""
+    """Has PyTorch use one thread: several wait for each other longer than these models take."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

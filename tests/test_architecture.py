@@ -46,14 +46,14 @@ def graph() -> grimp.ImportGraph:
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """(module, what it imports), also within functions and for types alone."""
+    """Yields (module, what it imports), also within functions and for types alone."""
     for module in sorted(graph().modules):
         for imported in sorted(graph().find_modules_directly_imported_by(module)):
             yield module, imported
 
 
 def home(module: str) -> str | None:
-    """The room of a module: the longest name in LAYERS that it lies in."""
+    """Returns the room of a module: the longest name in LAYERS that it lies in."""
     rooms = [room for layer in LAYERS for room in layer if module == room or module.startswith(f"{room}.")]
     return max(rooms, key=len, default=None)
 

@@ -28,7 +28,7 @@ PLANES = {"key_scale": 0.9, "seed": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """n queries of g * r heads against two exact tokens' runs and ``length`` packed tokens between them."""
+    """A case: n queries of g * r heads against two runs of exact tokens and ``length`` packed tokens between."""
 
     g: int
     r: int
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def store(self) -> tuple[int, int, int]:
-        """n_kv_heads, capacity, head_dim"""
+        """Returns (n_kv_heads, capacity, head_dim)."""
         return self.g, self.length, self.d
 
 
@@ -60,7 +60,7 @@ def several_bits(p: Problem) -> tuple[Codec, Codec]:
 
 
 def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
-    """The codecs of a scheme that keeps every token, or packs those between the first and the latest."""
+    """Returns the codecs of a scheme that keeps every token, or packs those between the first and the latest."""
 
     def make(p: Problem) -> tuple[Codec, Codec]:
         spec = CacheSpec.parse(text)

@@ -52,7 +52,7 @@ def made_up() -> Board:
 
 
 def go(board: Board, path: pathlib.Path, seconds: float = 600.0, source: PowerSource | None = None) -> list[str]:
-    """One run; returns what it told."""
+    """Runs the plan once; returns what it told."""
     lines: list[str] = []
     source = source or PowerSource("no meter")
     Run(board, path, source, seconds, lines.append, lambda task, done, total: None).go()

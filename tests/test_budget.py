@@ -1,4 +1,4 @@
-"""--kv-budget: the most bits whose caches hold a bound in bytes; at every moment of a text, too."""
+"""--kv-budget takes the most bits whose caches hold a bound in bytes, at every moment of a text."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ CTX = 8192
 
 
 def chosen(shape: ModelConfig, budget: int, noise: HeadNoise | None = None) -> CacheSpec:
-    """What a budget takes for CTX tokens, where heads lose what ``noise`` says."""
+    """Returns what a budget takes for CTX tokens, where heads lose what ``noise`` says."""
 
     def fit(spec: CacheSpec) -> CacheSpec:
         if noise is None or not getattr(spec.config, "wants_fit", False):
@@ -55,7 +55,7 @@ def test_the_finest_that_holds_the_bound_is_taken(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """With heads as wide as a word, and no tokenizer."""
+    """A model with heads as wide as a word, and no tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     config = golden_cases.LLAMA | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
     shapes = architecture(config).tensors()

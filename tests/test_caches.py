@@ -1,4 +1,4 @@
-"""The contract of every KV scheme, on both kernel backends: whatever it keeps, it keeps these promises."""
+"""The contract of every KV scheme, on both kernel backends."""
 
 from typing import Any
 
@@ -216,7 +216,7 @@ def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]
 
 
 def dense_bytes(geometry: Geometry) -> int:
-    """Of all tokens that it keeps, in f16."""
+    """Returns the bytes in f16 of all tokens that the scheme keeps."""
     window = geometry.sliding_window
     kept = geometry.capacity if window is None else ring_tokens(window)
     return kept * geometry.n_kv_heads * geometry.head_dim * 4

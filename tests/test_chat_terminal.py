@@ -47,7 +47,7 @@ def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
 
 def ask(child: pexpect.spawn, keys: str, answer: str) -> re.Match[str]:
-    """Types, waits for what is to come, and until it asks again."""
+    """Types, and waits for the answer and the next question."""
     child.send(keys)
     child.expect(answer)
     found: re.Match[str] = child.match

@@ -20,7 +20,7 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerEr
 
 
 def refused(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointError, **given: Any) -> EdgeKVError:
-    """Opening the checkpoint fails in one line that has these parts."""
+    """Asserts that opening the checkpoint fails in one line that has these parts."""
     with pytest.raises(kind) as error:
         open_checkpoint(path, **given)
     one_line(error, *parts)
@@ -98,7 +98,7 @@ def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: py
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process in memory: RssFile, of mapped files; VmRSS, all."""
+    """Returns bytes of this process in memory: RssFile, of mapped files; VmRSS, all."""
     status = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith(kind))
 

@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The working folder: what of it runs leaves a file there. Processes of before are gone."""
+    """A working folder whose modules leave a file there when they run. Earlier processes are forgotten."""
     (tmp_path / "edgekv").mkdir()
     for name in PLANTED:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
@@ -57,7 +57,7 @@ def test_planted_modules_do_not_run(planted: pathlib.Path, tokenizer: Tokenizer)
 
 
 def chain(n: int) -> dict[str, Any]:
-    """Definitions of which each refers to the one before; the first is the longest way."""
+    """Returns definitions of which each refers to the one before; the first is the longest way."""
     links = {str(i): {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}} for i in range(1, n)}
     return {"$ref": f"#/$defs/{n - 1}", "$defs": {"0": {"type": "string"}, **links}}
 
@@ -99,7 +99,7 @@ def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer) -> Non
 
 
 def follow(constraint: Constraint, tokenizer: Tokenizer) -> str:
-    """The text whose tokens are always the first ones allowed."""
+    """Returns the text whose tokens are always the first ones allowed."""
     ids: list[int] = []
     complete = False
     while not complete:

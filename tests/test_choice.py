@@ -1,4 +1,4 @@
-"""Which scheme is meant: by name, by a budget, by none; of auto the best that fits, and why."""
+"""The choice of a scheme: by name, by a budget, or `auto`, which takes the best that fits and says why."""
 
 import pytest
 from helpers import SCHEMES, raises
@@ -17,7 +17,7 @@ SIZES = {name: CacheSpec.parse(name).planned_bytes(CONFIG, CTX) for name in PRES
 
 
 def taken(held: int, *passed: str) -> tuple[str, str]:
-    """What `choose` takes beside so many bytes of weights, where those presets passed the gate; and its reason."""
+    """Returns the choice beside so many bytes of weights, where those presets passed the gate, and its reason."""
     spec, reason = choose(CONFIG, CTX, held, passed)
     return spec.short, reason
 

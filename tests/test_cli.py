@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in processes of its own, its errors one line each with exit 2, TAB."""
+"""The command line as a user meets it: processes, errors of one line each with exit status 2, TAB."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Every codec: encoders store the bits that its `encode` does, loops read what it says; f16 and q8 by hand."""
+"""Every codec: kernels store the bits that its `encode` does and read what it says; f16 and q8 by hand."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_kernels_read_what_it_says(name: str, p: Problem, way: str) -> None:
 
 
 def halves(bits: np.ndarray) -> Any:
-    """The codec of float16 bits (G, tokens, D)."""
+    """Returns the codec of float16 bits (G, tokens, D)."""
     codec = F16(*bits.shape)
     codec.bind({"half": bits}, cpu)
     return codec

@@ -1,4 +1,4 @@
-"""config.json and its kin: what transformers reads is read the same; what no model can be is said in a line."""
+"""Files such as config.json are read as transformers reads them; what no model can be is refused in one line."""
 
 import json
 import math

@@ -32,7 +32,7 @@ SHAPES = {"mha": (1, 64), "gqa": (3, 80), "many": (12, 64)}  # heads per KV head
 
 
 def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, int, int], Pair]:
-    """Of all heads, or of each one."""
+    """Returns the codecs of planes with bits of all heads, or of each one."""
 
     def of(bits: int | list[int], g: int) -> int | list[int]:
         return bits if isinstance(bits, int) else bits[:g]

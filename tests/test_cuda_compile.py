@@ -38,7 +38,7 @@ REPORT = re.compile(
 
 
 def bound(codec: Any) -> Any:
-    """The codec on arrays of the host."""
+    """Returns the codec on arrays of the host."""
     codec.bind({name: np.zeros(*spec) for name, spec in codec.layout().items()}, numpy_kernels())
     return codec
 
@@ -49,7 +49,7 @@ def codecs(pair: str, head_dim: int = 128) -> list[Any]:
 
 @functools.cache
 def programs() -> dict[Program, str]:
-    """What decoding launches, for heads of 128 channels, and its names."""
+    """Returns what decoding launches, for heads of 128 channels, and its names."""
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
         **{
@@ -86,7 +86,7 @@ class Nvrtc:
 
     @classmethod
     def find(cls) -> Nvrtc | None:
-        """In the wheel nvidia-cuda-nvrtc (-cu12), or where the system's loader looks."""
+        """Finds it in the wheel nvidia-cuda-nvrtc (-cu12), or where the system's loader looks."""
         places = find_spec("nvidia") and find_spec("nvidia").submodule_search_locations
         found = [path for place in places or () for path in pathlib.Path(place).rglob("libnvrtc.so*")]
         system = ctypes.util.find_library("nvrtc")
@@ -105,7 +105,7 @@ class Nvrtc:
         return list(numbers)
 
     def compile(self, source: str, options: tuple[str, ...]) -> tuple[bool, str]:
-        """Whether it compiles, and the log."""
+        """Returns whether it compiles, and the log."""
         handle, size = ctypes.c_void_p(), ctypes.c_size_t()
         self.library.nvrtcCreateProgram(ctypes.byref(handle), source.encode(), b"edgekv.cu", 0, None, None)
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

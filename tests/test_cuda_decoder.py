@@ -214,7 +214,7 @@ CTX = 256
 
 
 def texts_of(session: Session) -> list[list[int]]:
-    """Greedy tokens after prompts of several lengths, each in a conversation of its own."""
+    """Returns greedy tokens after prompts of several lengths, each in a conversation of its own."""
     out = []
     for n in (5, 64, 230):
         session.reset()
@@ -430,7 +430,7 @@ def make(text: str, shape: str, kernels: Any, workspace: Workspace) -> KVCache:
 
 
 def draw(shape: str, n: int, seed: int) -> list[np.ndarray]:
-    """Queries, keys and values, with an offset of all keys."""
+    """Draws queries, keys and values, with an offset of all keys."""
     n_heads, groups, d = HEADS[shape]
     rng = np.random.default_rng(seed)
     offset = 3 * np.random.default_rng(1).standard_normal((groups, 1, d))

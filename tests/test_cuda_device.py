@@ -1,4 +1,4 @@
-"""What `--device cuda` says when it can't: no CuPy, no GPU, no kernels, a kernel that does not compile."""
+"""Refusals of `--device cuda`: no CuPy, no GPU, no kernels, a kernel that does not compile."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ sys.exit("cupy" in sys.modules)
 
 
 class FakeError(RuntimeError):
-    """As CuPy's own."""
+    """An error in place of CuPy's own."""
 
 
 PROPERTIES = {"multiProcessorCount": 1, "totalGlobalMem": 1 << 30, "major": 8, "minor": 7}
 
 
 def fake_cupy(zeros: Any = np.zeros, nvrtc: Any = lambda: (12, 9)) -> Any:
-    """The module as far as a driver touches it before its first launch."""
+    """Returns the module as far as a driver touches it before its first launch."""
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,

@@ -1,4 +1,4 @@
-"""CUDA kernels against the NumPy oracle: encoders to the bit, sums up to rounding, poisoned outputs, odd sizes."""
+"""CUDA kernels against the NumPy reference: encoders to the bit, sums up to rounding, odd sizes."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ HALF_ERROR = 2e-3  # of attention over values of size 1; measured: 1.1e-3
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
-    """Attention in float64 of the last n of m tokens: q (H, n, D), k and v (G, m, D) -> (n, H * D)."""
+    """Computes attention in float64 of the last n of m tokens: q (H, n, D), k and v (G, m, D) -> (n, H * D)."""
     (n_heads, n, d), (n_kv_heads, m, _) = q.shape, k.shape
     k, v = (np.repeat(x.astype(np.float64), n_heads // n_kv_heads, axis=0) for x in (k, v))
     at, token = np.arange(m - n, m)[:, None], np.arange(m)

@@ -1,4 +1,4 @@
-"""NaN and infinities from a damaged model or session: an error of ours, or other logits, by every scheme."""
+"""NaN and infinities from a damaged model or session end in an EdgeKVError or in logits, by every scheme."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
 
 
 def damage(folder: pathlib.Path, *tensors: str) -> pathlib.Path:
-    """Makes row 3 of each NaN."""
+    """Makes row 3 of each tensor NaN."""
     arrays = load_file(folder / "model.safetensors")
     for tensor in tensors:
         arrays[tensor][3] = np.nan
@@ -79,7 +79,7 @@ def test_rows_of_weights(part: str, weights: str, kv: str, tmp_path: pathlib.Pat
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Token 3 is NaN; there is room for more tokens than the schemes hold exactly."""
+    """A model whose token 3 is NaN, with room for more tokens than the schemes hold exactly."""
     folder = golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CAPACITY}))

@@ -31,7 +31,7 @@ OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*[a-z]")
 
 
 def shown(text: str) -> Iterator[list[str]]:
-    """The words of every `edgekv COMMAND ...` in the text's code, up to what ends a command of a shell."""
+    """Yields the words of every `edgekv COMMAND ...` in the text's code, up to what ends a command of a shell."""
     code = [first or second for first, second in FENCE.findall(text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     code += [" ".join(inline.split()) for inline in INLINE.findall(prose)]
@@ -44,7 +44,7 @@ def shown(text: str) -> Iterator[list[str]]:
 
 
 def unknown(words: list[str]) -> list[str]:
-    """What of a command line is no command, or no option of it."""
+    """Returns what of a command line is no command, or no option of it."""
     if words[0] not in (*COMMANDS, "completion"):
         return [words[0]]
     sub = _choices(build_parser())[words[0]]

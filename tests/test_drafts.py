@@ -1,4 +1,4 @@
-"""Drafts: a text is the same with guesses as without, whatever is guessed, and nothing of a wrong guess stays."""
+"""A text is the same with drafts as without, whatever is guessed, and nothing of a wrong guess stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = dict.fromkeys(BUDGETED, "budget=200") | {
 
 
 class Scripted(NGramDrafts):
-    """Guesses what a text is known to be, but for every third token."""
+    """Drafts that guess a known text, but for every third token."""
 
     name = "scripted"
 

@@ -1,4 +1,4 @@
-"""How the program ends when its surroundings fail: closed or full output, signals, forks, a read-only install."""
+"""The program's end when its environment fails: closed or full output, signals, forks, a read-only install."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Quality, the gate and its memory, needles, `edgekv bench` and `edgekv demo`: what they show is measured."""
+"""Quality, the gate and its memory, needles, `edgekv bench` and `edgekv demo`."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
 
 @pytest.fixture
 def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where the gates of this test alone are remembered."""
+    """The folder in which the gates of this test alone are remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path / "xdg" / "edgekv" / "gates"
 

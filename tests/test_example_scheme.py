@@ -32,7 +32,7 @@ PACKAGE = ROOT / "examples" / "scheme_package"
 
 
 def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
-    """What pip writes for importlib.metadata: the package's name, and its entry point."""
+    """Writes what pip writes for importlib.metadata: the package's name, and its entry point."""
     facts = folder / "edgekv_bf16-0.1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: edgekv-bf16\nVersion: 0.1\n")
@@ -47,7 +47,7 @@ def forget_packages() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_registry() -> Iterator[None]:
-    """Schemes of packages are looked for once: before this test, and anew after it."""
+    """Has schemes of packages looked for before this test, and anew after it."""
     forget_packages()
     known = dict(CACHES)
     yield
@@ -58,7 +58,7 @@ def fresh_registry() -> Iterator[None]:
 
 @pytest.fixture
 def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example, with the entry point that its own pyproject.toml names."""
+    """Installs the example with the entry point that its own pyproject.toml names."""
     text = (PACKAGE / "pyproject.toml").read_text()
     table = re.search(r'^\[project\.entry-points\."(.+)"\]\n(.+)\n', text, re.MULTILINE)
     assert table

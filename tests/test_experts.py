@@ -28,14 +28,14 @@ PROMPT, TOKENS = 40, golden_cases.tokens("mixtral")
 
 
 def logits_of(folder: pathlib.Path, device: str, weights: str) -> np.ndarray:
-    """Of a prompt, whose tokens share experts, and of tokens one by one."""
+    """Returns logits of a prompt, whose tokens share experts, and of tokens one by one."""
     session = Session.load(folder, kv="dense:dtype=f32", weights=weights, device=device)
     prompt = session.logits(TOKENS[:PROMPT])
     return np.concatenate([prompt, *(session.logits([token]) for token in TOKENS[PROMPT:])])
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """The median over tokens: of some, rounded inputs choose other experts."""
+    """Returns the median error over tokens; rounded inputs choose other experts for some."""
     return float(np.median(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
 
 
@@ -107,7 +107,7 @@ def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> Non
 
 
 def routed(logits: np.ndarray, k: int, renormalized: bool) -> tuple[list[list[int]], np.ndarray]:
-    """Each token's experts in ascending order, and the weights of all pairs: both are NumPy's."""
+    """Returns each token's experts in ascending order and the weights of all pairs, after NumPy's agree."""
     chosen, weights = choose(logits, ExpertsConfig((True,), logits.shape[1], k, 1, renormalized))
     order = np.argsort(chosen, axis=None, kind="stable")
     experts, tokens, own_weights = layers.route(logits, k, renormalized)
@@ -157,7 +157,7 @@ def model(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Model:
 
 
 def drawn_for(model: Model) -> list[np.ndarray]:
-    """For six tokens the residual stream, and what experts get."""
+    """Draws the residual stream of six tokens, and the experts' inputs."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((6, model.config.hidden_size)).astype(np.float32) for _ in range(2)]
 

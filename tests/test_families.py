@@ -67,7 +67,7 @@ def template_of(session: Session) -> ChatTemplate:
 
 @contextlib.contextmanager
 def served(session: Session) -> Iterator[TestClient]:
-    """The server's endpoints, without a socket."""
+    """Opens the server's endpoints, without a socket."""
     engine = Engine(
         session.fork(),
         template_of(session),
@@ -87,7 +87,7 @@ def ask(client: TestClient, path: str, **body: Any) -> Any:
 
 
 def streamed(client: TestClient, path: str, **body: Any) -> list[Any]:
-    """The events of a stream."""
+    """Returns the events of a stream."""
     answer = client.post(f"/v1/{path}", json={"model": "m", "stream": True} | body)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]

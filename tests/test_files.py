@@ -1,4 +1,4 @@
-"""Files and folders that users name, are written or remembered: whole or not at all, and believed with care."""
+"""Files and folders that users name are written whole or not at all, and what is read is checked."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: pat
 
 @pytest.fixture
 def pipe(tmp_path: pathlib.Path) -> pathlib.Path:
-    """One that nobody writes to: whoever opens it plainly waits for ever."""
+    """A pipe that nobody writes to: whoever opens it plainly waits for ever."""
     os.mkfifo(tmp_path / "pipe")
     return tmp_path / "pipe"
 

@@ -21,7 +21,7 @@ def told(tally: Tally) -> str:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    """Its material takes longer than most of the cases."""
+    """A worker for all tests, since its material takes longer than most cases."""
     worker = Worker()
     yield worker
     worker.close()

@@ -118,7 +118,7 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
 
 
 def widened(folder: pathlib.Path) -> None:
-    """GPT-2 with channels that are whole blocks of 32."""
+    """Writes GPT-2 with channels that are whole blocks of 32."""
     config = golden_cases.GPT2 | {"n_embd": 96, "n_head": 3}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = architecture(config).tensors()

@@ -1,4 +1,4 @@
-"""JSON schemas: whatever the model would say, the text is of the schema, with every kind of tokenizer."""
+"""JSON schemas: the text follows the schema whatever the model would say, with every kind of tokenizer."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Stores, tokenizers and GGUF files that lie: one line each, and no more memory than the file can stand for."""
+"""Lying stores, tokenizers and GGUF files end in one line each, and take no more memory than their size."""
 
 import json
 import pathlib
@@ -99,7 +99,7 @@ def test_odd_tokenizers(tmp_path: pathlib.Path) -> None:
 
 
 class Panic(BaseException):
-    """As Rust's panics arrive: no Exception."""
+    """An error as Rust's panics arrive: no Exception."""
 
 
 def test_panics_are_errors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Models by their name on the Hub, against a stand-in for it on the loopback."""
+"""Models by their name on the Hub, which a server on the loopback stands in for."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Hub:
     requests: list[Request] = dataclasses.field(default_factory=list)
 
     def fetched(self) -> list[str]:
-        """The files whose content was asked for."""
+        """Returns the files whose content was asked for."""
         return [r.path.rpartition("/")[2] for r in self.requests if r.method == "GET" and "/resolve/" in r.path]
 
 
 @contextlib.contextmanager
 def serving(**repositories: Repository) -> Iterator[Hub]:
-    """The Hub with repositories, whose names are given as org__name."""
+    """Serves repositories, whose names are given as org__name, as the Hub does."""
     hub = Hub({name.replace("__", "/"): repository for name, repository in repositories.items()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -187,7 +187,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def here(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process, with the environment that `process` gives another one."""
+    """Runs the command line in this process, with the environment that `process` gives another one."""
     import huggingface_hub.constants as constants
 
     def edgekv(hub: Hub, *arguments: str, offline: bool = False) -> Done:

@@ -1,4 +1,4 @@
-"""What holds for all kernels: two complete backends, aligned stores, threads."""
+"""Requirements of all kernels: two complete backends, aligned stores, threads."""
 
 from __future__ import annotations
 

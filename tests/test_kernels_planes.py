@@ -22,7 +22,7 @@ def half(bits: npt.NDArray[np.uint16]) -> F64:
 
 
 def bound(codec: Any) -> Any:
-    """On arrays whose untouched tokens are NaN."""
+    """Puts the codec on arrays whose untouched tokens are NaN."""
     poison = {"uint8": 0xAB, "uint16": 0x7E00}
     arrays = {name: np.full(shape, poison[dtype], dtype) for name, (shape, dtype) in codec.layout().items()}
     codec.bind(arrays, reference)
@@ -30,7 +30,7 @@ def bound(codec: Any) -> Any:
 
 
 def filled(bits: int) -> tuple[CentredPlanes, npt.NDArray[np.float32]]:
-    """Keys with a drift that centres take; and what the centres left of them, rotated."""
+    """Returns keys with a drift that centres take, and what the centres left of them, rotated."""
     rng, (g, n, d) = np.random.default_rng(bits), SHAPE
     factors = np.exp2(rng.integers(-1, 2, (g, d))).astype(np.float32)
     key_scale = np.linspace(0.8, 1, g)
@@ -60,7 +60,7 @@ def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
 
 
 def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) -> F64:
-    """The centre of each token, (G, cap, D)."""
+    """Returns the centre of each token, (G, cap, D)."""
     rows = (np.concatenate([codes & 15, codes >> 4], axis=3) - 7.5) * half(step)[..., None]
     both = rows[:, :, :1] + rows[:, :, 1:]
     return np.repeat(both.reshape(len(both), -1, both.shape[3]), RUN, axis=1)

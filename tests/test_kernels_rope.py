@@ -16,13 +16,13 @@ EPS = 1e-6
 
 
 def rotate_half(x: F64) -> F64:
-    """transformers' modeling_llama.rotate_half."""
+    """Rotates as transformers' modeling_llama.rotate_half."""
     x1, x2 = np.split(x, 2, axis=-1)
     return np.concatenate([-x2, x1], axis=-1)
 
 
 def expected_head(x: F64, cos: F64, sin: F64, norm: npt.NDArray[np.float32]) -> F64:
-    """transformers' Qwen3 head: RMS norm, then apply_rotary_pos_emb on the first 2 * len(cos) elements."""
+    """Computes transformers' Qwen3 head: RMS norm, then RoPE on the first 2 * len(cos) elements."""
     if norm.size:
         x = x / np.sqrt((x**2).mean() + EPS) * norm
     rotated, rest = x[: 2 * len(cos)], x[2 * len(cos) :]
@@ -31,7 +31,7 @@ def expected_head(x: F64, cos: F64, sin: F64, norm: npt.NDArray[np.float32]) -> 
 
 
 def outputs(h: int, g: int, n: int, d: int, contiguous: bool) -> list[npt.NDArray[np.float32]]:
-    """Poisoned q, k, v; or the middle tokens of longer ones, as a prompt's chunks are."""
+    """Returns poisoned q, k, v, or the middle tokens of longer ones, as a prompt's chunks are."""
     if contiguous:
         return [np.full((heads, n, d), np.nan, np.float32) for heads in (h, g, g)]
     return [np.full((heads, n + 3, d), np.nan, np.float32)[:, 1 : n + 1] for heads in (h, g, g)]

@@ -1,4 +1,4 @@
-"""Schemes that keep few tokens in f16: which, against each paper's rule spelt out token by token in float64.
+"""Schemes that keep few tokens in f16, against each paper's rule, token by token in float64.
 
 MiKV keeps the others in a few bits.
 """
@@ -36,7 +36,7 @@ def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | Non
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
-    """Queries, and keys and values that float16 holds."""
+    """Draws queries, and keys and values that float16 holds."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((G * GROUP, n, D)).astype(np.float32) * np.float32(0.5)
     k, v = rng.standard_normal((2, G, n, D))
@@ -46,7 +46,7 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
 
 
 def kept(cache: EvictingCache) -> list[list[int]]:
-    """Positions held, per KV head."""
+    """Returns the positions held, per KV head."""
     return [sorted(row) for row in cache.arrays["position"][:, : cache.n_used].tolist()]
 
 
@@ -64,7 +64,7 @@ class Reference:
         self.mass = np.zeros((G, 0))
 
     def weights(self, g: int, position: int, held: list[int]) -> npt.NDArray[np.float64]:
-        """(GROUP, len(held)): softmax of the group's queries at a position over held tokens."""
+        """Returns softmax (GROUP, len(held)) of the group's queries at a position over held tokens."""
         scores = self.q[g * GROUP : (g + 1) * GROUP, position] @ self.k[g, held].T
         seen = np.array(held) <= position
         if self.window is not None:
@@ -90,7 +90,7 @@ class Reference:
         self.held[g].remove(p)
 
     def reach(self, g: int) -> list[int]:
-        """Tokens that a query sees."""
+        """Returns the tokens that a query sees."""
         return self.held[g]
 
     def attend(self, q: F32, k: F32, v: F32) -> npt.NDArray[np.float64]:
@@ -118,13 +118,13 @@ class Reference:
                 self.drop(g, self.victim(g, t + 1))
 
     def victim(self, g: int, n: int) -> int:
-        """Of tokens before the recent ones the hidden, then the lightest, then the oldest."""
+        """Returns of the tokens before the recent ones the hidden, then the lightest, then the oldest."""
         hidden = n - self.window if self.window is not None else 0
         candidates = [p for p in self.held[g] if p < n - self.recent]
         return min(candidates, key=lambda p: (p >= hidden, p >= hidden and self.mass[g, p], p))
 
     def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
-        """What a query teaches about the tokens that it saw."""
+        """Adds what a query teaches about the tokens that it saw."""
 
 
 class ReferenceStreaming(Reference):
@@ -155,7 +155,7 @@ class ReferenceMiKV(ReferenceH2O):
         self.v[g, p] = self.packed(self.v[g, p])
 
     def packed(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """x (D,) after a round trip through its low end and step, both in float16."""
+        """Returns x (D,) after a round trip through its low end and step, both in float16."""
         low, top = float(np.float16(x.min())), 2**self.bits - 1
         step = np.float16((x.max() - low) / top)
         if float(step) < (x.max() - low) / top:

@@ -1,4 +1,4 @@
-"""H1B-KV and its 1-bit-key baseline: equations 2 to 5 by hand, tau per head, how tau is fitted, adapted, said."""
+"""H1B-KV and its 1-bit-key baseline: equations 2 to 5 by hand; tau per head is fitted, adapted, reported."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
 
 
 def four_bits(v: F32) -> F64:
-    """Equation 4: (round(v / delta) + z - z) * delta in 0..15, delta in float16 and never too small."""
+    """Computes equation 4: (round(v / delta) + z - z) * delta in 0..15, delta in float16 and never too small."""
     low, high = np.minimum(v.min(-1, keepdims=True), 0), np.maximum(v.max(-1, keepdims=True), 0)
     exact = (high - low) / np.float32(15)
     delta = exact.astype(np.float16)
@@ -22,7 +22,7 @@ def four_bits(v: F32) -> F64:
 
 
 def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
-    """Equations 2, 3 and 5 for the last q.shape[1] tokens; tau (n_heads,)."""
+    """Computes equations 2, 3 and 5 for the last q.shape[1] tokens; tau (n_heads,)."""
     group, n, total, b = q.shape[0] // k.shape[0], q.shape[1], k.shape[1], len(projection)
     s_q, s_k = (np.where(x @ projection.T >= 0, 1.0, -1.0) for x in (q, k))
     alpha = s_q @ np.repeat(s_k, group, 0).transpose(0, 2, 1) / b
@@ -88,7 +88,7 @@ def test_bytes_are_the_formula(b: int) -> None:
 
 
 def fitted(fit: str, name: str = "h1b") -> list[H1B]:
-    """Two layers, prefilled; queries of head h of layer l look for their own key 1 + h + 4 l times as sharply."""
+    """Prefills two layers; queries of head h of layer l look for their own key 1 + h + 4 l times as sharply."""
     shape, n = (4, 2, 64), 200
     caches = [make(f"{name}:fit={fit}", shape, n) for _ in range(2)]
     for layer, cache in enumerate(caches):

@@ -10,7 +10,7 @@ TOP = {"int4": 7, "dense:dtype=q8": 127}
 
 
 def rounded(x: F32, top: int) -> F64:
-    """scale * round(x / scale) per token, the scale stored in float16 and never too small."""
+    """Returns scale * round(x / scale) per token, the scale stored in float16 and never too small."""
     exact = np.abs(x).max(axis=-1, keepdims=True).astype(float) / top
     scale = exact.astype(np.float16).astype(float)
     scale = np.where(

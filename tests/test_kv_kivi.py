@@ -10,7 +10,7 @@ SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 128)]
 
 
 def quantised(x: F64, bits: int, axis: int) -> F64:
-    """low + step * round((x - low) / step), the ends along the axis in float16, the step never too small."""
+    """Returns low + step * round((x - low) / step), ends along the axis in float16, step never too small."""
     top = 2**bits - 1
     low = x.min(axis, keepdims=True).astype(np.float16).astype(float)
     exact = (x.max(axis, keepdims=True).astype(np.float32) - low.astype(np.float32)) / np.float32(top)
@@ -20,7 +20,7 @@ def quantised(x: F64, bits: int, axis: int) -> F64:
 
 
 def stored(k: F32, v: F32, n_packed: int, bits: int, group: int, vgroup: int) -> tuple[F64, F64]:
-    """What the cache holds: the first n_packed tokens in codes, the rest in float16."""
+    """Returns what the cache holds: the first n_packed tokens in codes, the rest in float16."""
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
     g, _, d = k.shape
     span = vgroup or d

@@ -31,7 +31,7 @@ def draw(n: int, seed: int = 0) -> tuple[npt.NDArray[np.float32], ...]:
 
 
 def huffman_bits(counts: npt.NDArray[np.int64]) -> int:
-    """Total length of a Huffman code by merging the two rarest, again and again."""
+    """Returns the total length of a Huffman code by merging the two rarest, again and again."""
     heap, total = [int(count) for count in counts], 0
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -1,4 +1,4 @@
-"""Every option of every scheme: what it accepts works, and everything else is refused in a line that says so."""
+"""Every option of every scheme works with what it accepts, and refuses everything else in one line."""
 
 from __future__ import annotations
 

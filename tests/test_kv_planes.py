@@ -1,4 +1,4 @@
-"""planes and onebit: attention computed by hand from what they stored, their bytes, what they survive."""
+"""Attention of planes and onebit computed by hand from what they stored; their bytes; their limits."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
 
 
 def matrix(rotation: Rotation, cache: KVCache) -> F64:
-    """P (width, head_dim)."""
+    """Returns the rotation P (width, head_dim)."""
     identity = np.eye(rotation.head_dim, dtype=np.float32)[None]
     return rotation.forward(identity, cache.kernels)[0].T.astype(float)
 
 
 def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
-    """key_scale * f * level and the centre of each packed key, (n_kv_heads, n_packed, width)."""
+    """Returns key_scale * f * level and centre of each packed key, (n_kv_heads, n_packed, width)."""
     levels = cache.key_codec._stored(0, cache.key_codec.capacity)[0].astype(float)
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
     scaled = cache.key_codec.key_scale[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
@@ -27,14 +27,14 @@ def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
 
 
 def with_exact(x: F32, packed: F64, n_sink: int) -> F64:
-    """Float16 tokens of x, those from n_sink on replaced by the packed ones."""
+    """Returns float16 tokens of x, those from n_sink on replaced by the packed ones."""
     x = x.astype(np.float16).astype(float)
     x[:, n_sink : n_sink + packed.shape[1]] = packed
     return x
 
 
 def last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
-    """The last token's attention; the others are a prompt."""
+    """Returns the last token's attention; the others are a prompt."""
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
     return cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
 

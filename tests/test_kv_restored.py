@@ -1,4 +1,4 @@
-"""What a saved cache may hold: any numbers, or it is refused; nothing is written outside of its arrays."""
+"""A saved cache with any numbers is refused or harmless: nothing is written outside of its arrays."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def filled(name: str, window: int | None = None) -> KVCache:
 
 
 def goes_on(cache: KVCache) -> None:
-    """One by one, together, and after a rewind."""
+    """Reads tokens one by one, together, and after a rewind."""
     q, k, v = draw(HEADS, TOKENS, seed=3)
     with np.errstate(all="ignore"):
         for a, b in (*((i, i + 1) for i in range(300, 340)), (340, 410)):

@@ -27,7 +27,7 @@ def make(kv: str, backend: str = "numba", **geometry: object) -> KVCache:
 
 
 def draw(n: int, seed: int = 0, n_heads: int = 4, n_kv_heads: int = 2, head_dim: int = 16) -> list[np.ndarray]:
-    """Queries, keys and values; keys have a common offset, so that levels and bounds matter."""
+    """Draws queries, keys and values; keys have a common offset, so that levels and bounds matter."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((n_heads, n, head_dim)) * 0.5
     k = rng.standard_normal((n_kv_heads, n, head_dim)) + 2 * rng.standard_normal((n_kv_heads, 1, head_dim))
@@ -36,7 +36,7 @@ def draw(n: int, seed: int = 0, n_heads: int = 4, n_kv_heads: int = 2, head_dim:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """As float16 holds it, in float64."""
+    """Rounds to float16, in float64."""
     return x.astype(np.float16).astype(float)
 
 
@@ -48,7 +48,7 @@ def softmax(s: np.ndarray) -> np.ndarray:
 def by_hand(
     tokens: list[np.ndarray], n: int, summary: Summary, n_chosen: int, unit: int, block: int, window: int | None
 ) -> np.ndarray:
-    """Attention of the last n tokens to the n_chosen best units each, and to what is not indexed.
+    """Attends with the last n tokens to the n_chosen best units each, and to what is not indexed.
 
     summary(keys of one KV head) gives the function from queries (R, D) to scores (R, units).
     """
@@ -71,7 +71,7 @@ def by_hand(
 
 
 def two_levels(group: int, levels: str) -> Summary:
-    """FIER's equation 5 and algorithm 1: q . K~ over the whole groups of one head's keys."""
+    """Computes FIER's equation 5 and algorithm 1: q . K~ over the whole groups of one head's keys."""
 
     def summary(keys: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         x = keys[: len(keys) // group * group].reshape(-1, group, keys.shape[1])
@@ -89,7 +89,7 @@ def two_levels(group: int, levels: str) -> Summary:
 
 
 def bounds(page: int) -> Summary:
-    """The sum over channels of the larger of q * max and q * min, for the whole pages of one head's keys."""
+    """Sums over channels the larger of q * max and q * min, for the whole pages of one head's keys."""
 
     def summary(keys: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         x = keys[: len(keys) // page * page].reshape(-1, page, keys.shape[1])

@@ -1,4 +1,4 @@
-"""Sliding layers that keep their window alone: what they attend to, their bytes, rewinds, and whole models."""
+"""Sliding layers that keep their window alone: their attention, bytes, rewinds, and whole models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer(kv: str, window: int, kernels: Kernels, memory: object = None) -> KVCa
 
 
 def expected(first: int, stop: int, window: int) -> np.ndarray:
-    """Attention of the tokens first..stop, float64."""
+    """Returns attention of the tokens first..stop, float64."""
     s = Q[:, first:stop].astype(np.float64) @ np.repeat(K, H // G, axis=0)[:, :stop].transpose(0, 2, 1)
     row, at = np.arange(first, stop)[:, None], np.arange(stop)
     s = np.where((at <= row) & (at > row - window), s, -np.inf)

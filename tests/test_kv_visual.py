@@ -36,7 +36,7 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
 def quantised(
     k: F64, v: F64, group: str, quantile: float, bits: int, ranges: tuple[float, float] = (1, 1)
 ) -> tuple[F64, F64]:
-    """One span by equations 7-9, rounded to the nearest level instead of down."""
+    """Quantizes one span by equations 7-9, rounded to the nearest level instead of down."""
     sides = []
     for x, share in ((k, ranges[0]), (v, ranges[1])):
         part = {
@@ -59,7 +59,7 @@ def quantised(
 def attention(
     q: F32, k: F32, v: F32, spans: Sequence[tuple[int, int]], window: int | None = None, **options: object
 ) -> F64:
-    """Attention of the last tokens q over all of k, v, whose spans are quantised, in float64."""
+    """Computes attention of the last tokens q over all of k, v, whose spans are quantised, in float64."""
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
     for span in spans:
         part = slice(*span)
@@ -267,7 +267,7 @@ def planes(options: str = "", backend: str = "numba") -> KVCache:
 
 
 def filled(cache: KVCache, n: int = 400) -> tuple[F32, F32, F32]:
-    """n tokens of a prompt with PICTURES; returns those and ten more."""
+    """Reads n tokens of a prompt with PICTURES; returns those and ten more."""
     q, k, v = cache_cases.draw(WIDE, n + 10)
     cache.mark_images(PICTURES)
     cache.prefill(q[:, :n], k[:, :n], v[:, :n])

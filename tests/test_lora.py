@@ -60,7 +60,7 @@ def add_case(monkeypatch: pytest.MonkeyPatch) -> AddCase:
 
 
 def changed(lora: pathlib.Path, change: Callable[[dict[str, np.ndarray]], None]) -> pathlib.Path:
-    """The folder with its tensors changed in place."""
+    """Changes tensors of the folder in place."""
     path = lora / "adapter_model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -221,7 +221,7 @@ def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Pa
 
 @pytest.fixture(scope="module")
 def both(base: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """Of a model with two of them."""
+    """Returns a session of a model with two LoRAs."""
     lora = lora_cases.write("llama", tmp_path_factory.mktemp("lora") / "helper")
     return Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", ctx=64)
 

@@ -32,7 +32,7 @@ def minimal() -> ModuleType:
 
 
 def greedy(folder: pathlib.Path, ids: list[int], n: int) -> list[int]:
-    """The engine's tokens from float32 weights."""
+    """Returns the engine's tokens from float32 weights."""
     with Session.load(folder, kv="dense", ctx=len(ids) + n, weights="f32") as session:
         return [step.token for step in session.generate(ids, max_new_tokens=n, sampling=SamplingParams(0.0))]
 

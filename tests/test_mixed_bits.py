@@ -34,7 +34,7 @@ PROMPT = "It was a dark night when the old man and his wife were not come up. " 
 
 
 def stretched(heads: tuple[int, int, int], n: int) -> tuple[F64, F64, F64]:
-    """`draw`, some channels of the keys 4 and 16 times as long, and of the queries as much shorter."""
+    """Draws with some channels of the keys 4 and 16 times as long, and of the queries as much shorter."""
     q, k, v = (x.astype(float) for x in draw(heads, n))
     factors = 4.0 ** (np.arange(heads[2]) % (heads[2] // 2) // (heads[2] // 6))
     return q / factors, k * factors, v
@@ -43,7 +43,7 @@ def stretched(heads: tuple[int, int, int], n: int) -> tuple[F64, F64, F64]:
 def by_hand(
     heads: tuple[int, int, int], n: int, sliding_window: int | None, cap: float | None
 ) -> tuple[F64, list[list[int]]]:
-    """(2, n_kv_heads), and the channel scales' digits, of `stretched`, in loops over queries and tokens."""
+    """Returns (2, n_kv_heads) and the channel scales' digits of `stretched`, in loops over queries and tokens."""
     q, k, v = stretched(heads, n)
     group, d = heads[0] // heads[1], heads[2]
     groups = k[:, 4 : 4 + (n - 4) // 16 * 16].reshape(heads[1], -1, 16, d)

@@ -1,4 +1,4 @@
-"""Conversations that outgrow their context: what stays, what is said, and that positions are right."""
+"""Conversations that outgrow their context: which tokens stay, the report, and positions."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ KEPT = CTX - CTX // 2
 
 @pytest.fixture(scope="module", params=["llama31", "gpt2"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """Rotary and learned positions, for exactly as many tokens as the context."""
+    """A model with rotary or learned positions, for exactly as many tokens as the context."""
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     config = golden_cases.CASES[name] | {"max_position_embeddings": CTX, "n_positions": CTX}

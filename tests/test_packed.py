@@ -1,4 +1,4 @@
-"""Published quantized checkpoints: what libraries packed, and whole models in GPTQ's, AWQ's and FP8's layouts."""
+"""Published quantized checkpoints: matrices that libraries packed, and whole models of GPTQ, AWQ and FP8."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def ask(page: Any, text: str) -> None:
 
 
 def replaced(page: Any, text: str) -> None:
-    """The server's answer is this text: what a model would have to be brought to say."""
+    """Has the server answer this text, as a model would have to be brought to say it."""
     chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -82,7 +82,7 @@ def replaced(page: Any, text: str) -> None:
 
 
 def changed(page: Any, server: Server, **props: Any) -> None:
-    """The server says that it can do more."""
+    """Has the server say that it can do more."""
     answer = get(server, "/props") | props
     page.route("**/props", lambda route: route.fulfill(json=answer))
     page.reload()

@@ -1,4 +1,4 @@
-"""The server's conversations: which one a request goes on with, and who waits for whom."""
+"""The server's conversations: which one a request goes on with, and which requests wait."""
 
 from __future__ import annotations
 

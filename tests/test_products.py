@@ -28,7 +28,7 @@ TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases 
 
 
 def rounded(x: F32, block: int) -> F32:
-    """x (n, columns) as bytes with a scale for each block, and back again."""
+    """Returns x (n, columns) as bytes with a scale for each block, and back again."""
     n, columns = x.shape
     blocks = np.pad(x, ((0, 0), (0, -columns % block))).reshape(n, -1, block)
     peak = np.abs(blocks).max(axis=2, keepdims=True)
@@ -38,7 +38,7 @@ def rounded(x: F32, block: int) -> F32:
 
 
 def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int) -> tuple[U8, F32]:
-    """Codes and scales of weights (rows, columns)."""
+    """Draws codes and scales of weights (rows, columns)."""
     codes = rng.integers(0, 256, (rows, n_blocks(columns, layout.block), layout.block_bytes), np.uint8)
     return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
 
@@ -46,7 +46,7 @@ def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int)
 def weights_of(
     rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str | None
 ) -> QuantizedWeights:
-    """Weights (rows, columns), with zero points or offsets of the size of the others."""
+    """Draws weights (rows, columns), with zero points or offsets of the size of the others."""
     codes, scales = drawn(rng, layout, rows, columns)
     zeros = rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8) if kind == "zeros" else None
     offsets = rng.uniform(-8, 8, scales.shape).astype(np.float32) if kind == "offsets" else None
@@ -54,7 +54,7 @@ def weights_of(
 
 
 def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
-    """What they stand for, (rows, columns)."""
+    """Returns the weights (rows, columns) that codes stand for."""
     codes, scales, layout, offsets, zeros = weights
     shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}
     form = WeightFormat("", layout.bits, layout.block, e2m1=layout.e2m1)
@@ -225,7 +225,7 @@ def float_drawn(outputs: int, columns: int, n: int) -> tuple[np.ndarray, np.ndar
 
 
 def error(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> float:
-    """The largest, in relation to what the magnitudes add up to."""
+    """Returns the largest error, in relation to what the magnitudes add up to."""
     exact, most = (a.astype(float) @ b.astype(float).T for a, b in ((x, weights), (abs(x), abs(weights))))
     return float((np.abs(y - exact) / np.maximum(most, 1e-30)).max())
 

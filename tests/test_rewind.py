@@ -1,4 +1,4 @@
-"""Rewinding: what a scheme keeps, what is computed again, and how near that is to never having gone on."""
+"""Rewinding: what a scheme keeps, what is computed again, and the distance to never having gone on."""
 
 from __future__ import annotations
 

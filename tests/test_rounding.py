@@ -41,7 +41,7 @@ PROSE = (DEMO / "prose.txt").read_text()
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> F32:
-    """Weights with a few large ones."""
+    """Draws weights with a few large ones."""
     w = np.random.default_rng(seed).standard_t(5, (rows, columns)).astype(np.float32)
     w[rows // 2] = 0
     return w
@@ -67,7 +67,7 @@ def decoded(codes: U8, scales: F32, bits: int, block: int, columns: int) -> F32:
 
 
 def inputs(tokens: int, columns: int) -> F32:
-    """Inputs of a layer whose channels depend on each other and have uneven sizes."""
+    """Draws inputs of a layer whose channels depend on each other and have uneven sizes."""
     rng = np.random.default_rng(3)
     mixed = rng.standard_normal((tokens, 24)) @ rng.standard_normal((24, columns))
     mixed += 0.5 * rng.standard_normal((tokens, columns))
@@ -75,7 +75,7 @@ def inputs(tokens: int, columns: int) -> F32:
 
 
 def independent(x: F32) -> np.ndarray[Any, Any]:
-    """`hessian` by the formula, in float64: as many inputs again as x has columns, of a diagonal covariance."""
+    """Computes `hessian` by the formula, in float64, with as many independent inputs as x has columns."""
     (n, columns), x = x.shape, x.astype(np.float64)
     own = np.diag(np.square(x).mean(0))
     return (x.T @ x + columns * own) / (n + columns) + (DAMPING * own.trace() / columns or 1.0) * np.eye(columns)
@@ -88,7 +88,7 @@ def test_a_hessian_is_the_formula() -> None:
 
 
 def round_numpy(weight: F32, output_correction: F32, hessian: F32, block: int) -> tuple[U8, F32]:
-    """The specification of `Rounder.round`, in float64: a row, and of it a column, after the other."""
+    """Rounds as `Rounder.round` specifies, in float64: row after row, and of it column after column."""
     order, blocks, ends = column_order(hessian.diagonal(), block)
     h = hessian.astype(np.float64)[np.ix_(order, order)]
     factor = np.asarray(np.linalg.cholesky(h), np.float64)
@@ -162,14 +162,14 @@ def test_rounding_where_the_text_says_little() -> None:
 
 
 def aim(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
-    """What is rounded in place of rows."""
+    """Returns what is rounded in place of rows."""
     h = hessian(own)
     change = output_correction(Rounder(h, 32), rows, *cross_products(lost, own))
     return rows + change @ np.linalg.inv(h.astype(np.float64))
 
 
 def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
-    """`aim` in float64."""
+    """Computes `aim` in float64."""
     inverse = np.linalg.inv(independent(own))
     missing = lost.astype(np.float64) @ rows.T
     first, second = (missing[part].T @ own[part] for part in np.split(np.arange(len(own)), [len(own) // 2]))
@@ -204,7 +204,7 @@ def text(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The demo's first layer."""
+    """The demo model's first layer."""
     folder = tmp_path_factory.mktemp("cut") / "m"
     shutil.copytree(DEMO, folder)
     config = json.loads((DEMO / "config.json").read_text())
@@ -237,7 +237,7 @@ def test_a_calibrated_store(cut: pathlib.Path, text: pathlib.Path, tmp_path: pat
 
 
 def divergence(exact: F32, other: F32) -> float:
-    """The mean KL of two sets of logits."""
+    """Returns the mean KL of two sets of logits."""
     p, q = (x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True)) for x in (exact, other))
     return float((np.exp(p) * (p - q)).sum(1).mean())
 

@@ -29,7 +29,7 @@ PARAMS = {
 
 
 def reference_probabilities(logits, history, params):
-    """Probability of each id, filter by filter with a full sort."""
+    """Returns the probability of each id, filter by filter with a full sort."""
     scores = logits.astype(np.float64)
     seen = history[-params.repetition_window :] if params.repetition_window else history
     for token in set(seen):
@@ -132,7 +132,7 @@ def test_logits_without_a_finite_maximum_are_refused(temperature, logits):
 
 
 def stop_by_searching(text, stops):
-    """Text before the stop string that is completed first, and whether there is one."""
+    """Returns the text before the stop string that is completed first, and whether there is one."""
     for end in range(1, len(text) + 1):
         completed = [stop for stop in stops if text[:end].endswith(stop)]
         if completed:

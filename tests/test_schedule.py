@@ -1,4 +1,4 @@
-"""Who computes when: tokens that share a pass, prompts between them, and what an interrupt leaves."""
+"""Scheduling: tokens that share a pass, prompts between them, and interrupts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def n_waiting(schedule: BatchScheduler) -> int:
-    """Tokens that wait for a pass, which no caller is told."""
+    """Returns how many tokens wait for a pass, which no caller is told."""
     return len(schedule._waiting)
 
 
@@ -118,7 +118,7 @@ def test_a_prompt_lets_tokens_go_first(decoder: Slow, schedule: BatchScheduler) 
 
 @contextlib.contextmanager
 def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
-    """n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
+    """Starts n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
     ended = threading.Event()
 
     def write() -> None:
@@ -182,7 +182,7 @@ def test_a_failed_pass_is_told_to_all(decoder: Slow, schedule: BatchScheduler) -
 
 
 class InterruptedThread:
-    """Interrupts the main thread once ``is_time``, and then lets a decoder's pass end, where one is held up."""
+    """A thread that interrupts the main one once ``is_time``, and then lets a held-up pass end."""
 
     def __init__(self, is_time: Callable[[], bool], decoder: Slow | None = None) -> None:
         self._is_time, self._decoder = is_time, decoder
@@ -205,7 +205,7 @@ class InterruptedThread:
 
 @contextlib.contextmanager
 def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
-    """Another thread reads a prompt meanwhile."""
+    """Has another thread read a prompt meanwhile."""
     reading, read = threading.Event(), threading.Event()
 
     def prompt() -> None:

@@ -1,4 +1,4 @@
-"""What is the server's own fault is told to the client as such, and to the log."""
+"""The server's own faults are told to the client as such, and to the log."""
 
 import asyncio
 import json

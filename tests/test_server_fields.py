@@ -1,4 +1,4 @@
-"""Every field of a request to `edgekv serve`: what it changes in the answer, and how each odd value is refused."""
+"""Every field of a request to `edgekv serve` changes the answer, or is refused."""
 
 import dataclasses
 import json
@@ -243,7 +243,7 @@ ELSEWHERE: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, which
 
 
 def refusal(http: TestClient, path: str, body: Any) -> tuple[int, str | None, str]:
-    """Status, field and message of the answer; the message is one line."""
+    """Returns status, field and message of the answer; the message is one line."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = http.post(f"/v1/{path}", content=data, headers={"Content-Type": "application/json"})
     error = answer.json().get("error", {"param": None, "message": "answered"})

@@ -55,7 +55,7 @@ def ask(client: openai.OpenAI, *messages: Any, **options: Any) -> Any:
 
 
 def told(text: str, seed: int) -> bool:
-    """Whether the text names every thing of the picture by its colour."""
+    """Returns whether the text names every thing of the picture by its colour."""
     things = draw_scene(np.random.default_rng(seed), 3)
     return all(f"{thing.colour} {thing.kind}" in text for thing in things)
 

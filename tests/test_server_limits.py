@@ -47,12 +47,12 @@ def send(client: socket.socket, **fields: Any) -> None:
 
 
 def is_well(server: Server) -> None:
-    """A new client is answered; how soon is measured by hand, here the bound only keeps the test finite."""
+    """Asserts that a new client is answered; the time bound only keeps the test finite."""
     assert get(server, "/health")["status"] == "ok"
 
 
 def settled(server: Server) -> dict[str, Any]:
-    """The stats once nothing is being answered."""
+    """Returns the stats once nothing is being answered."""
     for _ in range(200):
         stats = get(server, "/stats")
         if not stats["edgekv_active"] and not stats["edgekv_queue_length"]:
@@ -68,7 +68,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def server(log: pathlib.Path) -> Iterator[Server]:
-    """With few file descriptors and a log that is a file, as a service has them."""
+    """A server with few file descriptors and a log that is a file, as a service has them."""
     (log.parent / "template.jinja").write_text(TEMPLATE)
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "
@@ -135,7 +135,7 @@ def test_thousands_of_bad_clients_shut_nobody_out(server: Server, log: pathlib.P
 
 
 def trickle(server: Server, begin: bytes, more: bytes, reads: bool = True) -> bytes:
-    """Send without an end, until the server closes the connection; return what it answered."""
+    """Sends without an end, until the server closes the connection; returns what it answered."""
     answer, deadline = b"", time.monotonic() + 60
     with connect(server) as client, contextlib.suppress(ConnectionError):
         client.sendall(begin)

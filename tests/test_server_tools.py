@@ -1,4 +1,4 @@
-"""Tools: how models write calls, that answers are held to the tools' schemas, and what a client is told of it."""
+"""Tools: how models write calls, how answers are held to the tools' schemas, and what a client gets of it."""
 
 import json
 import pathlib
@@ -152,7 +152,7 @@ TEXTS: list[tuple[str, str, list[Any]]] = [  # form, text; content, [reasoning] 
 
 
 def joined(deltas: list[dict[str, Any]]) -> list[Any]:
-    """Neighbours of a kind as one: texts, [reasoning], (name, arguments)."""
+    """Joins neighbours of a kind: texts, [reasoning], (name, arguments)."""
     found: list[Any] = []
     for delta in deltas:
         functions = [call["function"] for call in delta.get("tool_calls", ())]
@@ -166,7 +166,7 @@ def joined(deltas: list[dict[str, Any]]) -> list[Any]:
 
 
 def _loaded(text: str) -> Any:
-    """JSON's value; what was cut off is its text, or None."""
+    """Returns JSON's value; what was cut off is its text, or None."""
     try:
         return json.loads(text)
     except ValueError:
@@ -183,7 +183,7 @@ def test_answers_are_taken_apart(length: int) -> None:
 
 
 def accepts(session: Session, grammar: str, text: str) -> bool:
-    """Whether all of the text passes, and it could end here."""
+    """Returns whether all of the text passes, and it could end here."""
     tokenizer = session.require_tokenizer()
     constraint = Grammar(grammar, tokenizer, session.config.vocab_size)
     try:

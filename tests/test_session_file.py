@@ -1,4 +1,4 @@
-"""Saved sessions: the text goes on as if nothing had happened; a damaged or foreign file is refused; kill -9."""
+"""A restored session goes on as if nothing had happened; a damaged or foreign file is refused; kill -9."""
 
 import json
 import operator
@@ -165,7 +165,7 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
 
 
 def entry(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets a field of the first array's entry."""
+    """Returns a change that sets a field of the first array's entry."""
 
     def change(entries: dict[str, Any]) -> None:
         next(iter(entries.values()))[field] = value
@@ -174,7 +174,7 @@ def entry(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def halved(entries: dict[str, Any]) -> None:
-    """The first array that can be as half of its elements of twice the size."""
+    """Halves the first array that can be, as half of its elements of twice the size."""
     found = next(each for each in entries.values() if each["dtype"] == "U8" and each["shape"][-1] % 2 == 0)
     found["dtype"], found["shape"][-1] = "U16", found["shape"][-1] // 2
 
@@ -316,7 +316,7 @@ while True:
 
 
 def started_and_killed(arguments: list[object], seconds: float) -> list[bytes]:
-    """What a Python program printed after its first line, until it is killed that many seconds later."""
+    """Returns what a Python program printed after its first line, until it is killed."""
     with subprocess.Popen([sys.executable, "-c", *map(str, arguments)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Conversations that decode together say what each says alone."""
+"""Conversations that decode together have the text that each has alone."""
 
 from __future__ import annotations
 

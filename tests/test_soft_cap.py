@@ -1,4 +1,4 @@
-"""What changes scores in every KV scheme: soft bounds (Gemma 2), and sinks, scores of a head that no token has."""
+"""Soft bounds of scores (Gemma 2), and attention sinks, in every KV scheme."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SMALL = {  # of which not all tokens fit, or not all are read
 
 
 def drawn() -> tuple[F32, ...]:
-    """Queries, keys and values whose scores go well beyond CAP."""
+    """Draws queries, keys and values whose scores go well beyond CAP."""
     return tuple(2 * x for x in normal(HEADS, N, 5))
 
 
 def attended(name: str, backend: str, cap: float | None, window: int | None = None) -> F32:
-    """Attention of the last of N tokens."""
+    """Returns attention of the last of N tokens."""
     q, k, v = drawn()
     layer = {"layer": 2, "n_layers": 4, "sliding_window": window, "score_cap": cap}
     cache = make(SMALL.get(name, name), HEADS, N, backend, **layer)
@@ -94,7 +94,7 @@ def test_commands_with_their_own_schemes(
 
 
 def beside_sinks(kv: str, backend: str, *sinks: float) -> F32:
-    """A token's attention behind a prompt of 200, then that of three at once; none: without sinks."""
+    """Returns a token's attention behind a prompt of 200, then of three at once; none: without sinks."""
     heads, prompt = (4, 2, 128), 200
     cache = make(kv, heads, 256, backend)
     q, k, v = draw(heads, prompt + 4, offset=0)

@@ -1,4 +1,4 @@
-"""Threads of the weight products: measured once, remembered, overridden; and their number changes no sum."""
+"""Threads of the weight products are measured once, remembered and overridden; no number changes a sum."""
 
 import json
 import pathlib

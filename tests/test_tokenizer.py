@@ -51,7 +51,7 @@ def copy(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> Callable[[
 
 
 def read_cases(folder: pathlib.Path) -> list[tuple[str, list[int]]]:
-    """llama.cpp's files: texts between separator lines, ids without BOS; the last pair is the empty text."""
+    """Reads llama.cpp's files: texts between separator lines, ids without BOS; the last pair is the empty text."""
     texts = (folder / "cases.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     lines = (folder / "cases.out").read_text().split("\n")
     return [(text, [int(i) for i in line.split()]) for text, line in zip(texts, lines, strict=True)]

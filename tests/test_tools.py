@@ -1,4 +1,4 @@
-"""Tools: seeded faults have their place, shipped models describe scenes."""
+"""Seeded faults have their place, and shipped models describe scenes."""
 
 import itertools
 import pathlib

@@ -60,7 +60,7 @@ def base(folder: pathlib.Path) -> Session:
 
 
 def text(session: Session, prompt: object, n: int, **options: object) -> list[int]:
-    """The tokens of a greedy answer."""
+    """Returns the tokens of a greedy answer."""
     return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0, **options)]
 
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled, or loaded, before a text's clock starts, and what that took is told apart."""
+"""Kernels are compiled, or loaded, before a text's clock starts, and the time is reported apart."""
 
 from __future__ import annotations
 

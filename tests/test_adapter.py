@@ -83,7 +83,7 @@ def test_every_head_of_every_layer_gets_its_tau(base: pathlib.Path, tmp_path: pa
 
 
 def test_a_prompt_attends_as_the_adapted_model_was_trained_to(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """One prompt is the same as its tokens one by one; an unadapted model's prompt attends exactly."""
+    """A prompt at once is the same as its tokens one by one; without an adapter it attends exactly."""
     adapter = write(tmp_path / "a", base, {"tau": TAU})
     whole, single = (Session.load(base, kv="h1b", weights="f32", adapter=adapter) for _ in range(2))
     together = whole.logits(TOKENS)
@@ -114,7 +114,7 @@ def test_identity_follows_the_weights_only(base: pathlib.Path, tmp_path: pathlib
 def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
     base: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """And of the identity, so that no session goes on without it."""
+    """The model's identity follows it, so that no session goes on without it."""
     config, rng = Model.open(base).config, np.random.default_rng(0)
     sizes = {"projection": (3, 256, config.head_dim), "centre": (3, config.n_kv_heads, config.head_dim)}
     learned = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}

@@ -100,7 +100,7 @@ def test_no_module_imports_itself_on_a_way_round() -> None:
 
 
 def test_rooms_grow_by_decision() -> None:
-    """Where a bound is passed, look first for what else may go; lower it where a room has shrunk."""
+    """Look first for what else may go where a bound is passed; lower it where a room has shrunk."""
     sizes = dict.fromkeys(ROOM_LINES, 0)
     files = [
         file for name in ("edgekv", "tests", "tools") for file in (ROOT / name).rglob("*") if file.suffix in CODE
@@ -114,7 +114,7 @@ def test_rooms_grow_by_decision() -> None:
 
 
 def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:
-    """It holds the lock without which two Python threads in Numba's workqueue end the process."""
+    """`run_parallel` holds the lock without which two Python threads in Numba's workqueue end the process."""
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert [path for path, text in texts.items() if "parallel=True" in text] == ["kernels/cpu/loops.py"]
     assert [path for path, text in texts.items() if "@parallel_loop" in text] == ["kernels/cpu/launch.py"]

@@ -152,7 +152,7 @@ def test_a_wrong_setting_is_named(_: str, name: str, values: tuple[Any, ...]) ->
 
 @pytest.mark.parametrize(("_", "name", "values"), cases({"options": OPTIONS}))
 def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values: tuple[Any, ...]) -> None:
-    """Or the file that it names."""
+    """The error has the option's name, or the file that it names."""
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
             Session.load(model, **{"device": "numpy", name: value})

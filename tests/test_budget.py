@@ -37,7 +37,7 @@ def chosen(shape: ModelConfig, budget: int, noise: HeadNoise | None = None) -> C
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_finest_that_holds_the_bound_is_taken(name: str) -> None:
-    """Whatever heads turn out to need: of sliding layers some then keep their window alone, and some do not."""
+    """The bound holds whatever bits heads need, also where sliding layers keep their window alone."""
     shape = architecture(load_shape(name)).config
     sizes = [CacheSpec.parse(kv).planned_bytes(shape, CTX) for kv in FINEST_FIRST]
     assert len(sizes) > 20

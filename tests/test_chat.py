@@ -80,7 +80,7 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
 
 
 def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
-    """What was fed, decoded, is the rendered conversation."""
+    """The tokens that were fed, decoded, are the rendered conversation."""
     session = loaded.fork()
     talk = chat(session, system="Be brief.")
     for question in ("Tom went", "Lily saw"):
@@ -143,7 +143,7 @@ def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session)
 
 
 def test_a_history_that_is_none_is_refused(loaded: Session) -> None:
-    """As a session file may have it."""
+    """A session file may have one."""
     turns = ({"role": "user"}, {"role": "user", "content": 5}, {"role": "user", "content": "", "ids": [-1]})
     for history in (5, [5], *([turn] for turn in turns)):
         session = loaded.fork()
@@ -154,7 +154,7 @@ def test_a_history_that_is_none_is_refused(loaded: Session) -> None:
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_special_tokens_in_a_message_are_text(loaded: Session, role: str) -> None:
-    """Those of an answer, and of the template, are what they are."""
+    """Special tokens of an answer, and of the template, are special."""
     tokenizer = loaded.require_tokenizer()
     encoder = ChatEncoder(ChatTemplate(BRACKETS.replace("'user'", f"'{role}'"), tokenizer), tokenizer)
     special = [tokenizer.bos_id, *tokenizer.eos_ids[:1]]
@@ -187,7 +187,7 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
 
 
 def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a question or a retry that is refused, interrupted in its prompt, or never begun."""
+    """A question or a retry is refused, interrupted in its prompt, or never begun."""
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

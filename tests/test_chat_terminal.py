@@ -117,7 +117,7 @@ def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:
 
 
 def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
-    """What a later turn reads is what a new conversation would, image and all."""
+    """A later turn reads what a new conversation would, image and all."""
     Image.new("RGB", (128, 128), "blue").save(tmp_path / "blue.png")
     session = Session.load("scenes", ctx=1024)
     template = ChatTemplate.open(session.require_tokenizer(), session.model.tokenizer_path)

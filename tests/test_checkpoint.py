@@ -45,7 +45,7 @@ def test_every_dtype_round_trips(tmp_path: Path) -> None:
 
 
 def test_arrays_are_read_only_views_in_file_order(tmp_path: Path) -> None:
-    """Also at places that are no multiple of a number's size."""
+    """An array may begin at a place that is no multiple of a number's size."""
     text = json.dumps({"late": entry(8, 16), "early": entry(0, 8)}).encode()
     text += b" " * (-len(text) % 8 + 1)
     file = Tensors.open(raw_file(tmp_path / "a", text, np.arange(4, dtype=np.float32).tobytes()))
@@ -260,7 +260,7 @@ def test_identity_follows_config_and_every_tensor(tmp_path: Path) -> None:
 
 
 def test_identity_follows_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where size and time stay as they were; and all bytes are read once, not at every start."""
+    """Size and time may stay as they were; and all bytes are read once, not at every start."""
     first, middle = identity_of(tmp_path, np.zeros(1 << 16, np.float32)), tmp_path / "model.safetensors"
     status, data = middle.stat(), bytearray(middle.read_bytes())
     data[len(data) // 2] ^= 1

@@ -128,7 +128,7 @@ def test_texts_at_once_have_a_process_each_and_one_that_is_killed_ends_its_own(t
 def test_a_question_without_an_answer_ends_its_process(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next text's schema would be taken for the tokens."""
+    """The next text's schema would be taken for the tokens."""
 
     def interrupt(text: str) -> list[int]:
         raise KeyboardInterrupt
@@ -217,7 +217,7 @@ def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_worker_without_its_renderer_ends_by_itself() -> None:
-    """Its renderer may be killed while a template runs in circles."""
+    """A renderer may be killed while a template runs in circles."""
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     patched = "from edgekv import child; child.ORPHAN_SECONDS = 1; child.main('edgekv.text.sandbox')"
     request = json.dumps({"source": endless, "names": {}}).encode()

@@ -181,7 +181,7 @@ def test_errors_name_options() -> None:
 
 
 def test_every_parameter_has_an_option_of_the_command_line() -> None:
-    """Those of a session and of sampling."""
+    """Checks the parameters of a session and of sampling."""
     options = {
         option
         for command in COMMANDS

@@ -55,7 +55,7 @@ def test_kernels_store_the_same_bits(name: str, p: Problem, way: str) -> None:
 
 @pytest.mark.parametrize(("name", "p", "way"), EACH, indirect=["way"])
 def test_kernels_read_what_it_says(name: str, p: Problem, way: str) -> None:
-    """Of some tokens, as a slice of a longer array, and nothing beside them."""
+    """Kernels read some tokens, into a slice of a longer array, and write nothing beside it."""
     rng, t0, t1, rows = np.random.default_rng(2), 5, p.length - 3, p.r * p.n
     keys, values = (filled(codec, normal(rng, p.g, p.length, p.d)) for codec in PAIRS[name](p))
     q = normal(rng, p.g, rows, p.d)
@@ -89,7 +89,7 @@ def test_halves_are_the_nearest_even(kernels: Any) -> None:
 
 
 def test_every_half_is_read() -> None:
-    """One token of weight 1 at a time, so that infinities and NaNs stay where they are."""
+    """One token at a time has weight 1, so that infinities and NaNs stay where they are."""
     values = np.arange(1 << 16, dtype=np.uint16).reshape(1, 256, 256)
     for t in range(256):
         out = np.zeros((1, 1, 256), np.float32)
@@ -115,7 +115,7 @@ def test_bytes_are_levels_times_a_scale() -> None:
 
 
 def test_conversions_without_processor_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an x86 without F16C runs: every float16, and float32 of every exponent."""
+    """Runs what an x86 without F16C runs: every float16, and float32 of every exponent."""
     monkeypatch.setattr(scalar, "HAS_INSTRUCTIONS", False)
 
     @intrinsic

@@ -177,7 +177,7 @@ class Shout(Llama):
 
 
 def test_a_family_of_another_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file and an entry point; a package that is not asked for is not imported."""
+    """A package of one file and an entry point is not imported before it is asked for."""
     (tmp_path / "shout.py").write_text(FAMILY)
     info = tmp_path / "shout-1.0.dist-info"
     info.mkdir()

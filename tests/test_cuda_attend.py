@@ -150,7 +150,6 @@ def test_a_pair_between_exact_tokens(
 
 @pytest.mark.parametrize("pair", ["f16", "kivi", "4-bit keys"])
 def test_scores_with_a_soft_bound(device: OnDevice, pair: str) -> None:
-    """In one launch, and through the scores."""
     both = Both(device, "gqa")
     both.add(pair, 0, 128, 0)
     both.add("f16", 1, 38, 128)
@@ -179,7 +178,6 @@ def test_odd_ranges(device: OnDevice, pair: str) -> None:
     ],
 )
 def test_mixed_pairs(device: OnDevice, pairs: tuple[str, ...], shape: str, n: int) -> None:
-    """Each is rotated back by itself."""
     both, position = Both(device, shape), 0
     for pair in ("f16", *pairs, "f16"):
         length = 7 if pair == "f16" else 64 + position % 2 * 64

@@ -146,7 +146,7 @@ def test_replayed_steps_equal_steps(
 def test_a_recording_that_fails_is_a_step(
     tmp_path: pathlib.Path, device: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a second text uploads first, and an allocation that fails, end a recording, not the text."""
+    """An upload by a second text, or an allocation that fails, ends a recording and not the text."""
     model, rows = small_model(monkeypatch, tmp_path), []
     for replays in (True, False):
         cuda = decoder(model, device, capacity=LONG)
@@ -224,7 +224,7 @@ def texts_of(session: Session) -> list[list[int]]:
 
 
 def test_sessions_one_after_the_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says the same twice, the CPU's text where nothing is rounded; the one before speaks once more."""
+    """Each has the same text twice, the CPU's where nothing is rounded; an earlier one goes on last."""
     OnDevice.open("gpu")
     before: tuple[Session, list[list[int]]] | None = None
     for family, scheme, form in pairs(family=FAMILIES, scheme=GPU_SCHEMES, form=["f32", "int8", "int4"]):
@@ -319,7 +319,7 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
-    """It works on the host, where the choice then is made; log probabilities are the model's own."""
+    """The choice is then made on the host; log probabilities are the model's own."""
     chosen = []
     decoder = SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 0))
     runner = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=[1]), add=chosen.append)
@@ -383,7 +383,7 @@ def test_linear_layers_in_halves(
 def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     device: OnDevice, monkeypatch: pytest.MonkeyPatch, name: str, text: str, tiles: bool, tmp_path: pathlib.Path
 ) -> None:
-    """In chunks, one of them of few tokens; without tiles (sm_70, sm_72) attention is in float32."""
+    """Prompts are read in chunks, one of few tokens; without tiles (sm_70, sm_72) attention is in float32."""
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
     form, tokens = model.weight_format("int8"), golden_cases.tokens(name)[:43]
     monkeypatch.setattr(cuda_decoder, "chunk_tokens", lambda *_: 20)

@@ -35,7 +35,7 @@ def run(cache: KVCache, tokens: tuple[np.ndarray, ...], first: int, last: int) -
 @pytest.mark.parametrize("backend", ["numba", "numpy"])
 @pytest.mark.parametrize("kv", SCHEMES)
 def test_tokens_of_a_layer(kv: str, backend: str) -> None:
-    """One NaN token each in the prompt and behind it, infinite ones, equal ones."""
+    """Prompt and later tokens have a NaN token each, infinite ones and equal ones."""
     tokens = draw(HEADS, CAPACITY, seed=1)
     for x in tokens:
         for value, at in ((np.nan, 50), (np.inf, 60), (-np.inf, 70), (3e38, 80), (np.nan, 300), (np.inf, 310)):

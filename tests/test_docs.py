@@ -162,7 +162,7 @@ def test_packages_start_what_edgekv_accepts() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """What is imported for them alone, from the same modules; the errors come all at once."""
+    """The names imported for type checkers are those given at run time."""
     text = pathlib.Path(edgekv.__file__).read_text()
     seen = {
         name: module

@@ -64,7 +64,7 @@ def test_ctrl_c_during_imports() -> None:
 
 
 def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:
-    """It waited for threads that are not there, for ever."""
+    """It would wait for ever for threads that are not there."""
     session = Session.load(golden_cases.write_checkpoint("llama1", tmp_path), weights="f32")
     session.prefill([1, 2, 3])
     child = os.fork()
@@ -122,7 +122,6 @@ print(codes.any())
 
 
 def test_kernels_run_where_they_cannot_be_kept() -> None:
-    """Each process then compiles its own."""
     done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"

@@ -80,7 +80,7 @@ def model_of(tmp_path: pathlib.Path) -> Model:
 
 
 def test_a_perplexity_by_hand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token's probability after those before it in its window; those after the first token of one alone."""
+    """Takes each token's probability after those before it in its window."""
     monkeypatch.setattr("edgekv.eval.evaluate.LOGIT_ROWS", 7)  # several pieces, and a rest
     exact, ctx = "dense:dtype=f32", 24
     path, tokens = golden_cases.write_checkpoint("llama31", tmp_path), golden_cases.tokens("llama31")
@@ -191,7 +191,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> None:
-    """Those with centres or ranges per channel survive; one scale per token does not, and the gate says so."""
+    """Schemes with centres or ranges per channel pass; one scale per token does not, and the gate says so."""
     decoder, tokenizer = opened(biased, 512)
     specs = CacheSpec.parse_list("planes:k_bits=4,v_bits=4,onebit,dense:dtype=q8,int4")
     verdicts, _ = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 512, n_needles=0)
@@ -202,7 +202,7 @@ def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> 
 
 
 def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
-    """And `auto` takes what passed alone."""
+    """Only what passed is taken by `auto`."""
     model, spec = model_of(tmp_path), CacheSpec.parse("onebit")
     gated = Verdicts(model, tmp_path / "gates")
     assert gated.verdict(spec) is None

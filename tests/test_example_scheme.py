@@ -175,7 +175,7 @@ def test_a_package_that_is_broken_is_left_out_of_lists(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a line, and refused where it is named."""
+    """A line says so, and its scheme is refused where it is named."""
     install(tmp_path, monkeypatch, "bf16 = edgekv_broken:BFloat16")
     shutil.copy(PACKAGE / "edgekv_bf16.py", tmp_path)
     if source:
@@ -209,7 +209,7 @@ def test_registering() -> None:
 
 
 def test_only_public_names_are_used() -> None:
-    """What the example imports of edgekv is in `edgekv.__all__`."""
+    """The example imports names of `edgekv.__all__` alone."""
     import edgekv
 
     source = (PACKAGE / "edgekv_bf16.py").read_text()

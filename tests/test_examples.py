@@ -64,7 +64,7 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
 
 
 def test_a_newcomer_arrives() -> None:
-    """With the installed command; `tests/newcomer.sh --install` begins with `pip install .`."""
+    """Runs the installed command; `tests/newcomer.sh --install` begins with `pip install .`."""
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command, environment = ["bash", ROOT / "tests" / "newcomer.sh"], os.environ | {"PATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -71,7 +71,7 @@ def test_the_bytes_of_a_token_are_those_of_its_experts(tmp_path: pathlib.Path) -
 
 
 def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
-    """In float32, in its own format, and in 8 bits; 4-bit whole numbers lose, and a note says so."""
+    """Values stay in float32, in MXFP4 and in 8 bits; 4-bit whole numbers lose, and a note says so."""
     packed, plain = packed_cases.write_mxfp4(tmp_path)
     logits = [logits_of(folder, "numpy", "f32") for folder in (packed, plain)]
     np.testing.assert_allclose(*logits, atol=2e-5, rtol=0)

@@ -115,7 +115,7 @@ def said(steps: Any) -> str:
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "llava"])
 def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
-    """As the page asks for it; the text is a chat's, and every count of tokens that is told is the same."""
+    """The page asks so; the text is a chat's, and all counts of tokens agree."""
     session = loaded(name)
     text = {"type": "text", "text": LONG}
     parts = [{"type": "image_url", "image_url": {"url": picture()}}, text] if name == "llava" else [text]
@@ -226,7 +226,7 @@ def test_a_saved_session(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> N
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2", "mixtral"])
 def test_conversations_beside_each_other(name: str, loaded: Loaded) -> None:
-    """Each says what it says alone, sampled, so that it is no repetition."""
+    """Each has its own text, sampled, so that it is no repetition."""
     session = loaded(name, weights="int8", slots=SLOTS)
 
     def text(n: int, seed: int) -> list[int]:

@@ -209,7 +209,7 @@ def write(partial: pathlib.Path) -> None:
 
 
 def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
-    """Also under the number of a process that there is not, as another container's would be."""
+    """The number may be of no process here, as another container's would be."""
     other = tmp_path / f"folder.partial-{2**22 + 1}"
     other.mkdir()
     lock = os.open(other, os.O_RDONLY)
@@ -234,7 +234,7 @@ def test_the_first_one_that_is_whole_stays(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_folder_that_goes_before_it_is_locked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without a lock looks like a leftover to others."""
+    """A folder without a lock looks like a leftover to others."""
     lock, taken = fcntl.flock, list[pathlib.Path]()
 
     def after_another(file: object, flags: int) -> None:
@@ -392,7 +392,7 @@ class Tty(io.StringIO):
 
 
 def test_no_character_commands_the_terminal(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But what draws bars and tables; what is not a terminal gets the text as it is, but for errors' names."""
+    """Bars and tables may; what is not a terminal gets the text as it is, but for errors' names."""
     folder = tmp_path / "a\x1b]0;b\n\x07"
     folder.mkdir()
     assert main(["info", "--model", str(folder)]) == 2

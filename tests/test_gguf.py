@@ -65,7 +65,7 @@ def test_greedy_text_is_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
 def test_the_second_start_does_not_need_the_library(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its walk through the header takes seconds for a large vocabulary; the cache folder has what it found."""
+    """The library's walk through the header takes seconds; the cache folder has its result."""
     path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "F16")
     first = Model.open(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -81,7 +81,7 @@ def test_the_second_start_does_not_need_the_library(
 
 @pytest.mark.parametrize(("name", "kind"), pairs(name=PLAIN, kind=["F32", "F16", "BF16"]))
 def test_plain_numbers_are_the_checkpoints(name: str, kind: str, tmp_path: pathlib.Path) -> None:
-    """As the type rounds matrices; vectors and positions stay float32."""
+    """The type rounds matrices; vectors and positions stay float32."""
     folder = golden_cases.write_checkpoint(name, tmp_path / "folder")
     path, tensors = write_gguf(folder, tmp_path / "model.gguf", kind), golden_cases.tensors(name)
     for key, array in tensors.items():

@@ -254,7 +254,7 @@ def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(
 
 
 def test_a_download_goes_on_where_it_was_cut(demo: Repository, home: pathlib.Path, here: Run) -> None:
-    """Each time the process dies; the first 10 MiB, which the library writes at once, are not sent again."""
+    """The process dies each time; the first 10 MiB, which the library writes at once, are not sent again."""
     with serving(some__demo=demo) as hub:
         demo.cut["model.safetensors"] = 15_000_000
         script = (

@@ -327,7 +327,7 @@ def test_heads_choose_for_themselves_except_in_tova() -> None:
 
 @ALL
 def test_rewinding_never_leaves_a_wrong_state(kv: str) -> None:
-    """It goes back to the very token or to the start; either way the rest comes out as in a fresh cache."""
+    """A rewind goes to the very token or to the start; the rest comes out as in a fresh cache."""
     q, k, v = draw(120)
     for length in (30, 100):
         cache, fresh = make(kv), make(kv)
@@ -420,7 +420,7 @@ def test_the_lowest_goes_the_oldest_of_equals(visible: int, n_kv_heads: int, n: 
 
 
 def test_mass_that_is_no_number_counts_as_none() -> None:
-    """As in `highest_ranked`; infinity is the most, and what is protected stays before it."""
+    """Infinity is the most, and protected tokens stay before it."""
     pool = np.array([np.nan, -np.float32(np.nan), np.inf, -1, 0, 0.5, 2], np.float32)
     mass = np.random.default_rng(3).choice(pool, (40, 12))
     mass[0], mass[1] = np.nan, np.inf

@@ -42,7 +42,7 @@ def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[An
 
 @EACH
 def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[Any]) -> None:
-    """Or are refused for what stands beside them: another option, the layer, the budget."""
+    """They may be refused for another option, the layer or the budget."""
     scheme, accepts = SCHEMES[name], declared(field)
     q, k, v = draw(HEADS, TOKENS)
     for value in accepts.extremes:

@@ -138,7 +138,7 @@ def test_is_dense_to_the_bit_while_k_covers_the_index(kv: str) -> None:
 
 
 def test_where_attention_stays_dense() -> None:
-    """In the first layers, but never in the last; with a narrow window or a short context."""
+    """Attention is dense in the first layers, with a narrow window, or in a short context."""
     for (layer, n_layers), retrieves in {(0, 4): False, (1, 4): False, (2, 4): True, (1, 2): True}.items():
         assert ("index.signs" in make("fier:k=64", layer=layer, n_layers=n_layers).arrays) == retrieves
     assert "index.bounds" in make("quest:k=64,skip=0", layer=0).layout()
@@ -191,7 +191,7 @@ def half(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 7, 100])
 @pytest.mark.parametrize("columns", [1, 15, 333])
 def test_the_largest_are_taken(k: int, columns: int) -> None:
-    """By a stable sort: ties go to the lower columns, and NaN of either sign comes behind -inf."""
+    """Ties go to the lower columns, and NaN of either sign comes behind -inf, as in a stable sort."""
     rng = np.random.default_rng([k, columns])
     pool = np.array([np.nan, -np.float32(np.nan), np.inf, -np.inf, 0, -0.0, 1, -1], np.float32)
     s = [rng.choice(pool, columns, p=p) for p in rng.dirichlet(np.full(len(pool), 0.3), 40)]

@@ -167,7 +167,7 @@ def test_a_second_prompt_may_mark_too() -> None:
     ],
 )
 def test_bytes(group: str, ends: int) -> None:
-    """What a span needs, and text for the rest of the context; f16 copies only while a span is incomplete."""
+    """A span takes its own bytes, the rest of the context text's; an incomplete span has f16 copies."""
     bits, capacity, n_bytes = 3, 320, -(-HEAD_DIM // 8)
     cache = make(f"visual1:bits={bits},group={group}", capacity=capacity)
     q, k, v = draw(200)
@@ -321,7 +321,7 @@ def test_whole_blocks_of_a_picture_are_packed_and_the_rest_is_text(k_bits: int, 
 
 
 def test_bytes_of_planes() -> None:
-    """Of a packed token and KV head at head_dim 64 with 1 and 1 bits: 22.66, and 256 of a text token."""
+    """A packed token and KV head of 64 channels takes 22.66 bytes with 1 and 1 bits, a text token 256."""
     cache = planes()
     filled(cache)
     a_block = 64 * (8 + 2) + 5 * (32 + 2) + 64 * (8 + 2)

@@ -96,7 +96,7 @@ def test_each_lora_and_scale_has_an_identity(base: pathlib.Path, lora: pathlib.P
 
 @pytest.mark.parametrize("name", ["gptq-32", "fp8"])
 def test_a_packed_checkpoint_is_merged_unpacked(name: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
-    """What the packed numbers stand for plus the change, and the layers without one as they are."""
+    """The packed numbers' values get the change; layers without one stay as they are."""
     packed, _ = packed_cases.write(name, tmp_path)
     add_case("packed", json.loads((packed / "config.json").read_text()), ("v_proj",))
     lora = lora_cases.write("packed", tmp_path / "lora")
@@ -240,7 +240,7 @@ def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
 def test_quantized_weights_stay_as_they_are(
     base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One store for the model and all its LoRAs, whose change is added to what that holds."""
+    """The model and all its LoRAs share a store, whose values get each change."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = LoadOptions(weights="int4", kv="dense:dtype=f32")
     session = Session.load(base, **options, loras={"one": lora, "half": f"{lora}:0.5"})
@@ -296,7 +296,7 @@ def test_saved_sessions_go_on_with_their_own(
 def test_those_of_several_loras_decode_together(
     base: pathlib.Path, lora: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in passes of its own."""
+    """Each LoRA has passes of its own."""
     session = Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", slots=4, ctx=64)
     names = ("one", None, "half", "one")
     expected = [text(with_lora(session, name), TOKENS[:n]) for n, name in enumerate(names, 5)]
@@ -308,7 +308,7 @@ def test_those_of_several_loras_decode_together(
 
 
 def test_what_one_has_read_is_not_anothers(both: Session) -> None:
-    """Of the server's pool: also where there is one session for all."""
+    """Conversations of the server's pool are apart, also where there is one session for all."""
     prompt = TOKENS[:40]
     expected = {name: text(with_lora(both, name), prompt) for name in (None, "one", "half")}
     for room in (1, 8):

@@ -104,7 +104,7 @@ def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
 
 
 def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
-    """Its channels get bits where queries look; with many bits it makes no difference."""
+    """Channels get bits where queries look; with many bits it makes no difference."""
     heads, n = (4, 2, 64), 400
     q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
     q /= 4
@@ -120,7 +120,7 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_a_code_leaves_what_the_rule_takes(bits: int) -> None:
-    """Of a Gaussian, in the best uniform levels, scaled as the codecs scale them."""
+    """A Gaussian is coded in the best uniform levels, scaled as the codecs scale them."""
     x = np.random.default_rng(bits).standard_normal((400, 1024))
     half = 2 ** (bits - 1)
     levels = np.clip(np.floor(x / GAUSS_STEP[bits]), -half, half - 1) + 0.5
@@ -267,7 +267,7 @@ def test_a_short_context_and_prompt(
 
 
 def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And made anew where what is remembered can't be read; what it says is what counts."""
+    """It is made anew where the file can't be read; the file's numbers are what counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with loaded.fork(kv=KV) as session:
         assert session.plan.kv == loaded.plan.kv

@@ -21,7 +21,7 @@ SWITCHING = {"rope-longrope", "phi3-longrope"}  # all keys are computed again be
     ("name", "device"), [(name, "cpu" if i % 3 else "numpy") for i, name in enumerate(golden_cases.CASES)]
 )
 def test_logits_and_text_are_those_of_transformers(name: str, device: str, tmp_path: pathlib.Path) -> None:
-    """Of a whole prompt, and of two chunks and then single tokens, by `KVCache.attend` and by exact prefill."""
+    """A whole prompt, and two chunks followed by single tokens, give transformers' logits."""
     folder = golden_cases.write_checkpoint(name, tmp_path / "model")
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
     tokens = golden_cases.tokens(name)
@@ -41,7 +41,7 @@ def test_logits_and_text_are_those_of_transformers(name: str, device: str, tmp_p
 
 
 def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
-    """Where the sequence outgrows the original length, and where a rewind makes it short again."""
+    """The factors change where the sequence outgrows the original length, and back after a rewind."""
     folder = golden_cases.write_checkpoint("phi3-longrope", tmp_path / "model")
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
     tokens = golden_cases.tokens("phi3-longrope")
@@ -58,7 +58,7 @@ def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
 def test_prefill_in_chunks_is_one_prompt(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And schemes that learn from a prompt's queries get those of all its tokens."""
+    """Schemes that learn from a prompt's queries get those of all its tokens."""
     folder = golden_cases.write_checkpoint(name, tmp_path / "model")
     scheme = pytest.importorskip("edgekv.papers.h1b").H1B
     tokens, logits, seen, prefill = golden_cases.tokens(name), [], [], scheme.prefill

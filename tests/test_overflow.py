@@ -85,7 +85,7 @@ def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_long_prompt_that_is_interrupted_drops_nothing(loaded: Session, error: type[BaseException]) -> None:
-    """And the next time it is read as if nothing had been."""
+    """The next time it is read as if nothing had been."""
 
     def fail(done: int, total: int) -> None:
         raise error

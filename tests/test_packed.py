@@ -29,7 +29,7 @@ def of_library(name: str, folder: pathlib.Path) -> Tensors:
 
 @pytest.mark.parametrize("name", CASES)
 def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> None:
-    """Also in blocks of a weight format, where one has the same values."""
+    """Checks blocks of a weight format too, where one has the same values."""
     tensors, expected, (_, kind, exact) = of_library(name, tmp_path), PACKED[f"{name}/values"], CASES[name]
     weight = tensors["m.weight"]
     assert (list(tensors), weight.shape, weight.kind) == (["m.weight"], expected.shape, kind)
@@ -73,7 +73,6 @@ def test_a_model_equals_its_values(name: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq-v2-asymmetric", "awq"])
 def test_zero_points_on_every_path(name: str, device: OnDevice, tmp_path: pathlib.Path) -> None:
-    """As without zero points."""
     require_same_logits(Model.open(write(name, tmp_path)[0]), golden_cases.tokens("llama1")[:41], device)
 
 
@@ -92,7 +91,7 @@ def test_methods_that_can_not_be_read(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", [*CASES, *MODELS])
 def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
-    """Each part in other shapes and types, or absent: an error in one line, or a matrix."""
+    """Each part in other shapes and types, or absent, ends in an error of one line or in a matrix."""
     if name in CASES:
         config, whole = CASES[name][0], {f"m.{key}": part for key, part in library_tensors(name).items()}
     else:

@@ -128,7 +128,7 @@ def test_what_needs_a_conversation_that_is_copied_waits(
 
 @pytest.mark.parametrize("kv", ["h1b", "onebit"])
 def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
-    """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
+    """The pool held another's prompt that begins alike, an equal one, or one with nothing in common."""
     common, asked = list(range(100, 160)), [7, 8, 9]
     answers, temperatures = [], []
     for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):

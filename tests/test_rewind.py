@@ -38,7 +38,7 @@ def gone_on(cache: KVCache, tokens: tuple[np.ndarray, ...], n: int, m: int, seed
 @pytest.mark.parametrize("back", [1, 17, BACK])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_was_forgotten_leaves_nothing_behind(name: str, back: int) -> None:
-    """Whatever it was, the same follows."""
+    """The same follows, whatever was forgotten."""
     tokens = draw(HEADS, 640)
     after = []
     for seed in (1, 2):
@@ -109,7 +109,7 @@ def test_a_reset_cache_is_a_fresh_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_little_back_nothing_is_computed_again(name: str) -> None:
-    """What was packed stays packed, and once as many tokens came as were forgotten nothing differs."""
+    """Packed tokens stay packed; once as many tokens came as were forgotten nothing differs."""
     tokens = draw(HEADS, 900)
     for n in (500, 557, 583, 611):
         rewound, straight = make(name), make(name)

@@ -76,7 +76,6 @@ def test_greedy_obeys_the_repetition_penalty_and_leaves_the_logits_alone():
 
 
 def test_a_top_p_of_0_leaves_the_most_probable_token():
-    """As transformers and llama.cpp have it."""
     logits, params = np.array([0, 5, 4.999, -np.inf], np.float32), dataclasses.replace(OFF, top_p=0)
     assert {Sampler(params, 4).sample(logits) for _ in range(10)} == {1}
 

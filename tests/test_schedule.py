@@ -137,7 +137,7 @@ def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
 
 
 def test_a_prompt_is_not_kept_out(decoder: Slow, schedule: BatchScheduler) -> None:
-    """By a text that asks for its next token as soon as it has one."""
+    """A text asks for its next token as soon as it has one."""
     with writers(schedule, decoder, 1):
         for _ in range(20):
             with schedule.exclusive():
@@ -145,7 +145,7 @@ def test_a_prompt_is_not_kept_out(decoder: Slow, schedule: BatchScheduler) -> No
 
 
 def test_a_pause_is_one_pass(decoder: Slow, schedule: BatchScheduler) -> None:
-    """Also where texts ask for their next token as soon as they have one."""
+    """Texts ask for their next token as soon as they have one."""
     with writers(schedule, decoder, 2), schedule.exclusive() as pause:
         passes = [len(decoder.passes)]
         while passes[-1] < passes[0] + 20:
@@ -222,7 +222,7 @@ def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
 
 
 def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchScheduler) -> None:
-    """One that waits while a prompt is read."""
+    """The token waits while a prompt is read."""
     interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
         schedule.steps(decoder, [1], ())[0]
@@ -231,7 +231,7 @@ def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchSche
 
 
 def test_an_interrupted_prompt_keeps_nobody_out(decoder: Slow, schedule: BatchScheduler) -> None:
-    """One that waits for its turn while a token is computed, which then has it."""
+    """The prompt waits for its turn while a token is computed."""
     decoder.may_end.clear()
     thread = threading.Thread(target=schedule.steps, args=(decoder, [1], ()))
     thread.start()

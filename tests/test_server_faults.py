@@ -44,7 +44,7 @@ WHOSE = [
 
 @pytest.mark.parametrize("place", ["engine.Engine.answer", "prompts.RequestEncoder.ids"])
 def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the engine's thread and, of a prompt's ids, in the endpoint."""
+    """Errors arise in the engine's thread and, for a prompt's ids, in the endpoint."""
     errors: list[BaseException] = [error for error, _, _ in WHOSE]
     monkeypatch.setattr(f"edgekv.server.{place}", lambda *_: raise_first(errors))
     with asked(loaded, raising=True) as client:
@@ -58,7 +58,7 @@ def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.Monk
 
 
 def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is raised may be no Exception, as a Rust library's."""
+    """A Rust library's panic is no Exception."""
     works, errors = Engine.answer, [BaseException("a panic")]
     monkeypatch.setattr(Engine, "answer", lambda *job: raise_first(errors) or works(*job))
     with asked(loaded) as client:
@@ -69,7 +69,7 @@ def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch
 
 
 def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of them until they are answered, and nothing after."""
+    """Memory is held for them until they are answered, and not after."""
     goes_on, answer = threading.Event(), Engine.answer
 
     def answer_later(self: Engine, job: Any) -> Any:

@@ -249,7 +249,6 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_its_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """And help loads none of them."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "--model", str(DEMO)]) == 2
     assert "pip install 'edgekv[serve]'" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_grammars(session: Session, form: str) -> None:
 
 
 def test_arguments_are_those_that_a_function_names(session: Session) -> None:
-    """As it does not tell whether there are others; unless it says that there are."""
+    """A function that allows further arguments says so."""
     form, parameters = TOOL_FORMATS["hermes"], {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
     for more, others in (({}, False), ({"additionalProperties": True}, True), ({"$ref": "#/$defs/a"}, True)):
@@ -236,7 +236,7 @@ def test_arguments_are_those_that_a_function_names(session: Session) -> None:
 
 
 def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
-    """It decodes to nothing, and no text can spell it: the grammar and the answer know it by its id."""
+    """The grammar and the answer know the mark by its id, since no text can spell it."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -277,7 +277,7 @@ def test_a_template_that_knows_no_tools_has_them_in_words(session: Session) -> N
 def test_a_template_is_rendered_for_the_latest_answers_alone(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a rendering of all before it: of thousands, minutes of a core."""
+    """Each answer takes a rendering of all before it, minutes of a core for thousands."""
     tokenizer, render, rendered = session.require_tokenizer(), ChatTemplate.render, list[None]()
 
     def counted(*args: Any, **options: Any) -> str:

@@ -93,7 +93,7 @@ def test_sliding_layers_and_image_tokens(
 
 @pytest.mark.parametrize("kv", SESSION_KV)
 def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
-    """What the rewind left in the arrays behind the last token does no harm."""
+    """The rewind leaves tokens in the arrays behind the last one, which do no harm."""
     texts = []
     for save in (False, True):
         session = loaded.fork(kv=kv)
@@ -267,7 +267,7 @@ def test_a_file_that_belongs_to_something_else_or_lies(
     ],
 )
 def test_counters_that_lie(kv: str, counter: str, value: int, loaded: Session, tmp_path: pathlib.Path) -> None:
-    """In one layer; and in all of them alike, where they can't be told by the others."""
+    """Counters lie in one layer, or in all alike, where other layers can't tell."""
     session = loaded.fork(kv=kv)
     session.prefill(PROMPT[:250])
     session.save(tmp_path / "file")

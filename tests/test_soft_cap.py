@@ -64,7 +64,7 @@ def test_every_scheme_is_bounded(name: str) -> None:
 
 
 def test_what_tokens_received_is_counted_with_the_bound() -> None:
-    """By a prompt at once as by one token after the other."""
+    """A prompt at once counts as its tokens one by one."""
     q, k, v = (x[:, :60] for x in drawn())
     once, each = (make("h2o:budget=64", HEADS, 100, score_cap=CAP) for _ in range(2))
     once.prefill(q, k, v)
@@ -110,7 +110,7 @@ def beside_sinks(kv: str, backend: str, *sinks: float) -> F32:
 
 @pytest.mark.parametrize(("kv", "backend"), [(kv, ("numpy", "numba")[i % 2]) for i, kv in enumerate(SCHEMES)])
 def test_a_sink_takes_its_share(kv: str, backend: str) -> None:
-    """One of -inf takes nothing, a very large one everything, and one between part of each head's."""
+    """A sink of -inf takes nothing, a very large one everything, and one between part of each head's."""
     plain, none = beside_sinks(kv, backend), -np.inf
     np.testing.assert_array_equal(beside_sinks(kv, backend, *[none] * 4), plain)
     assert np.abs(beside_sinks(kv, backend, *[80] * 4)).max() < 1e-6 * np.abs(plain).max()

@@ -62,7 +62,7 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("weights", ["int4", "int8-32", "f32"])
 def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
-    """Of one row, and of prompts whose rows are shared by several callers."""
+    """One row is tried, and prompts whose rows are shared by several callers."""
     store = random_store(load_shape("tiny", 2), WEIGHTS[weights])
     arch, c, rng = store.arch, store.arch.config, np.random.default_rng(0)
     plain = CpuOps(store, Threads(1, 1))

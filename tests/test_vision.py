@@ -341,7 +341,7 @@ def animated(path: pathlib.Path) -> None:
 
 
 def test_frames_are_not_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file with a million Pillow would read them all."""
+    """Pillow would read all of a file with a million frames."""
     animated(tmp_path / "a.gif")
     monkeypatch.setattr(GifImagePlugin.GifImageFile, "n_frames", property(lambda image: pytest.fail("counted")))
     assert len(open_image(tmp_path / "a.gif").notes) == 1

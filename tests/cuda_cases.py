@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cuda_host.driver import HostDriver
 from helpers import SCHEMES
-from kernel_cases import CODECS, assert_close, own
+from kernel_cases import CODECS, assert_close, backend_module
 
 from edgekv.engine.cuda import CudaBackend, runs
 from edgekv.engine.decoder import Decoder
@@ -62,7 +62,7 @@ class OnDevice:
         """
         expected = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
         actual = [self.up(x) if isinstance(x, np.ndarray) and x.dtype != np.int64 else x for x in arguments]
-        oracle, kernel = getattr(own(reference, kind) if kind else reference, name), None
+        oracle, kernel = getattr(backend_module(reference, kind) if kind else reference, name), None
         if kind:
             file = importlib.import_module(CODECS[kind].backends["cuda"])
             kernel = functools.partial(getattr(file, name), self.kernels)

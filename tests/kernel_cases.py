@@ -112,7 +112,7 @@ def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **para
     return made
 
 
-def own(backend: Any, kind: str) -> Any:
+def backend_module(backend: Any, kind: str) -> Any:
     """Returns a backend's module beside a kind of codec; NumPy's may be the codec's own."""
     package, name = CODECS[kind].backends["cpu"].rpartition(".")[0], backend.__name__.rpartition(".")[2]
     return import_module(f"{package}.{'codec' if kind == 'signs' and name == 'reference' else name}")

@@ -63,7 +63,7 @@ def engine_of(session: "Session", template: str = TEMPLATE, **options: Any) -> "
 
 
 @contextlib.contextmanager
-def asked(
+def open_endpoints(
     session: "Session",
     template: str = TEMPLATE,
     *,

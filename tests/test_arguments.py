@@ -99,7 +99,7 @@ def session(model: pathlib.Path) -> Session:
     return session
 
 
-def held(session: Session) -> tuple[Any, ...]:
+def snapshot(session: Session) -> tuple[Any, ...]:
     arrays = [array.tobytes() for cache in session.caches for array in cache.arrays.values()]
     return (
         list(session.tokens),
@@ -113,13 +113,13 @@ def held(session: Session) -> tuple[Any, ...]:
 
 
 def refused(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
-    before = held(session)
+    before = snapshot(session)
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
             call(**{**given, name: value})
         assert "\n" not in str(caught.value), value
         assert len(str(caught.value)) < 6000
-        assert held(session) == before, value
+        assert snapshot(session) == before, value
 
 
 @pytest.mark.parametrize(("method", "name", "values"), cases(METHODS))

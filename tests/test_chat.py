@@ -56,7 +56,7 @@ def chat(session: Session, template: str = TAGGED, system: str | None = None) ->
     return Chat(session, ChatTemplate(template, session.require_tokenizer()), system)
 
 
-def said(steps: object) -> str:
+def text_of(steps: object) -> str:
     return "".join(step.text for step in steps)
 
 
@@ -94,12 +94,12 @@ def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
 def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
     talk = chat(session)
-    first = said(talk.ask("One day, a little girl named Lily", max_new_tokens=30))
-    second = said(talk.ask("She had a friend", max_new_tokens=30))
-    again = said(talk.retry(max_new_tokens=30))
+    first = text_of(talk.ask("One day, a little girl named Lily", max_new_tokens=30))
+    second = text_of(talk.ask("She had a friend", max_new_tokens=30))
+    again = text_of(talk.retry(max_new_tokens=30))
     assert session.report().prefill_tokens == 1
     assert again == second
-    other = said(talk.retry(max_new_tokens=30, sampling=SamplingParams(temperature=1.5, seed=1)))
+    other = text_of(talk.retry(max_new_tokens=30, sampling=SamplingParams(temperature=1.5, seed=1)))
     assert other != second
     assert [m["content"] for m in talk.messages][1::2] == [first.strip(), other.strip()]
 
@@ -108,7 +108,7 @@ def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
     session = loaded.fork()
     talk = chat(session)
     steps = talk.ask("Once upon a time", max_new_tokens=50)
-    text = said(next(steps) for _ in range(7))
+    text = text_of(next(steps) for _ in range(7))
     steps.close()
     assert talk.messages[-1]["content"] == text.strip()
     assert len(talk.messages[-1]["ids"]) == 7
@@ -122,7 +122,7 @@ def test_a_message_that_does_not_fit_is_forgotten(loaded: Session) -> None:
     with raises(ContextError, field="ctx"):
         talk.ask("word " * 100)
     assert len(talk.messages) == 2
-    assert said(talk.ask("Lily", max_new_tokens=4))
+    assert text_of(talk.ask("Lily", max_new_tokens=4))
 
 
 def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session) -> None:
@@ -133,7 +133,7 @@ def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session)
     for change in (talk.clear, functools.partial(talk.set_system, "x"), functools.partial(talk.ask, "What?")):
         with pytest.raises(SessionError, match="exhaust or close"):
             change()
-    assert text + said(answer) == said(other.ask("Tom", max_new_tokens=8))
+    assert text + text_of(answer) == text_of(other.ask("Tom", max_new_tokens=8))
     assert talk.messages == other.messages
     talk.clear()
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
@@ -179,7 +179,7 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     assert talk.messages == []
-    assert said(talk.ask("Tom", max_new_tokens=4)) == said(chat(loaded.fork()).ask("Tom", max_new_tokens=4))
+    assert text_of(talk.ask("Tom", max_new_tokens=4)) == text_of(chat(loaded.fork()).ask("Tom", max_new_tokens=4))
     steps = talk.ask("Lily")
     next(steps)
     talk.session.close()
@@ -193,7 +193,7 @@ def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytes
         raise KeyboardInterrupt
 
     talk = chat(loaded.fork(), system="Stories.")
-    first = said(talk.ask("Tom", max_new_tokens=8))
+    first = text_of(talk.ask("Tom", max_new_tokens=8))
     before = copy.deepcopy(talk.messages)
     for answer in (talk.retry, functools.partial(talk.ask, "Lily")):
         with raises(ContextError, field="max_new_tokens"):
@@ -207,7 +207,7 @@ def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytes
         steps = answer()
         steps.close()
         assert talk.messages == before
-    assert said(talk.retry(max_new_tokens=8)) == first
+    assert text_of(talk.retry(max_new_tokens=8)) == first
     assert talk.messages == before
 
 
@@ -218,7 +218,7 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     session.save(tmp_path / "chat")
     again = chat(Session.restore(tmp_path / "chat", loaded), system="ignored: there is a history")
     assert again.messages == talk.messages
-    assert said(again.ask("And then", max_new_tokens=30)) == said(talk.ask("And then", max_new_tokens=30))
+    assert text_of(again.ask("And then", max_new_tokens=30)) == text_of(talk.ask("And then", max_new_tokens=30))
     assert again.session.report().prefill_tokens < 40
     talk.clear()
     assert [m["role"] for m in talk.messages] == ["system"]

@@ -16,7 +16,7 @@ CTX, HELD = 8192, 1 << 29
 SIZES = {name: CacheSpec.parse(name).planned_bytes(CONFIG, CTX) for name in PRESETS}
 
 
-def taken(held: int, *passed: str) -> tuple[str, str]:
+def choose_beside(held: int, *passed: str) -> tuple[str, str]:
     """Returns the choice beside so many bytes of weights, where those presets passed the gate, and its reason."""
     spec, reason = choose(CONFIG, CTX, held, passed)
     return spec.short, reason
@@ -28,14 +28,14 @@ def test_each_preset_takes_fewer_bytes_than_the_one_before() -> None:
 
 
 def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
-    name, reason = taken(HELD, "q3", "q8")
+    name, reason = choose_beside(HELD, "q3", "q8")
     assert name == "q3"
     assert "passed its gate" in reason
     assert format_bytes(SIZES["q3"]) in reason
 
 
 def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:
-    name, reason = taken(HELD)
+    name, reason = choose_beside(HELD)
     losses = published_results()["worst_kl"]
     assert name == min((n for n in PRESETS if losses[n] <= MAX_LOSS), key=SIZES.__getitem__) != "f16"
     assert f"{losses[name]:.4f}" in reason
@@ -45,7 +45,7 @@ def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -
 def test_auto_takes_f16_where_less_than_a_tenth_is_saved(more: int, name: str) -> None:
     saved = SIZES["f16"] - SIZES["q2"]
     held = int(saved / MIN_SAVING) - SIZES["f16"] + 10 * more
-    assert taken(held, "q2")[0] == name
+    assert choose_beside(held, "q2")[0] == name
 
 
 def test_a_named_scheme_is_held_to_the_budget() -> None:

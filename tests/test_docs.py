@@ -30,7 +30,7 @@ INLINE = re.compile(r"`(edgekv [^`]+)`")
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*[a-z]")
 
 
-def shown(text: str) -> Iterator[list[str]]:
+def shown_commands(text: str) -> Iterator[list[str]]:
     """Yields the words of every `edgekv COMMAND ...` in the text's code, up to what ends a command of a shell."""
     code = [first or second for first, second in FENCE.findall(text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -43,7 +43,7 @@ def shown(text: str) -> Iterator[list[str]]:
                     yield found[1].split()
 
 
-def unknown(words: list[str]) -> list[str]:
+def unknown_words(words: list[str]) -> list[str]:
     """Returns what of a command line is no command, or no option of it."""
     if words[0] not in (*COMMANDS, "completion"):
         return [words[0]]
@@ -65,7 +65,10 @@ def _choices(sub: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
 
 
 def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
-    wrong = {page.name: [words for words in shown(page.read_text()) if unknown(words)] for page in CURRENT}
+    wrong = {
+        page.name: [words for words in shown_commands(page.read_text()) if unknown_words(words)]
+        for page in CURRENT
+    }
     assert {name: found for name, found in wrong.items() if found} == {}
 
 

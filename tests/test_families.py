@@ -109,7 +109,7 @@ def tokens(session: Session, prompt: str | Sequence[int], n: int = 12, **options
     ]
 
 
-def said(steps: Any) -> str:
+def text_of(steps: Any) -> str:
     return "".join(step.text for step in steps)
 
 
@@ -130,7 +130,7 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
     alone, words = session.fork(), ("<image>\n" if name == "llava" else "") + LONG
     rendered = template_of(session).render([{"role": "user", "content": words}])
     prompt = alone.prompt(rendered.removeprefix("<s>"), [Image.fromarray(PIXELS)] * (name == "llava"))
-    expected = said(alone.generate(prompt, max_new_tokens=12, temperature=0.0))
+    expected = text_of(alone.generate(prompt, max_new_tokens=12, temperature=0.0))
     with served(session) as client:
         first, second = (streamed(client, "chat/completions", **body) for _ in range(2))
     deltas = [chunk["choices"][0]["delta"] for chunk in first if chunk.get("choices")]
@@ -200,12 +200,12 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
                 len(message.get("images", ())) for message in talk.messages if not message.get("dropped")
             )
             assert session.tokens.count(vision_cases.IMAGE_TOKEN) == n_shown * vision_cases.N_TOKENS > 0
-        text += said(steps)
-        assert said(talk.retry(max_new_tokens=60, sampling=GREEDY)) == text
+        text += text_of(steps)
+        assert text_of(talk.retry(max_new_tokens=60, sampling=GREEDY)) == text
     assert any(message.get("dropped") for message in talk.messages)
     assert not talk.messages[0].get("dropped")
     talk.set_system("")
-    said(talk.ask("And then?", max_new_tokens=4, sampling=GREEDY))
+    text_of(talk.ask("And then?", max_new_tokens=4, sampling=GREEDY))
     assert session.tokens[: len(beginning)] != beginning
 
 

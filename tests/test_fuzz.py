@@ -15,7 +15,7 @@ WHOLE = "EDGEKV_FUZZ_SECONDS" in os.environ  # set by .ci/run: so long, and the 
 SECONDS = float(os.environ.get("EDGEKV_FUZZ_SECONDS", "3"))
 
 
-def told(tally: Tally) -> str:
+def failures_of(tally: Tally) -> str:
     return "\n\n".join(f"{kind}:{seed}\n{reason}" for (kind, seed), reason in tally.failures)
 
 
@@ -31,7 +31,7 @@ def test_what_once_failed(worker: Worker) -> None:
     lines = [line for line in CORPUS.read_text().splitlines() if line and not line.startswith("#")]
     cases = [(kind, int(seed)) for kind, _, seed in (line.partition(":") for line in lines)]
     tally = run(cases, worker=worker)
-    assert not tally.failures, told(tally)
+    assert not tally.failures, failures_of(tally)
     assert tally.n_cases == len(lines)
 
 
@@ -39,7 +39,7 @@ def test_some_seconds_of_damage(worker: Worker) -> None:
     """Success or an EdgeKVError, whatever the input: no crash, no hang, no more than 2 GiB."""
     kinds = [kind for kind in KINDS if WHOLE or kind not in RARE]
     for tally in (run([(kind, 0) for kind in kinds], worker=worker), run(cases(1, kinds), SECONDS, worker=worker)):
-        assert not tally.failures, told(tally)
+        assert not tally.failures, failures_of(tally)
         assert tally.n_cases
 
 

@@ -45,7 +45,7 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
     return q.astype(np.float16).astype(np.float32), k, v
 
 
-def kept(cache: EvictingCache) -> list[list[int]]:
+def kept_positions(cache: EvictingCache) -> list[list[int]]:
     """Returns the positions held, per KV head."""
     return [sorted(row) for row in cache.arrays["position"][:, : cache.n_used].tolist()]
 
@@ -220,10 +220,10 @@ def test_keeps_and_answers_what_the_paper_says(name: str, prompt: int, window: i
     if prompt:
         cache.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
         reference.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
-        assert kept(cache) == [sorted(held) for held in reference.held]
+        assert kept_positions(cache) == [sorted(held) for held in reference.held]
     got = cache.attend(q[:, prompt:], k[:, prompt:], v[:, prompt:])
     expected = reference.attend(q[:, prompt:], k[:, prompt:], v[:, prompt:])
-    assert kept(cache) == [sorted(held) for held in reference.held]
+    assert kept_positions(cache) == [sorted(held) for held in reference.held]
     # a code of MiKV may round the other way where float32 meets a half: one step of one element
     np.testing.assert_allclose(got, expected, atol=0.05 if name == "mikv" else 2e-5)
     assert np.median(np.abs(got - expected)) < 1e-5
@@ -300,8 +300,8 @@ def test_appending_without_queries_in_pieces_equals_one_go(kv: str) -> None:
     whole.append_prompt(k[:, 60:], v[:, 60:])
     for a, b in ((60, 61), (61, 75), (75, 76), (76, 180), (180, 230)):
         pieces.append_prompt(k[:, a:b], v[:, a:b])
-    assert kept(whole) == kept(pieces)
-    assert 229 in kept(whole)[0]
+    assert kept_positions(whole) == kept_positions(pieces)
+    assert 229 in kept_positions(whole)[0]
     after = [cache.attend(*draw(20, 1)).copy() for cache in (whole, pieces)]
     np.testing.assert_allclose(after[0], after[1], atol=1e-5)
 
@@ -312,8 +312,8 @@ def test_without_queries_h2o_keeps_old_heavy_hitters_and_snapkv_the_latest() -> 
         cache = make(kv)
         cache.attend(q[:, :60], k[:, :60], v[:, :60])
         cache.append_prompt(k[:, 60:], v[:, 60:])
-        assert min(kept(cache)[0]) >= oldest
-        assert (min(kept(cache)[0]) < 60) == kv.startswith("h2o")
+        assert min(kept_positions(cache)[0]) >= oldest
+        assert (min(kept_positions(cache)[0]) < 60) == kv.startswith("h2o")
 
 
 def test_heads_choose_for_themselves_except_in_tova() -> None:
@@ -321,7 +321,7 @@ def test_heads_choose_for_themselves_except_in_tova() -> None:
     for name, kv in SCHEMES.items():
         cache = make(kv)
         cache.attend(q, k, v)
-        same = kept(cache)[0] == kept(cache)[1]
+        same = kept_positions(cache)[0] == kept_positions(cache)[1]
         assert same == (name in ("streaming", "tova")), name
 
 
@@ -339,7 +339,7 @@ def test_rewinding_never_leaves_a_wrong_state(kv: str) -> None:
         cache.attend(q[:, n:20], k[:, n:20], v[:, n:20])
         again = [each.attend(q[:, 20:], k[:, 20:], v[:, 20:]).copy() for each in (cache, fresh)]
         np.testing.assert_array_equal(*again)
-        assert kept(cache) == kept(fresh)
+        assert kept_positions(cache) == kept_positions(fresh)
 
 
 @ALL
@@ -362,7 +362,7 @@ def test_snapkv_finds_what_the_question_asks_for_with_its_neighbours() -> None:
     q[:, -8:] = direction
     cache = make(SCHEMES["snapkv"])
     cache.prefill(q, k, v)
-    assert all({49, 50, 51, 52} <= set(held) for held in kept(cache))
+    assert all({49, 50, 51, 52} <= set(held) for held in kept_positions(cache))
 
 
 def test_pooling_by_average_is_the_mean_with_zeros_beyond_the_ends() -> None:

@@ -33,7 +33,7 @@ def with_exact(x: F32, packed: F64, n_sink: int) -> F64:
     return x
 
 
-def last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
+def attend_last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
     """Returns the last token's attention; the others are a prompt."""
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
     return cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
@@ -46,7 +46,7 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
     cache = make(f"planes:k_bits={k_bits},v_bits={bits},residual_length=64", shape, n)
-    got = last(cache, q, k, v)
+    got = attend_last(cache, q, k, v)
     assert cache.n_packed == 192
     scaled, centres = levels_and_centres(cache)
     turn = matrix(cache.key_codec.rotation, cache).T
@@ -91,7 +91,7 @@ def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
     for offset in (0, 30):
         shifted = k + np.float32(offset) * np.sign(k[:, :1])
         for name in (kv, "int4"):
-            got = last(make(name, shape, n), q, shifted, v)
+            got = attend_last(make(name, shape, n), q, shifted, v)
             exact = attention(q[:, -1:], shifted.astype(np.float16).astype(float), v.astype(float), None)
             errors[name, offset] = np.linalg.norm(got - exact) / np.linalg.norm(exact)
     assert errors[kv, 30] < 1.5 * errors[kv, 0] + 0.1

@@ -16,7 +16,7 @@ import tiny_models
 from checkpoint_files import one_line
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
-from serving import asked as served
+from serving import open_endpoints
 from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, SamplingParams, Session
@@ -220,7 +220,7 @@ def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Pa
 
 
 @pytest.fixture(scope="module")
-def both(base: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+def two_loras(base: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
     """Returns a session of a model with two LoRAs."""
     lora = lora_cases.write("llama", tmp_path_factory.mktemp("lora") / "helper")
     return Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", ctx=64)
@@ -254,8 +254,8 @@ def test_quantized_weights_stay_as_they_are(
     assert np.sqrt(np.mean(np.square(found[0] - found[1]))) < 0.05 * found[1].std()  # activations are rounded, too
 
 
-def test_a_conversation_is_of_one_lora(both: Session) -> None:
-    plain, one, half = (with_lora(both, name) for name in (None, "one", "half"))
+def test_a_conversation_is_of_one_lora(two_loras: Session) -> None:
+    plain, one, half = (with_lora(two_loras, name) for name in (None, "one", "half"))
     texts = [text(session, TOKENS[:20]) for session in (plain, one, half)]
     assert len({tuple(each) for each in texts}) == 3
     assert (plain.lora, one.lora, one.fork().lora) == (None, "one", "one")
@@ -274,16 +274,16 @@ def test_a_conversation_is_of_one_lora(both: Session) -> None:
 
 
 def test_saved_sessions_go_on_with_their_own(
-    both: Session, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path
+    two_loras: Session, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    saved, one = tmp_path / "s.ekv", with_lora(both, "one")
+    saved, one = tmp_path / "s.ekv", with_lora(two_loras, "one")
     one.prefill(TOKENS[:20])
     one.save(saved)
     expected = text(one, TOKENS[20:24])
     options = LoadOptions(weights="f32", loras={"another-name": lora, "half": f"{lora}:0.5"})
-    for session in (Session.restore(saved, base, **options), Session.restore(saved, both)):
+    for session in (Session.restore(saved, base, **options), Session.restore(saved, two_loras)):
         assert text(session, TOKENS[20:24]) == expected
-    other = with_lora(both, "half")
+    other = with_lora(two_loras, "half")
     other.load_state(saved)
     assert other.lora == "one"
     assert text(other, TOKENS[20:24]) == expected
@@ -307,12 +307,12 @@ def test_those_of_several_loras_decode_together(
     assert [sum(each.rows) for each in passes] == [11, 22, 11]
 
 
-def test_what_one_has_read_is_not_anothers(both: Session) -> None:
+def test_what_one_has_read_is_not_anothers(two_loras: Session) -> None:
     """Conversations of the server's pool are apart, also where there is one session for all."""
     prompt = TOKENS[:40]
-    expected = {name: text(with_lora(both, name), prompt) for name in (None, "one", "half")}
+    expected = {name: text(with_lora(two_loras, name), prompt) for name in (None, "one", "half")}
     for room in (1, 8):
-        pool = SessionPool(both.fork(), room * both.plan.cache_bytes)
+        pool = SessionPool(two_loras.fork(), room * two_loras.plan.cache_bytes)
         for name in (None, "one", "one", "half", None, "half", "one"):
             session, new = pool.acquire(prompt, name)
             assert session.lora == name
@@ -355,7 +355,7 @@ def test_a_server_has_several(base: pathlib.Path, lora: pathlib.Path, tmp_path: 
         vectors[name or "demo"] = own.embed("It was a dark")
         steps = own.generate("It was a dark", max_new_tokens=8, sampling=SamplingParams(0.0))
         expected[name or "demo"] = "".join(step.text for step in steps)
-    with served(session, pool_bytes=1 << 20, queue_limit=8) as client:
+    with open_endpoints(session, pool_bytes=1 << 20, queue_limit=8) as client:
         assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [*expected]
 
         def text_of(name: str) -> str:

@@ -92,17 +92,17 @@ def test_far_back_it_is_as_if_nothing_had_followed(name: str) -> None:
 def test_a_reset_cache_is_a_fresh_one(name: str) -> None:
     """Nothing that was fitted on a conversation outlives it."""
 
-    def said(cache: KVCache, n_prompt: int, seed: int) -> np.ndarray:
+    def attended(cache: KVCache, n_prompt: int, seed: int) -> np.ndarray:
         tokens = draw(HEADS, n_prompt + 3, seed)
         cache.prefill(*(x[:, :n_prompt] for x in tokens))
         type(cache).finish_prefill([cache])
         return read(cache, tokens, n_prompt, n_prompt + 3)
 
     fresh, used = make(name), make(name)
-    expected = said(fresh, 400, seed=1)
-    said(used, 500, seed=2)
+    expected = attended(fresh, 400, seed=1)
+    attended(used, 500, seed=2)
     assert rewind([used], 0) == 0
-    np.testing.assert_array_equal(said(used, 400, seed=1), expected)
+    np.testing.assert_array_equal(attended(used, 400, seed=1), expected)
     assert (used.state().counters, used.state().extra) == (fresh.state().counters, fresh.state().extra)
     assert used.notes() == fresh.notes()
 

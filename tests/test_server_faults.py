@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import DEMO, asked, engine_of
+from serving import DEMO, engine_of, open_endpoints
 
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
@@ -47,7 +47,7 @@ def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.Monk
     """Errors arise in the engine's thread and, for a prompt's ids, in the endpoint."""
     errors: list[BaseException] = [error for error, _, _ in WHOSE]
     monkeypatch.setattr(f"edgekv.server.{place}", lambda *_: raise_first(errors))
-    with asked(loaded, raising=True) as client:
+    with open_endpoints(loaded, raising=True) as client:
         for error, status, code in WHOSE:
             answer = client.post("/v1/completions", json=ANSWER)
             refusal = answer.json()["error"]
@@ -61,7 +61,7 @@ def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch
     """A Rust library's panic is no Exception."""
     works, errors = Engine.answer, [BaseException("a panic")]
     monkeypatch.setattr(Engine, "answer", lambda *job: raise_first(errors) or works(*job))
-    with asked(loaded) as client:
+    with open_endpoints(loaded) as client:
         answer = client.post("/v1/completions", json=ANSWER)
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, FAILED)
         assert client.get("/stats").json()["edgekv_active"] == 0
@@ -79,7 +79,7 @@ def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch:
     monkeypatch.setattr(Engine, "answer", answer_later)
     large = {**ANSWER, "logit_bias": {str(i): 0 for i in range(2000)}}
     limits = ServerLimits(max_bodies=500_000)
-    with asked(loaded, raising=True, limits=limits) as client, ThreadPoolExecutor(2) as threads:
+    with open_endpoints(loaded, raising=True, limits=limits) as client, ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.post, "/v1/completions", json=large)
         while "edgekv_active 1.0" not in client.get("/metrics").text:
             time.sleep(0.01)
@@ -131,7 +131,7 @@ def test_an_answer_that_cannot_be_built_says_so(
 
     monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
     fault = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
-    with asked(loaded) as client:
+    with open_endpoints(loaded) as client:
         for method in ("__init__", "take", "whole"):
             with monkeypatch.context() as patch:
                 patch.setattr(CompletionFormat, method, fail)

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import DEMO, asked, chat, openai_client
+from serving import DEMO, chat, open_endpoints, openai_client
 from starlette.testclient import TestClient
 
 from edgekv import Session
@@ -30,7 +30,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture(scope="module")
 def http(session: Session) -> Iterator[TestClient]:
     options: Any = {"pool_bytes": 100 << 20, "power": Estimate(5), "origins": ["https://app.example"]}
-    with asked(session, queue_limit=2, **options) as http:
+    with open_endpoints(session, queue_limit=2, **options) as http:
         yield http
 
 
@@ -197,7 +197,7 @@ def test_what_is_not_said_is_as_the_model_has_it(
     assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
-def said(role: str = "user", content: Any = "x", **more: Any) -> dict[str, Any]:
+def message(role: str = "user", content: Any = "x", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content, **more}]}
 
 
@@ -213,11 +213,11 @@ BAD_TOOL = [{"function": {"name": "f", "parameters": {"type": 3}}}]
 BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blame, what is answered
     ([1], None, "JSON list"),
     ({"mirostat": 2}, "mirostat", "unknown field 'mirostat'; accepted: "),
-    (said("robot"), "messages[0].role", "system, developer, user, assistant, tool"),
-    (said(content=[IMAGE]), "image_url", "data:image/png"),
-    (said(content=[SEEN]), "messages", "takes no images"),
-    (said(content=[{"type": "audio"}]), "messages[0].content[0].type", "accepted: text, image_url"),
-    (said(tool_calls=[FUNCTION]), "messages[0]", "only an assistant's"),
+    (message("robot"), "messages[0].role", "system, developer, user, assistant, tool"),
+    (message(content=[IMAGE]), "image_url", "data:image/png"),
+    (message(content=[SEEN]), "messages", "takes no images"),
+    (message(content=[{"type": "audio"}]), "messages[0].content[0].type", "accepted: text, image_url"),
+    (message(tool_calls=[FUNCTION]), "messages[0]", "only an assistant's"),
     ({"tool_choice": "required"}, "tool_choice", "a tool that"),
     ({"tools": BAD_TOOL, "tool_choice": "required"}, "tools", "can't be followed"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
@@ -228,7 +228,7 @@ BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blam
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"stop": [""]}, "stop[0]", ">= 1"),
     ({"chat_template_kwargs": {"messages": []}}, "messages", "which the server does"),
-    (said(content="word " * 5000), "messages", "context is 1024"),
+    (message(content="word " * 5000), "messages", "context is 1024"),
 ]
 
 

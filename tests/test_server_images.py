@@ -10,7 +10,7 @@ import openai
 import pytest
 from PIL import Image
 from scenes import draw_scene, render
-from serving import ROOT, asked, openai_client
+from serving import ROOT, open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.server.limits import ServerLimits
@@ -44,7 +44,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture(scope="module")
 def client(session: Session) -> Iterator[openai.OpenAI]:
     limits = ServerLimits(max_request=16 << 20, max_bodies=96 << 20)
-    with asked(session, TEMPLATE, limits=limits) as http, openai_client(http) as client:
+    with open_endpoints(session, TEMPLATE, limits=limits) as http, openai_client(http) as client:
         yield client
 
 
@@ -54,7 +54,7 @@ def ask(client: openai.OpenAI, *messages: Any, **options: Any) -> Any:
     )
 
 
-def told(text: str, seed: int) -> bool:
+def names_all_things(text: str, seed: int) -> bool:
     """Returns whether the text names every thing of the picture by its colour."""
     things = draw_scene(np.random.default_rng(seed), 3)
     return all(f"{thing.colour} {thing.kind}" in text for thing in things)
@@ -64,7 +64,7 @@ def test_a_picture_is_described(client: openai.OpenAI) -> None:
     """Another picture is not mistaken for the one in the cache."""
     for seed in (1, 2, 1):
         answer = ask(client, turn("Describe the picture.", url(drawn(seed))))
-        assert told(answer.choices[0].message.content, seed)
+        assert names_all_things(answer.choices[0].message.content, seed)
         assert answer.usage.prompt_tokens > 256
 
 

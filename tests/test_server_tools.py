@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
-from serving import DEMO, asked, openai_client
+from serving import DEMO, open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
@@ -54,7 +54,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def client(session: Session) -> Iterator[openai.OpenAI]:
-    with asked(session, TEMPLATE) as http, openai_client(http) as client:
+    with open_endpoints(session, TEMPLATE) as http, openai_client(http) as client:
         yield client
 
 

@@ -175,7 +175,7 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
     steps = talk.ask("Tom")
     next(steps)
     with monkeypatch.context() as patch:
-        patch.setattr(talk, "_answered", lambda made: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(talk.session, "rewind", lambda n_tokens: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     assert talk.messages == []

@@ -47,7 +47,7 @@ FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # axes summed of 
 
 @dataclasses.dataclass(frozen=True)
 class SketchConfig(Config):
-    """Options of `h1b` and `sign_keys`.
+    """Options of `sign_keys`, which `h1b` has too.
 
     sketch_bits: int, default 256. Sign bits of a key, and of a query; a multiple of 64 from 64 to 512.
     tau: float, default 0. Softmax temperature; 0 fits it on the prompt.
@@ -55,7 +55,7 @@ class SketchConfig(Config):
     seed: int, default 0. Seed of the random projection.
     """
 
-    scheme: ClassVar[str]
+    scheme: ClassVar[str] = "sign_keys"
 
     sketch_bits: int = one_of(256, range(64, 513, 64))
     tau: float = number(0.0, MIN_FACTOR, MAX_FACTOR, or_zero=True)
@@ -244,13 +244,6 @@ class H1B(FullCache):
         return lines
 
 
-@dataclasses.dataclass(frozen=True)
-class SignKeysConfig(SketchConfig):
-    """Options of `SketchConfig`."""
-
-    scheme: ClassVar[str] = "sign_keys"
-
-
 class SignKeys(H1B):
     """H1B-KV's sketched keys with values in f16: sketch_bits/8 + 2 * head_dim bytes per token and KV head.
 
@@ -263,4 +256,4 @@ class SignKeys(H1B):
     paper = "H1B-KV's 1-bit-key baseline"
     summary = "1-bit Gaussian sketches of keys and queries, f16 values (the published Loki is PCA top-k)"
     tradeoff = "as h1b, untuned, perplexity about 4 times dense's; the values' bytes"
-    Config = SignKeysConfig
+    Config = SketchConfig

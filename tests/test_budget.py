@@ -16,6 +16,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import FINEST_FIRST, resolve
 from edgekv.kvcache.mixed_bits import HeadNoise
+from edgekv.kvcache.planes import PlanesConfig
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
 
@@ -27,10 +28,10 @@ def chosen(shape: ModelConfig, budget: int, noise: HeadNoise | None = None) -> C
     """Returns what a budget takes for CTX tokens, where heads lose what ``noise`` says."""
 
     def fit(spec: CacheSpec) -> CacheSpec:
-        if noise is None or not getattr(spec.config, "wants_fit", False):
+        if noise is None or not (isinstance(spec.config, PlanesConfig) and spec.config.needs_fit):
             return spec
         windows = [shape.layer_windows[i] for i in shape.attending]
-        return dataclasses.replace(spec, config=spec.config.with_bits(noise, windows, shape.head_dim))
+        return dataclasses.replace(spec, config=spec.config.with_head_bits(noise, windows, shape.head_dim))
 
     return resolve(None, shape, CTX, budget, 0, list, fit)[0]
 
@@ -48,7 +49,9 @@ def test_the_finest_that_holds_the_bound_is_taken(name: str) -> None:
         size = spec.planned_bytes(shape, CTX)
         assert size <= budget
         assert size == max(each for each in sizes if each <= budget) or any(shape.layer_windows)
-        assert chosen(shape, budget, noise).planned_bytes(shape, CTX) <= budget
+        fitted = chosen(shape, budget, noise)
+        assert fitted.planned_bytes(shape, CTX) <= budget
+        assert not (isinstance(fitted.config, PlanesConfig) and fitted.config.needs_fit)
     with raises(CacheError, field="kv_budget", match=f"accepted: {min(sizes)} or more"):
         chosen(shape, min(sizes) - 1)
 

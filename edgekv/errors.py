@@ -1,6 +1,6 @@
 """Errors a user can act on: one line naming the value, what is accepted and what to do. The CLI exits with 2.
 
-An error keeps its parts, so that the library, the command line and the server each write parameters in their way.
+An error keeps its parts, so that the library, the command line and the server each spell parameters in their way.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 SHOWN, LONGEST = 60, 300  # characters of a wrong value: within a message, and at its beginning
 Spelling = Callable[[str, object], str]
-"""Writes a parameter, by its name and its value, which is None where it is only mentioned."""
+"""A function of a parameter's name and value, which returns text; the value is None for a mere mention."""
 
 
 def short_repr(value: object, limit: int = SHOWN) -> str:
@@ -28,11 +28,11 @@ def as_argument(name: str, value: object) -> str:
 
 
 class EdgeKVError(Exception):
-    """Base of every error that edgekv raises on purpose.
+    """The base of every error that edgekv raises on purpose.
 
-    problem: what is wrong. field: the parameter that is to blame, as `edgekv.LoadOptions` or a function has it
-    ("ctx", "kv_budget"), or None. value: what it was given. accepted: what it takes, a name or a phrase each.
-    advice: what to do, where ``{ctx}`` mentions another parameter, and ``{slots:1}`` one with a value.
+    problem: what is wrong. field: the wrong parameter of `edgekv.LoadOptions` or of a function ("ctx"), or None.
+    value: its value. accepted: the accepted values, as names or phrases. advice: what to do, in which ``{ctx}``
+    mentions another parameter, and ``{slots:1}`` one with a value.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ class Header:
 
 
 def library(purpose: str) -> Any:
-    """Imports the gguf package. Raises EdgeKVError if it is missing. what: what needs it, for the message."""
+    """Imports the gguf package. Raises EdgeKVError if it is missing. purpose: what needs it, for the message."""
     try:
         import gguf
     except ImportError:

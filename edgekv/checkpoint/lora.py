@@ -163,7 +163,7 @@ class Lora:
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
     def deltas(self, arch: Architecture, model_path: Path) -> dict[str, Delta]:
-        """Returns the changes of a checkpoint's tensors, by their names. place: the model's path, for errors.
+        """Returns the changes of a checkpoint's tensors, by their names. model_path: for errors.
 
         Raises ConfigError if the LoRA was trained on another model.
         """

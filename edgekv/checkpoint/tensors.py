@@ -101,7 +101,7 @@ class Tensor(abc.ABC):
             raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
 
     def error(self, problem: str) -> CheckpointError:
-        """Returns an error about this tensor. what: what is wrong."""
+        """Returns an error about this tensor. problem: what is wrong with it."""
         return CheckpointError(f"{self.path}: tensor {self.name!r} {problem}")
 
 

@@ -29,7 +29,7 @@ from edgekv.weights.formats import WEIGHTS
 
 
 def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str], Any] = float) -> Any:
-    """Returns a type for argparse: a number for which ``accepts`` is true. what: a description of such numbers."""
+    """Returns a type for argparse: a number for which ``accepts`` is true. description: such numbers in words."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -118,20 +118,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv": option(
         "NAME[:option=value,...]",
         "bits of the KV cache: f16, q8, q4, q3, q2, q1.5, a scheme (`--kv list`), or auto (default): the smallest "
-        "that passed the gate on this model, else q4; f16 where that saves little",
+        "that passed the gate on this model, else q4; f16 if that saves little",
     ),
     "kv_budget": size(
         "kv_budget",
-        "bytes that the cache never exceeds, such as 300M: auto takes the most bits that hold it",
+        "bytes that the cache never exceeds, such as 300M: auto takes the most bits that fit",
     ),
     "ctx": count("context in tokens (default 8192 or the model's)"),
     "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),
-    "threads": count("cores to use (default: all, or fewer for weight products where these are faster)"),
+    "threads": count("cores to use (default: all, or fewer for weight products if that is faster)"),
     "lora": option("FOLDER[:scale]", LORA),
     "loras": option(
         "[NAME=]FOLDER[:scale]",
-        f"{LORA}; with a name it is applied beside the weights, which stay as they are; requests to a server "
-        "choose it as `model`",
+        f"{LORA}; with a name it is applied at run time beside unchanged weights, and requests to a server choose "
+        "it as `model`",
         **REPEATED,
     ),
     "adapter": option("FILE", "an adapter.safetensors trained for this model and --kv"),
@@ -143,7 +143,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "session": option(
         "FILE",
-        "keep conversation and compressed cache in FILE: taken up if it exists, written at the end",
+        "continue the conversation in FILE if it exists, and save it there with its cache at the end",
         type=output_file,
     ),
     "overflow": option(

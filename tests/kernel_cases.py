@@ -16,9 +16,8 @@ from helpers import HAS_PAPERS
 from edgekv.codecs.codec import Codec
 from edgekv.kernels import reference, threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.attend import as_numbers
-from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.loops import bound as bound_to
+from edgekv.kernels.cpu.attend import readable
+from edgekv.kernels.cpu.loops import address_of, bind
 from edgekv.kvcache import schemes
 from edgekv.weights.formats import SHRINK, n_blocks
 
@@ -123,8 +122,8 @@ def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> 
     if backend is reference:
         out += codec.sums(p, t0, t1)
         return
-    codec = as_numbers(codec, t0, t1)
-    state, (n_groups, rows, _) = bound_to(codec), out.shape
+    codec = readable(codec, t0, t1)
+    state, (n_groups, rows, _) = bind(codec), out.shape
     loops, step = state.loops, max(state.loops.block(codec), state.loops.at_once)
     scratch, store = np.empty(loops.scratch(codec, rows) + 64, np.uint8), address_of(state.numbers)
     for g in range(n_groups):

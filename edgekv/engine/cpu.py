@@ -54,7 +54,7 @@ class CpuBackend(Backend):
     @classmethod
     @contextlib.contextmanager
     def precompiling(cls, spec: CacheSpec) -> Iterator[None]:
-        """Runs `main` in a process of its own within the block, unless that was done before, or can't help."""
+        """Runs `main` in another process within the block, unless its kernels are compiled or there is one core."""
         kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
         what, process, nothing = f"ahead {sorted(kinds)}", None, subprocess.DEVNULL
         can_help = kinds and kernel_cache.folder() and all_cores() > 1
@@ -72,7 +72,7 @@ class CpuBackend(Backend):
                 process.wait()
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
-        """(n, hidden) float32 of n tokens."""
+        """Returns the embeddings (n, hidden) float32 of n tokens."""
         ids, config = np.asarray(tokens, np.int64), self.weights.arch.config
         x = self.weights.rows("embed", ids)
         if config.embedding_scale != 1.0:
@@ -83,7 +83,7 @@ class CpuBackend(Backend):
         return x
 
     def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
-        """`Backend.attend_prompt` of queries (n_heads, n, head_dim). Scratch: BLOCK_ROWS x m scores per thread."""
+        """Attends as `Backend.attend_prompt`, with scratch for BLOCK_ROWS x m scores per thread."""
         n, n_kv_heads = queries.shape[1], len(keys)
         group = len(queries) // n_kv_heads
         rows = max(1, BLOCK_ROWS // group)
@@ -128,7 +128,7 @@ class CpuBackend(Backend):
 
 
 class NumpyBackend(CpuBackend):
-    """The reference: slow, exact."""
+    """The reference in NumPy: slow, exact."""
 
     @classmethod
     def open(
@@ -144,7 +144,7 @@ class NumpyBackend(CpuBackend):
 
 
 def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> int:
-    """An upper estimate of scratch, in bytes, while a prompt of ``ctx`` tokens is read into empty caches.
+    """Returns an upper estimate of scratch, in bytes, while a prompt of ``ctx`` tokens is read into empty caches.
 
     needs_prompt_queries: whether the caches are shown all queries at once (`KVCache.needs_prompt_queries`).
     """

@@ -12,9 +12,9 @@ __all__ = ["BLOCK", "Kernels", "numba_kernels", "numpy_kernels"]
 
 
 def numba_kernels(threads: int | None = None) -> Kernels:
-    """The fast backend on `threads` threads (None: all cores), a setting of the whole process.
+    """Returns the fast backend on ``threads`` threads (None: all cores), a setting of the whole process.
 
-    Numba is imported here, and each kernel compiled at its first call ever on a machine.
+    Imports Numba. Each kernel is compiled at its first call ever on a machine.
     """
     from edgekv.kernels import cpu
     from edgekv.kernels.threads import configure
@@ -24,7 +24,7 @@ def numba_kernels(threads: int | None = None) -> Kernels:
 
 
 def numpy_kernels(threads: int | None = None) -> Kernels:
-    """The reference backend; its thread count is that of NumPy's matrix products."""
+    """Returns the reference backend; its threads are those of NumPy's matrix products."""
     from edgekv.kernels import reference
 
     return cast(Kernels, reference)

@@ -1,4 +1,4 @@
-"""Arrays on the host, aligned to cache lines, and what NumPy's dispatch to a device's arrays leaves open.
+"""Arrays on the host, aligned to cache lines, and helpers for arrays on the host or a device.
 
 Code over caches works on a device's arrays through NumPy's own protocols (NEP 13, 18 and 35): operators and most
 functions follow their arguments, temporaries are made with `np.empty_like(x, shape=...)`, constants brought over
@@ -17,23 +17,23 @@ A = TypeVar("A", bound=Any)
 
 
 class Memory(Protocol):
-    """Where stores and scratch are taken from: `edgekv.kernels.arrays`, or a device."""
+    """An allocator of stores and scratch: `edgekv.kernels.arrays`, or a device."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """An array, contents undefined."""
+        """Returns an array with undefined contents."""
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """An array filled with zeros."""
+        """Returns an array filled with zeros."""
 
 
 def contiguous(x: A) -> A:
-    """x itself if it is C-contiguous, else a copy that is."""
+    """Returns x itself if it is C-contiguous, else a copy that is."""
     result: A = x if x.flags.c_contiguous else x.copy()
     return result
 
 
 def to_host(x: Any) -> npt.NDArray[Any]:
-    """x as a NumPy array: itself, or a copy of a device's."""
+    """Returns x itself if it is a NumPy array, else a copy of the device's array."""
     return x if isinstance(x, np.ndarray) else x.get()
 
 
@@ -41,12 +41,12 @@ CACHE_LINE_BYTES = 64
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """`numpy.empty`: scratch needs no alignment."""
+    """Returns an array with undefined contents, not aligned."""
     return np.empty(shape, dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """`numpy.zeros`, C-contiguous and aligned to 64 bytes; untouched pages take no memory."""
+    """Returns zeros, C-contiguous and aligned to 64 bytes; untouched pages take no memory."""
     dtype = np.dtype(dtype)
     n_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(n_bytes + CACHE_LINE_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""What every kernel backend provides: the same functions.
+"""The functions that every kernel backend provides.
 
 `attend` is all that decoding needs, beside each codec's encoding. What a codec means is written in NumPy by its
 class (`edgekv.codecs`); `edgekv.kernels.reference` says what the other functions compute.
@@ -34,7 +34,7 @@ LARGEST_F16 = np.float32(65504)
 
 
 def bound_scores(s: Array, cap: float | None) -> None:
-    """Sets s (..., columns) to cap * tanh(s / cap), in place, in whatever memory it is; None: it stays."""
+    """Replaces s (..., columns) by cap * tanh(s / cap), in place, on the host or a device; None: no bound."""
     if cap is not None:
         s *= np.float32(1 / cap)
         np.tanh(s, out=s)
@@ -42,12 +42,10 @@ def bound_scores(s: Array, cap: float | None) -> None:
 
 
 class Stored(Protocol):
-    """What a backend knows of a codec (`edgekv.codecs.codec.Codec`).
+    """The attributes of every codec (`edgekv.codecs.codec.Codec`) that backends use.
 
-    ``backends`` and ``kind`` name the loops that read it.
-
-    The attributes beside these that a kind has are those of its class. In ``backend_state`` a backend keeps what
-    it derives from the arrays; who binds others sets it to None.
+    backends, kind: name the module and the loops that read it. backend_state: what a backend has derived from the
+    arrays; None again when the codec gets other arrays.
     """
 
     kind: ClassVar[str]
@@ -110,16 +108,16 @@ class Kernels(Protocol):
         """Stores x (G, n, D) as tokens t0.. of a codec, as its `encode` does."""
 
     def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
-        """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
+        """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
         Of a page_index t0 and t1 are pages.
         """
 
     def project(self, x: F32, matrix: F32) -> F32:
-        """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
+        """Returns x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
 
     def softmax(self, s: F32, lo: I64, hi: I64) -> None:
-        """Softmax over columns lo[m]..hi[m] of row m of every group in place, 0 in the others; lo, hi (M,)."""
+        """Takes the softmax over columns lo[m]..hi[m] of row m of each group, 0 elsewhere; lo, hi (M,)."""
 
     def split_rope(
         self,
@@ -137,21 +135,18 @@ class Kernels(Protocol):
         """Splits the projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D); rotates q and k."""
 
     def hadamard(self, x: F32, flips: F32, out: F32) -> None:
-        """out (A, n, D) = H (flips * x) / sqrt(D), of x (A, n, d <= D) and flips (D,)."""
+        """Fills out (A, n, D) with H (flips * x) / sqrt(D) of x (A, n, d <= D) and flips (D,)."""
 
     def hadamard_back(self, x: F32, flips: F32, out: F32) -> None:
-        """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
+        """Adds the first d elements of the inverse of `hadamard` of x (A, n, D) to out (A, n, d)."""
 
 
 FUNCTIONS: dict[str, str] = {"short_conv": "recurrence", "gated_delta": "recurrence"}
-"""What only some models call -> module in each backend. CUDA has none of them."""
+"""Functions that only some models call -> their module in each backend. CUDA has none of them."""
 
 
 def find_codec_kernels(backend: str, codec: Any) -> Any:
-    """Returns how ``backend`` (reference, cpu, cuda) reads a codec: ``KERNELS[codec.kind]`` of its module.
-
-    None: the codec brings nothing for it.
-    """
+    """Returns ``KERNELS[codec.kind]`` of a codec's module for ``backend`` (cpu, cuda), None if it has none."""
     module: str | None = codec.backends.get(backend)
     return None if module is None else _loops(module, codec.kind)
 

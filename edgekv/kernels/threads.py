@@ -1,4 +1,4 @@
-"""How many threads the kernels use, and how a parallel one is called.
+"""The number of threads of kernels, and calls of parallel kernels.
 
 Numba runs them on a pool of the whole process: OpenMP's where libgomp is installed (the packages `libgomp1` of
 Debian, `libgomp` of others), else its own "workqueue", which aborts the process if two Python threads
@@ -22,7 +22,7 @@ _local = threading.local()
 
 @contextmanager
 def serial_kernels() -> Iterator[None]:
-    """Kernels called inside, by this Python thread, use no other threads."""
+    """Has kernels that this Python thread calls within the block use no other threads."""
     _local.on = True
     try:
         yield
@@ -46,7 +46,7 @@ _n_threads = 0  # until the pool is started
 
 
 def configure(n: int | None = None) -> None:
-    """Kernels of this process use `n` threads from now on; None: as many as Numba has (NUMBA_NUM_THREADS).
+    """Sets the threads of this process's kernels to ``n``; None: as many as Numba has (NUMBA_NUM_THREADS).
 
     More than Numba has means all of them. Raises `ConfigError` if n is less than 1.
     """
@@ -59,7 +59,7 @@ def configure(n: int | None = None) -> None:
 
 
 def count() -> int:
-    """Threads that a parallel kernel called by this Python thread uses."""
+    """Returns the number of threads of a parallel kernel that this Python thread calls."""
     if is_serial():
         return 1
     if not _n_threads:

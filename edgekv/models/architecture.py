@@ -1,4 +1,4 @@
-"""What an architecture is: named weights, and the three blocks of a decoder written against abstract operators.
+"""The base of all architectures: named weights, and the blocks of a decoder, written against abstract operators.
 
 A block is written once. NumPy's operators are the reference; those of the CPU and of CUDA are kernels.
 """
@@ -48,7 +48,7 @@ class Ops(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
-    """One tensor of the checkpoint: ``rows`` outputs x ``columns`` inputs, stored transposed by Conv1D."""
+    """One tensor of the checkpoint: ``rows`` outputs x ``columns`` inputs, transposed where it is a Conv1D's."""
 
     tensor: str
     rows: int
@@ -57,7 +57,7 @@ class WeightPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As the checkpoint stores it."""
+        """The shape in the checkpoint."""
         return (self.columns, self.rows) if self.conv1d else (self.rows, self.columns)
 
 
@@ -65,7 +65,7 @@ class WeightPart:
 class Linear:
     """A fused projection: the parts stacked along the outputs, with the biases stacked likewise.
 
-    n_experts: those whose rows follow one another, as many of each; 0: it is of none.
+    n_experts: experts whose rows follow one another, as many of each; 0: it belongs to none.
     """
 
     parts: tuple[WeightPart, ...]
@@ -74,7 +74,7 @@ class Linear:
 
     @classmethod
     def of_experts(cls, each: Sequence[Linear]) -> Linear:
-        """Those of all experts, which have the same shape, as one."""
+        """Joins the projections of all experts, which have the same shape."""
         parts = tuple(part for linear in each for part in linear.parts)
         return cls(parts, tuple(bias for linear in each for bias in linear.biases), len(each))
 
@@ -94,7 +94,7 @@ class Linear:
         return self.rows * self.columns
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors of the parts: name -> shape."""
+        """Returns the checkpoint tensors of the parts: name -> shape."""
         shapes: dict[str, tuple[int, ...]] = {part.tensor: part.shape for part in self.parts}
         return shapes | {bias: (part.rows,) for part, bias in zip(self.parts, self.biases, strict=False)}
 
@@ -134,45 +134,45 @@ class Architecture(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
-        """Row tables looked up by id: name -> (tensor, shape)."""
+        """Returns the row tables that are looked up by id: name -> (tensor, shape)."""
 
     @abc.abstractmethod
     def layer_linears(self, i: int) -> dict[str, Linear]:
-        """The projections of layer i by name."""
+        """Returns the projections of layer i by name."""
 
     @abc.abstractmethod
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
-        """Norm weights and the like: name -> (tensor, size)."""
+        """Returns layer i's norm weights and the like: name -> (tensor, size)."""
 
     def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """What a layer that does not attend has beside: ``{i}.argument of its kernel`` -> (tensor, shape)."""
+        """Returns the kernel arguments of a layer that does not attend: ``{i}.argument`` -> (tensor, shape)."""
         return {}
 
     @abc.abstractmethod
     def final_vectors(self) -> dict[str, tuple[str, int]]:
-        """Norm weights behind the last layer: name -> (tensor, size)."""
+        """Returns the norm weights behind the last layer: name -> (tensor, size)."""
 
     @abc.abstractmethod
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        """x (n, hidden) -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim), and gates behind.
+        """Returns queries, keys and values of x (n, hidden) side by side, with gates behind them, if any.
 
-        Of a layer that does not attend: what its recurrence reads. `widths` has the channels.
+        Of a layer that does not attend: the input of its recurrence. `widths` has the channels.
         """
 
     @abc.abstractmethod
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        """Residual x and attention (n, n_heads * head_dim), gates behind it -> the next layer's x (n, hidden)."""
+        """Returns the next layer's x (n, hidden) from x and attention (n, n_heads * head_dim) with its gates."""
 
     @abc.abstractmethod
     def final_norm(self, ops: Ops, x: Any) -> Any:
-        """x (n, hidden) of the last layer -> what the language-model head reads (n, hidden)."""
+        """Returns the language-model head's input (n, hidden) from x (n, hidden) of the last layer."""
 
     def head(self, ops: Ops, x: Any) -> Any:
-        """x (n, hidden) of the last layer -> logits (n, vocab)."""
+        """Returns the logits (n, vocab) from x (n, hidden) of the last layer."""
         return ops.linear(self.final_norm(ops, x), "head")
 
     def widths(self, i: int) -> tuple[int, int]:
-        """Channels of what layer i's `attention_in` gives, and of what its `attention_out` is given."""
+        """Returns the channels of layer i's `attention_in`, and of the attention that `attention_out` gets."""
         c, recurrence = self.config, self.config.layer_recurrences[i]
         if recurrence is not None:
             return recurrence.projected, recurrence.mixed

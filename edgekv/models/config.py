@@ -1,7 +1,7 @@
 """ModelConfig: every field that a decoder needs of a config.json, whatever the checkpoint's dialect.
 
-A layer that does not attend has a recurrence, with a kernel by the name ``kernel``: it turns its projection
-(n, ``projected``) into what its `attention_out` reads (n, ``mixed``), and changes the state's arrays.
+A layer that does not attend has a recurrence, whose kernel is named ``kernel``: it turns its projection
+(n, ``projected``) into the input of `attention_out` (n, ``mixed``), and changes the state's arrays.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class ShortConv:
-    """LFM2's: y = c * conv(b * x), with a causal convolution of ``taps`` tokens of each of ``channels`` by itself.
+    """LFM2's short convolution: y = c * conv(b * x), causal over ``taps`` tokens, each of ``channels`` by itself.
 
-    bias: of the convolution, and of the projections around it.
+    bias: whether the convolution and the projections around it have one.
     """
 
     kernel: ClassVar[str] = "short_conv"
@@ -48,7 +48,7 @@ class ShortConv:
 
     @property
     def projected(self) -> int:
-        """b, c and x side by side."""
+        """Channels of b, c and x side by side."""
         return 3 * self.channels
 
     @property
@@ -89,7 +89,7 @@ class GatedDelta:
 
     @property
     def projected(self) -> int:
-        """Queries, keys and values, gates of the result, and for each value head its beta and its decay."""
+        """Channels of queries, keys, values and gates, and for each value head its beta and its decay."""
         return self.convolved + self.mixed + 2 * self.value_heads
 
     @property
@@ -172,7 +172,7 @@ class ModelConfig:
     gated_attention: bool = False
 
     def experts_of(self, i: int) -> ExpertsConfig | None:
-        """The experts of layer i; None: it has an MLP."""
+        """Returns the experts of layer i, or None if it has an MLP."""
         return self.experts if self.experts and self.experts.layers[i] else None
 
     @property
@@ -211,7 +211,7 @@ ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "ge
 
 
 def activation(name: str) -> str:
-    """The operator's name for a Hugging Face activation."""
+    """Returns the operator's name for a Hugging Face activation. Raises ConfigError for an unknown one."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"config.json: activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
@@ -220,7 +220,7 @@ def activation(name: str) -> str:
 
 
 def head_size(hidden: int, heads: int) -> int:
-    """Channels of a head where the config does not say. ConfigError where there are more heads than channels."""
+    """Returns the channels of a head by default. Raises ConfigError if there are more heads than channels."""
     if heads > hidden:
         raise ConfigError(f"config.json: {heads} heads leave no head_dim of a width of {hidden}; {CONFIG_HINT}")
     return hidden // heads
@@ -250,7 +250,7 @@ def recurrent_layers(
 
 
 def _by_type(layer_types: Sequence[str], kind: str, value: T, n_layers: int) -> tuple[T | None, ...]:
-    """The value for layers of type ``kind``, None for those of type full_attention."""
+    """Returns the value for each layer of type ``kind``, and None for those of type full_attention."""
     if len(layer_types) != n_layers:
         raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
     unknown = sorted(set(layer_types) - {"full_attention", kind})

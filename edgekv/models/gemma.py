@@ -1,7 +1,7 @@
 """Gemma 2 and 3: norms around attention and MLP, 1 + w in place of w in them, scaled embeddings, sliding layers.
 
-Gemma 2 bounds attention's scores and the logits softly; Gemma 3 has q/k norms and two rotations. Of models that
-see (model_type gemma3) the decoder is read, for text alone.
+Gemma 2 bounds attention's scores and the logits softly; Gemma 3 has q/k norms and two rotations. Of models with
+vision (model_type gemma3) the decoder is read, for text alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NORMS = {
     "norm_mlp": "pre_feedforward_layernorm",
     "norm_down": "post_feedforward_layernorm",
 }
-GEMMA3 = {  # transformers' Gemma3TextConfig, for what the config of a model that sees does not say
+GEMMA3 = {  # transformers' Gemma3TextConfig, for what the config of a model with vision does not say
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -46,7 +46,7 @@ MOST_LAYERS = 1 << 12  # more than any config may have
 
 
 class GemmaConfigSchema(LlamaConfigSchema):
-    """What gemma2 and gemma3_text have beside Llama's fields."""
+    """The fields of gemma2 and gemma3_text beside Llama's."""
 
     hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str | None = None
@@ -58,7 +58,7 @@ class GemmaConfigSchema(LlamaConfigSchema):
     attn_logit_softcapping: Factor | None = None
 
     def types(self) -> list[str]:
-        """Returns each layer's."""
+        """Returns each layer's type."""
         return self.layer_types or alternating(self.num_hidden_layers, self.sliding_window_pattern)
 
     def windows(self) -> tuple[int | None, ...]:
@@ -66,14 +66,14 @@ class GemmaConfigSchema(LlamaConfigSchema):
 
 
 class LayerTypeRopes(Struct):
-    """gemma3's rope_parameters: one for each type of layer."""
+    """The fields of gemma3's rope_parameters: one for each type of layer."""
 
     full_attention: dict[str, Any] = {}
     sliding_attention: dict[str, Any] = {}
 
 
 def _from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The scale of the scores, which no key has, as llama.cpp chooses it; and the layers that slide."""
+    """Adds the scale of the scores, which no key has, as llama.cpp chooses it, and the types of layers."""
     name, layers = facts.metadata["general.architecture"], config["num_hidden_layers"]
     own, wide = head_dim(config), config["hidden_size"] // config["num_attention_heads"]
     scalar = wide if layers == GEMMA_27B[name] else own
@@ -87,7 +87,7 @@ def _from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Gemma(Llama):
-    """What both have."""
+    """The base of Gemma 2 and 3."""
 
     schema = GemmaConfigSchema
     defaults: ClassVar[Raw] = {
@@ -103,7 +103,7 @@ class Gemma(Llama):
 
     @classmethod
     def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
-        """own: the fields in which a generation differs."""
+        """Makes the ModelConfig; own: the fields in which a generation differs."""
         if file.use_bidirectional_attention:
             raise ConfigError("config.json: use_bidirectional_attention is true: this is an encoder, no decoder")
         own["activation"] = activation(file.hidden_activation or "gelu_pytorch_tanh")
@@ -112,7 +112,7 @@ class Gemma(Llama):
 
 
 class Gemma2(Gemma):
-    """Attention that slides in every other layer; scores and logits have soft bounds, of which null means none."""
+    """Gemma 2: every other layer has a sliding window; scores and logits have soft bounds (null: none)."""
 
     gguf = GgufNames("gemma2", "gemma2", GEMMA_NAMES, GEMMA_KEYS, norm_offset=1.0, finish=_from_gguf)
 
@@ -124,7 +124,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma):
-    """Five layers that slide for each that sees everything, with a rotation of their own."""
+    """Gemma 3: five layers with a sliding window and a rotation of their own to each that sees everything."""
 
     defaults: ClassVar[Raw] = {
         **Gemma.defaults,
@@ -149,6 +149,6 @@ class Gemma3(Gemma):
 
 
 class Gemma3WithVision(Multimodal, Gemma3):
-    """Read for its text alone."""
+    """Gemma 3 with vision, read for its text alone."""
 
     text_types: ClassVar[Mapping[str, Raw]] = {"gemma3_text": GEMMA3}

@@ -20,14 +20,14 @@ up to it."""
 
 @dataclasses.dataclass(frozen=True)
 class GgufMetadata:
-    """What a file says: metadata, tensors' shapes (rows first), and the values of those in ROPE_FACTORS."""
+    """The contents of a file: metadata, tensors' shapes (rows first), and the values of those in ROPE_FACTORS."""
 
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     factors: Mapping[str, list[float]]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Of the architecture's own metadata."""
+        """Returns the architecture's own metadata under a key, or the default."""
         return self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
 
 
@@ -68,7 +68,7 @@ POST_NORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class GgufNames:
-    """How one architecture is written; as Llama's where nothing else is said.
+    """The names of one architecture in GGUF files; by default those of Llama.
 
     architecture: GGUF's name of it. model_type: config.json's. names: GGUF tensor, without its ending, to ours;
     ``{i}`` is the layer. keys: entry of config.json to metadata key behind the architecture's name. interleaved:
@@ -117,7 +117,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _rope_scaling(facts: GgufMetadata, positions: int) -> dict[str, Any] | None:
-    """config.json's rope_scaling. positions: the model's."""
+    """Returns config.json's rope_scaling; positions: the model's longest context."""
     kind, original = facts.get("rope.scaling.type", "none"), facts.get("rope.scaling.original_context_length")
     scaling = {"original_max_position_embeddings": original} if original else {}
     if ALL_LENGTHS in facts.factors:  # whatever the length: LongRoPE with equal sets

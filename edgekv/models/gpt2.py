@@ -47,7 +47,7 @@ GPT2_KEYS = {
 
 
 class GPT2ConfigSchema(Struct):
-    """n_ctx: an older name of n_positions."""
+    """The fields of GPT-2's config.json; n_ctx is an older name of n_positions."""
 
     n_embd: Width
     n_head: Heads
@@ -64,7 +64,7 @@ class GPT2ConfigSchema(Struct):
 
 
 class GPT2(Architecture):
-    """Learned positions, layer norms with biases, fused projections stored transposed."""
+    """GPT-2: learned positions, layer norms with biases, fused projections stored transposed."""
 
     prefixes = ("transformer.", "")
     ignored = (r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$")

@@ -1,7 +1,4 @@
-"""Llama 1 to 3.2, TinyLlama, SmolLM.
-
-Other families are made from it: `Llama.norms` says where a layer normalises, the config what it multiplies by.
-"""
+"""Llama 1 to 3.2, TinyLlama and SmolLM, and the base of most other families."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ NO_BIASES = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
 
 
 class LlamaConfigSchema(Struct):
-    """What config.json has of a decoder built as Llama's; a family's own fields are in a schema made from it.
+    """The fields of config.json of a decoder built as Llama's; a family's schema adds its own.
 
-    None stands for what `llama_config` takes. num_experts and num_local_experts are two names of one field.
+    None stands for a default that depends on other fields.
     """
 
     hidden_size: Width
@@ -94,7 +91,7 @@ def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelC
 
 
 class SlidingConfigSchema(LlamaConfigSchema):
-    """The window, where there is one, is that of all layers."""
+    """The fields of a decoder whose window, if there is one, is that of all layers."""
 
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window,) * self.num_hidden_layers
@@ -113,7 +110,7 @@ def llama_rope(file: LlamaConfigSchema, dim: int) -> RopeConfig:
 
 
 class Llama(Architecture):
-    """RMS norms before attention and MLP, rotated queries and keys, a gated MLP."""
+    """Llama: RMS norms before attention and MLP, rotated queries and keys, a gated MLP."""
 
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
@@ -131,7 +128,7 @@ class Llama(Architecture):
 
     @classmethod
     def model_config(cls, file: Any, raw: Raw, **own: Any) -> ModelConfig:
-        """As `Architecture.model_config`. own: fields in which a family differs, beside those of ``fixed``."""
+        """Makes the ModelConfig; own: fields in which a family differs, beside those of ``fixed``."""
         return llama_config(raw["model_type"], file, **{**cls.fixed, **own})
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -180,7 +177,7 @@ class Llama(Architecture):
         return ops.rms_norm(x, f"{i}.{name}", self.config.norm_eps) if name in self.norms else x
 
     def _added(self, ops: Ops, i: int, norm: str, x: Any, y: Any, name: str) -> Any:
-        """The residual stream with what a linear layer of y adds, normed and scaled where a family does so."""
+        """Returns x plus a linear layer's outputs of y, normed and scaled where a family does so."""
         factor = self.config.residual_scale
         if norm not in self.norms and factor == 1.0:
             return ops.add_linear(x, y, f"{i}.{name}")

@@ -1,4 +1,4 @@
-"""Models that see, LLaVA and Mistral 3: a decoder in text_config, whose tensors are under language_model."""
+"""Models with vision, LLaVA and Mistral 3: a decoder in text_config, whose tensors are under language_model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA = {  # transformers' LlamaConfig, for what the config does not say
 
 
 class MultimodalConfigSchema(Struct):
-    """What a model that sees has beside its text_config."""
+    """The fields of a model with vision beside its decoder's, which are in text_config."""
 
     text_config: dict[str, Any] | None = None
     image_token_index: Token | None = None
@@ -71,13 +71,13 @@ class Llava(Multimodal):
 
 
 class Mistral3(Multimodal):
-    """Read for its text alone."""
+    """Mistral 3 with vision, read for its text alone."""
 
     text_types: ClassVar[Mapping[str, Raw]] = {"mistral": {}, "ministral3": {}}
 
 
 def image_token(raw: Raw) -> int | None:
-    """The token that stands for an image; None: the model takes none. ConfigError where it is no token."""
+    """Returns the token that stands for an image, or None if the model takes none. Raises ConfigError."""
     if raw.get("model_type") != "llava":
         return None
     file = read_fields({**raw, "text_config": {}}, MultimodalConfigSchema, "config.json", CONFIG_HINT)

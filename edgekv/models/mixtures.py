@@ -22,7 +22,7 @@ GPT_OSS_ROPE = {
 
 
 class MixtureConfigSchema(SlidingConfigSchema):
-    """num_experts and num_local_experts are two names of one field."""
+    """The fields of mixtures of experts; num_experts and num_local_experts are two names of one field."""
 
     num_experts_per_tok: Experts = 2
     num_experts: Experts = 8
@@ -35,11 +35,13 @@ class MixtureConfigSchema(SlidingConfigSchema):
 
 
 class Mixture(Llama):
-    """The experts of a layer are two projections, ``{i}.experts_up`` and ``{i}.experts_down``: the first has the
-    rows of each expert's gate and up projections, expert after expert. ``{i}.router`` chooses among them.
+    """The base of mixtures of experts, among which ``{i}.router`` chooses.
+
+    A layer's experts are two projections, ``{i}.experts_up`` and ``{i}.experts_down``: the first has the rows of
+    each expert's gate and up projections, expert after expert.
     """
 
-    mixture = "mlp"  # what a layer calls its mixture, then its router, its experts, and their projections
+    mixture = "mlp"  # names in the checkpoint: of a layer's mixture, its router, and an expert's projections
     router = "gate"
     expert_parts = ("gate_proj", "up_proj", "down_proj")
 
@@ -68,7 +70,7 @@ class Mixture(Llama):
 
 
 class Mixtral(Mixture):
-    """Experts in every layer, whose projections have the names of the first release."""
+    """Mixtral: experts in every layer."""
 
     schema = MixtureConfigSchema
     defaults: ClassVar[Raw] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}
@@ -82,7 +84,7 @@ class Mixtral(Mixture):
 
 
 class Qwen3MoeConfigSchema(MixtureConfigSchema):
-    """mlp_only_layers and decoder_sparse_step say which layers have an MLP of intermediate_size."""
+    """The fields of qwen3_moe; mlp_only_layers and decoder_sparse_step say which layers have an MLP."""
 
     moe_intermediate_size: Width = 768
     norm_topk_prob: bool = False
@@ -94,7 +96,7 @@ class Qwen3MoeConfigSchema(MixtureConfigSchema):
 
 
 class Qwen3Moe(Mixture):
-    """Experts in some layers, as a rule in all; a window, where it has one, is that of all layers."""
+    """Qwen 3 MoE: experts in some layers, as a rule in all."""
 
     schema = Qwen3MoeConfigSchema
     defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -109,7 +111,7 @@ class Qwen3Moe(Mixture):
 
 
 class GptOssConfigSchema(MixtureConfigSchema):
-    """The gate is clamped."""
+    """The fields of gpt_oss, whose gates are clamped."""
 
     swiglu_alpha: Factor = 1.702
     swiglu_limit: Factor = 7.0
@@ -120,7 +122,7 @@ class GptOssConfigSchema(MixtureConfigSchema):
 
 
 class GptOss(Mixture):
-    """Experts with biases, sinks in attention, every other layer sliding.
+    """GPT-OSS: experts with biases, attention sinks, a sliding window in every other layer.
 
     The experts' projections are one tensor in its checkpoints, seen here as many (`Tensors.unstacked`).
     """

@@ -31,7 +31,7 @@ DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class Lfm2ConfigSchema(LlamaConfigSchema):
-    """block_ff_dim and tie_embedding are older names."""
+    """The fields of lfm2; block_ff_dim and tie_embedding are older names."""
 
     tie_embedding: bool | None = None
     norm_eps: Epsilon = 1e-5
@@ -99,7 +99,7 @@ class Lfm2(Llama):
 
 
 class Qwen35ConfigSchema(LlamaConfigSchema):
-    """What its recurrent layers have, and how often one attends."""
+    """The fields of qwen3_5_text: sizes of its recurrent layers, and which layers attend."""
 
     full_attention_interval: Layers = 4
     linear_conv_kernel_dim: Taps = 4
@@ -110,7 +110,7 @@ class Qwen35ConfigSchema(LlamaConfigSchema):
 
 
 class Qwen35(Llama):
-    """Gated DeltaNet in three layers of four, gated attention in the others; 1 + w in place of w in norms."""
+    """Qwen 3.5: Gated DeltaNet in three layers of four, gated attention in the others; norms have 1 + w."""
 
     schema = Qwen35ConfigSchema
     defaults: ClassVar[Raw] = {
@@ -169,7 +169,7 @@ class Qwen35(Llama):
         }
 
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        """The gate of a head's queries lies behind these in q_proj: gates go to the end."""
+        """Moves the gates to the end: in q_proj a head's gates follow its queries."""
         c, h = self.config, super().attention_in(ops, i, x)
         if c.layer_recurrences[i] is not None:
             return h
@@ -184,7 +184,7 @@ class Qwen35(Llama):
 
 
 class Qwen35WithVision(Multimodal, Qwen35):
-    """Read for its text alone: there a token's three position ids are one, and its rotation the plain one."""
+    """Qwen 3.5 with vision, read for its text, in which a token's three position ids are one."""
 
     text_types: ClassVar[Mapping[str, Raw]] = {"qwen3_5_text": {}}
     prefixes: tuple[str, ...] = ("model.language_model.",)

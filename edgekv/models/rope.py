@@ -26,7 +26,7 @@ Theta = Annotated[float, Meta(gt=1, le=1e15)]
 
 
 class RopeSchema(Struct):
-    """rope_scaling and rope_parameters of all types together; which type needs what: ROPE_TYPES."""
+    """The fields of rope_scaling and rope_parameters of all types; ROPE_TYPES has those that each type needs."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -97,17 +97,17 @@ class RopeConfig:
 
     @property
     def factor(self) -> float:
-        """By how much longer the contexts are than before scaling."""
+        """Ratio of the longest context to that before scaling."""
         return self.params.factor or 1.0
 
     @property
     def original(self) -> int:
-        """The length of the contexts before scaling."""
+        """Longest context before scaling, in tokens."""
         return self.params.original_max_position_embeddings or self.trained_positions
 
     @property
     def fixed_up_to(self) -> float:
-        """The length of a sequence beyond which the frequencies are others than before."""
+        """Length of a sequence beyond which other frequencies hold."""
         return self.original if self.kind == "longrope" else math.inf
 
     def rope_invalidates_keys(self, before: int, after: int) -> bool:
@@ -119,7 +119,7 @@ class RopeConfig:
 
 
 def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> None:
-    """ConfigError where parameters of a type contradict each other."""
+    """Raises ConfigError where parameters of a type contradict each other."""
     low, high = params.low_freq_factor or 0.0, params.high_freq_factor or 0.0
     wrong = ""
     if kind == "llama3" and high <= low:

@@ -43,7 +43,7 @@ PHI3_KEYS = LLAMA_KEYS | {
 
 
 class Mistral(Llama):
-    """Every layer slides, by 4096 tokens where sliding_window is absent; null means none."""
+    """Mistral: every layer has a sliding window of 4096 tokens by default; null means none."""
 
     @classmethod
     def model_config(cls, file: LlamaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
@@ -54,7 +54,7 @@ class Mistral(Llama):
 
 
 class Ministral3(Llama):
-    """YaRN, and queries that grow with their positions."""
+    """Ministral 3: YaRN, and queries that grow with their positions."""
 
     schema = SlidingConfigSchema
     fixed = NO_BIASES
@@ -67,7 +67,7 @@ class Ministral3(Llama):
 
 
 class QwenConfigSchema(LlamaConfigSchema):
-    """max_window_layers: the first that slides, with use_sliding_window alone."""
+    """The fields of Qwen 2 and 3; max_window_layers: the first layer with a sliding window, if it is used."""
 
     max_window_layers: Annotated[int, Meta(ge=0, le=1024)] = 28
 
@@ -79,7 +79,7 @@ class QwenConfigSchema(LlamaConfigSchema):
 
 
 class Qwen2(Llama):
-    """Biases of queries, keys and values."""
+    """Qwen 2: biases of queries, keys and values."""
 
     schema = QwenConfigSchema
     fixed: ClassVar[Raw] = {"qkv_bias": True, "out_bias": False}
@@ -87,7 +87,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Llama):
-    """Norms of queries and keys."""
+    """Qwen 3: norms of queries and keys."""
 
     schema = QwenConfigSchema
     defaults: ClassVar[Raw] = {"head_dim": 128}
@@ -96,14 +96,14 @@ class Qwen3(Llama):
 
 
 class SmolLM3ConfigSchema(LlamaConfigSchema):
-    """no_rope_layers: 1 for each layer that rotates."""
+    """The fields of smollm3; no_rope_layers: 1 for each layer that rotates."""
 
     no_rope_layers: list[Annotated[int, Meta(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Layers = 4
 
 
 class SmolLM3(Llama):
-    """Every fourth layer, as a rule, rotates nothing."""
+    """SmolLM 3: every fourth layer, as a rule, does not rotate queries and keys."""
 
     schema = SmolLM3ConfigSchema
     defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
@@ -126,7 +126,7 @@ class SmolLM3(Llama):
 
 
 def _granite_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    """A factor of 0 stands for none, as in llama.cpp; the scale of scores is then the usual one."""
+    """Drops factors of 0, which stand for none, as in llama.cpp, and adds the usual scale of scores."""
     if facts.get("rope.scaling.finetuned") is False:
         raise ConfigError("GGUF architecture 'granite' without rotations is not supported")
     given = {entry: value for entry, value in config.items() if value or entry not in GRANITE_SCALES}
@@ -134,7 +134,7 @@ def _granite_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str,
 
 
 class GraniteConfigSchema(LlamaConfigSchema):
-    """Factors on embeddings, residual stream and scores, and a divisor of logits."""
+    """The fields of granite: factors of embeddings, residual stream and scores, and a divisor of logits."""
 
     embedding_multiplier: Factor = 1.0
     residual_multiplier: Factor = 1.0
@@ -164,7 +164,7 @@ def _olmo2_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, A
 
 
 class Olmo2(Llama):
-    """Norms behind attention and MLP instead of before them, and one over all queries, one over all keys."""
+    """OLMo 2: norms behind attention and MLP instead of before them, one over all queries, one over all keys."""
 
     defaults: ClassVar[Raw] = {"rms_norm_eps": 1e-5}
     fixed: ClassVar[Raw] = {"mlp_bias": False}
@@ -191,7 +191,7 @@ class Olmo2(Llama):
 
 
 def _phi3_rope(file: LlamaConfigSchema, head_dim: int) -> RopeConfig:
-    """As `llama_rope`; what calls itself yarn here is longrope, and a head may be rotated in part."""
+    """Makes a rotation as `llama_rope` does; yarn is longrope here, and a head may be rotated in part."""
     name = "rope_scaling" if file.rope_scaling else "rope_parameters"
     found = file.rope_scaling or file.rope_parameters or {}
     kind = found.get("rope_type") or found.get("type") or "default"
@@ -205,7 +205,7 @@ def _phi3_rope(file: LlamaConfigSchema, head_dim: int) -> RopeConfig:
 
 
 def _phi3_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    """A window of 0 tokens is none; heads may be rotated in part."""
+    """Drops a window of 0 tokens, and adds the share of a head's channels that are rotated."""
     whole = head_dim(config)
     rotated = facts.get("rope.dimension_count", whole)
     share = math.nextafter(rotated / whole, 1.0)  # so that the product, cut to a whole number, is `rotated`

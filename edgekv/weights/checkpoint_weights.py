@@ -30,11 +30,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class Weights(Protocol):
-    """Read access to a model's weights, whatever they are stored as.
+    """Read access to a model's weights, whatever they are stored as; arrays are float32.
 
-    nbytes: of all that the model uses. token_bytes: those that one decode step reads. matrix: a linear's weight
-    (rows, columns) float32. bias: (rows,), None: the linear has none. vector: a norm (size,). array: of
-    `Architecture.arrays`. rows: those of the table ``embed`` or ``positions`` by ``ids``, (n, hidden) float32.
+    nbytes: bytes of all tensors that the model uses. token_bytes: bytes that one decode step reads. matrix: a
+    linear layer's weights (rows, columns). bias: its biases (rows,), or None. vector: a norm (size,). array: one
+    of `Architecture.arrays`. rows: rows ``ids`` of the table ``embed`` or ``positions``, (n, hidden).
     """
 
     arch: Architecture
@@ -56,7 +56,7 @@ BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
-    """Whether what a format holds goes into another one unchanged: one with more bits, or smaller blocks."""
+    """Whether weights of the format named ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
         return exact is not None
     own = FORMATS[exact]
@@ -66,7 +66,7 @@ def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
 
 
 def _widest(names: Collection[str]) -> str:
-    """The narrowest format that holds what each of these does."""
+    """Returns the narrowest format that holds the weights of all these formats."""
     widest = max(names, key=BY_WIDTH.index)
     return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
 
@@ -88,7 +88,7 @@ class CheckpointWeights:
 
     @property
     def table_dtypes(self) -> dict[str, str]:
-        """What `table` returns: the checkpoint's own half or single precision (safetensors' names)."""
+        """Each table's dtype by safetensors' name: the checkpoint's own half or single precision."""
         stored = {name: self._tensors[tensor].dtype for name, (tensor, _) in self.arch.tables().items()}
         return {name: dtype if dtype in ITEM_BYTES else "F32" for name, dtype in stored.items()}
 
@@ -115,14 +115,14 @@ class CheckpointWeights:
 
     @property
     def own_format(self) -> WeightFormat | None:
-        """That of a file which is quantized already, of each linear layer by itself; else None."""
+        """The format of each linear layer of a file that is quantized already, else None."""
         if not self.kinds:
             return None
         forms = {name: _widest({part.nearest_format for part in self._parts(name)}) for name in self._linears}
         return per_linear_format(self._tensors.method, forms)
 
     def requantized(self, form: WeightFormat) -> tuple[str, ...]:
-        """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
+        """Returns the types of quantized tensors that have other blocks than ``form`` and lose by it."""
         forms = ((part, form.of(name)) for name in self._linears for part in self._parts(name))
         lost = {part.kind for part, own in forms if part.kind and not holds_exactly(part.exact_format, own)}
         return tuple(sorted(lost))
@@ -133,7 +133,7 @@ class CheckpointWeights:
         return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
     def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
-        """Return codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
+        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
         if form.bits == 32 or not all(holds_exactly(part.exact_format, form) for part in self._parts(name)):
             return None
         taken: list[tuple[Codes, F32]] = []
@@ -149,11 +149,11 @@ class CheckpointWeights:
         return packed, scales
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
-        """Packed zero points of a linear that `exact_codes` gives in a format with zeros."""
+        """Returns the packed zero points of a linear layer that `exact_codes` gives in a format with zeros."""
         return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
 
     def offsets(self, name: str) -> F32:
-        """Offsets (rows, blocks) of a linear that `exact_codes` gives in a format with them."""
+        """Returns the offsets (rows, blocks) of a linear layer that `exact_codes` gives in a format with them."""
         found = []
         for part in self._linears[name].parts:
             own = self._tensors[part.tensor].offsets(0, part.rows)
@@ -162,7 +162,7 @@ class CheckpointWeights:
         return np.concatenate(found)
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
-        """(rows, blocks) in -8..7."""
+        """Returns zero points (rows, blocks) in -8..7."""
         n = n_blocks(part.columns, form.block)
         zeros = self._tensors[part.tensor].zero_points(0, part.rows)
         if zeros is None:
@@ -174,40 +174,40 @@ class CheckpointWeights:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
 
     def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
-        """The rows of a linear from the first to the last, (r, columns) float32 with bounded r."""
+        """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``."""
         for part in self._linears[name].parts:
             step = max(1, max_elements // part.columns)
             for lo in range(0, part.rows, step):
                 yield self._part_rows(part, lo, min(lo + step, part.rows))
 
     def matrix(self, name: str) -> F32:
-        """(rows, columns) float32: the fused projection's weight."""
+        """Returns a linear layer's weights (rows, columns) float32."""
         return np.concatenate([self._part_rows(p, 0, p.rows) for p in self._linears[name].parts])
 
     def bias(self, name: str) -> F32 | None:
-        """(rows,) float32; None: the linear has none."""
+        """Returns a linear layer's biases (rows,) float32, or None."""
         biases = self._linears[name].biases
         return np.concatenate([to_float32(self._tensors[b].read()) for b in biases]) if biases else None
 
     def release(self, name: str) -> None:
-        """Gives back the pages of a linear's tensors; the next access reads them again."""
+        """Gives back the pages of a linear layer's tensors; the next access reads them again."""
         for part in self._parts(name):
             part.release()
 
     def vector(self, name: str) -> F32:
-        """(size,) float32: a norm, with what its family adds."""
+        """Returns a norm (size,) float32, with the offset that its family adds."""
         stored = to_float32(self._tensors[self.arch.vectors()[name][0]].read())
         return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
 
     def array(self, name: str) -> F32:
-        """float32: one of `Architecture.arrays`."""
+        """Returns one of `Architecture.arrays`, float32."""
         return to_float32(self._tensors[self.arch.arrays()[name][0]].read())
 
     def table(self, name: str) -> npt.NDArray[np.generic]:
-        """The stored table itself, (rows, hidden), as `table_dtypes` says."""
+        """Returns a table (rows, hidden) in the dtype of `table_dtypes`."""
         stored = self._tensors[self.arch.tables()[name][0]].read()
         return to_float32(stored) if self.table_dtypes[name] == "F32" else stored
 
     def rows(self, table: str, ids: Ids) -> F32:
-        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        """Returns rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self.table(table)[ids])

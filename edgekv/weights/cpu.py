@@ -1,4 +1,4 @@
-"""The operators on the CPU's cores: products read the store's mapped weights as they are, in 4, 8 or 32 bits."""
+"""Operators of `edgekv.models.architecture` on the CPU: products read the mapped weights in 4, 8 or 32 bits."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ from edgekv.weights.formats import ROUTER, WeightFormat
 from edgekv.weights.ops import NumpyOps, gated, groups
 from edgekv.weights.store import WeightStore
 
-FEW_PAIRS = 32  # those of a token, or of a few
+DECODE_PAIRS = 32  # pairs of a token and an expert up to which products take the threads of decoding
 
 
 class StoredLinear(NamedTuple):
-    """A linear layer as it is read."""
+    """A linear layer of the store: its product of rows (n, columns) and threads, and its bias (rows,)."""
 
     product: Callable[[F32, int], F32]
-    """(rows, threads) -> their products."""
     bias: F32 | None
 
 
 class CpuOps(NumpyOps):
-    """Kernels where the reference has NumPy.
+    """Operators by compiled kernels.
 
-    Of a mixture's mapped file only the rows of the chosen experts are read. Where memory has no room for all of
-    them, the system is told which: by itself it reads ahead, beyond a chosen expert, and would read most of the
-    others too.
+    Of a mixture's mapped file only the rows of the chosen experts are read. Where memory has no room for all
+    experts, the system is told which rows to read: by itself it would read ahead, most of the others too.
     """
 
     def __init__(self, store: WeightStore, threads: Threads) -> None:
@@ -62,7 +60,7 @@ class CpuOps(NumpyOps):
             self._advise(name, mmap.MADV_RANDOM)
 
     def warm_up(self) -> list[Callable[[], object]]:
-        """A row through a layer of each kind, by the formats of its weights, and through the head."""
+        """Returns calls that compute a row of a layer of each kind and format, and of the head."""
         first: dict[tuple[object, ...], int] = {}
         for i in range(self.arch.config.n_layers):
             linears = self.arch.layer_linears(i)
@@ -89,9 +87,9 @@ class CpuOps(NumpyOps):
         return y
 
     def _open(self, name: str) -> StoredLinear:
-        """Matrices with too few outputs for the kernels become float32.
+        """Returns how a linear layer is computed: by quantized kernels, or in float32 if it has few outputs.
 
-        A router's rows are multiplied each as if it were alone, also in a prompt.
+        A router computes each row as if it were alone, also in a prompt.
         """
         store, bits = self._store, self._store.form.of(name).bits
         if bits < 32 and self._linears[name].rows >= OUTPUTS:
@@ -102,17 +100,17 @@ class CpuOps(NumpyOps):
         return StoredLinear(lambda x, n_threads: self._multiply(x, matrix), store.bias(name))
 
     def add_linear(self, x: F32, y: F32, name: str) -> F32:
-        """Return x plus the linear layer's outputs of y (n, columns)."""
+        """Returns x plus the linear layer's outputs of y (n, columns)."""
         total = self.linear(y, name)
         total += x
         return total
 
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
-        """Return x (n, channels), normed by its rows' root mean squares."""
+        """Returns x (n, channels), normed by its rows' root mean squares."""
         return layers.rms_norm(x, self._vector(name), eps)
 
     def layer_norm(self, x: F32, name: str, eps: float) -> F32:
-        """Return x (n, channels), normed by its rows' means and deviations."""
+        """Returns x (n, channels), normed by its rows' means and deviations."""
         return layers.layer_norm(x, self._vector(f"{name}.weight"), self._vector(f"{name}.bias"), eps)
 
     def _vector(self, name: str) -> F32:
@@ -121,17 +119,17 @@ class CpuOps(NumpyOps):
         return self._vectors[name]
 
     def activation(self, x: F32, kind: str) -> F32:
-        """Return the activation of each number of x (n, channels)."""
+        """Returns the activation of each number of x (n, channels)."""
         return layers.activation(x, kind) if kind in (*layers.SIGMOIDS, "gelu") else super().activation(x, kind)
 
     def gated_linear(self, x: F32, name: str, kind: str) -> F32:
-        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
+        """Returns activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if kind not in layers.SIGMOIDS:
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
+        """Returns x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
         config = self.arch.config
         experts = config.experts_of(i)
         assert experts is not None
@@ -148,12 +146,12 @@ class CpuOps(NumpyOps):
         return layers.add_results(x, results, tokens, weights)
 
     def expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
         for expert, _ in groups(of) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
         if name not in self._experts:
             return super().expert_products(rows, of, name)
-        n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
+        n_threads = self._threads.decode if len(rows) <= DECODE_PAIRS else self._threads.prompt
         result = self._experts[name](rows, n_threads, of)
         bias = self._store.bias(name)
         if bias is not None:
@@ -161,15 +159,15 @@ class CpuOps(NumpyOps):
         return result
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
-        """Of one expert's rows, or of all."""
+        """Tells the system how the rows of an expert, or of all experts, will be read."""
         n = self._linears[name].rows // self._linears[name].n_experts
-        place = (0, None) if expert is None else (expert * n, n)
+        rows = (0, None) if expert is None else (expert * n, n)
         for part in self._store.arrays(name):
-            self._store.advise(f"{name}.{part}", advice, *place)
+            self._store.advise(f"{name}.{part}", advice, *rows)
 
 
 def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
-    """Map the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
+    """Maps the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
     return QuantizedWeights(layout=CodeLayout(form.bits, form.block, form.e2m1), **arrays)
@@ -187,29 +185,30 @@ PROMPT_ROUNDS = 2
 
 
 def product_threads(store: WeightStore, threads: int | None) -> Threads:
-    """``threads`` for both; None: what is remembered of this machine and shape, measured now if nothing is.
+    """Returns the threads of decoding and of prompts: ``threads``, or if that is None those that are fastest.
 
+    They are measured once per machine, shape and format, and remembered.
     A token's products are bound by memory, which fewer cores than all may read as fast, or faster; those of a
     prompt are bound by computing. A product's sums do not depend on how many threads share it, so neither does a
     text.
     """
     if threads is not None or all_cores() <= FEW_CORES:
         return Threads(all_cores(threads), all_cores(threads))
-    known = remembered(store.arch, store.form)
-    if known is None:
-        known = choice(*measure(store, candidates(all_cores())))
+    threads_of_both = remembered(store.arch, store.form)
+    if threads_of_both is None:
+        threads_of_both = fastest(*measure(store, candidates(all_cores())))
         others = list((MEMO.read() or {}).items())[1 - MOST_REMEMBERED :]
-        MEMO.keep({**dict(others), _key(store.arch, store.form): known})
-    return known
+        MEMO.keep({**dict(others), _key(store.arch, store.form): threads_of_both})
+    return threads_of_both
 
 
 def candidates(cores: int) -> list[int]:
-    """Numbers of threads worth trying, the most first: all cores, three quarters, half and a quarter of them."""
+    """Returns numbers of threads worth trying, the most first: all cores, three quarters, half and a quarter."""
     return sorted({-(-cores * quarters // 4) for quarters in (1, 2, 3, 4)}, reverse=True)
 
 
-def choice(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Threads:
-    """Of seconds by number of threads: the fewest that are nearly as fast as the fastest."""
+def fastest(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Threads:
+    """Returns the fewest threads that are nearly as fast as the fastest, of seconds by number of threads."""
     decode, prompt = (
         min(n for n, s in seconds.items() if s * ENOUGH <= min(seconds.values()))
         for seconds in (decode_s, prompt_s)
@@ -218,7 +217,7 @@ def choice(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Thre
 
 
 def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of one block by number of threads, the best of a few rounds: for a token, and for PROMPT_ROWS.
+    """Measures one block: seconds by number of threads, the best of a few rounds, of a token and of PROMPT_ROWS.
 
     Numbers take turns, on a block of the model itself, so that its weights' format and the machine's instructions
     count.
@@ -247,13 +246,13 @@ def _best(
 
 
 def remembered(arch: Architecture, form: WeightFormat) -> Threads | None:
-    """What was measured here for weights of this shape and format; None: nothing yet."""
+    """Returns what was measured on this machine for weights of this shape and format, None if nothing was."""
     entry = (MEMO.read() or {}).get(_key(arch, form))
     return entry and Threads(*entry)
 
 
 def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
-    """A block's name and the widths of its inputs: the first layer's smaller one if that is large enough."""
+    """Returns a block's name and its inputs' widths: the first layer's smaller one if that is large enough."""
     hidden, (fused, mixed) = arch.config.hidden_size, arch.widths(0)
     if hidden * fused >= PROBE_WEIGHTS:
         return "attention_in", {"x": hidden}
@@ -261,7 +260,7 @@ def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
 
 
 def _key(arch: Architecture, form: WeightFormat) -> str:
-    """The machine, and the shape of the block: models that share both are served alike."""
+    """Returns the machine and the shape of the block: models that share both take the same threads."""
     machine, c = machine_info(), arch.config
     name, (fused, mixed) = _block(arch)[0], arch.widths(0)
     shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"

@@ -1,4 +1,4 @@
-"""Weight formats: what a weight store holds for each, hence exact bytes, and how blocks of weights are rounded.
+"""Weight formats: the arrays of each, hence exact bytes, and how blocks of weights are rounded.
 
 A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
 2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127. The layout is
@@ -47,7 +47,7 @@ class WeightFormat:
     e2m1: bool = False
 
     def arrays(self, rows: int, columns: int) -> Specs:
-        """Return what a linear layer's weights (rows, columns) are stored as: dtype and shape by part."""
+        """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
         if self.bits == 32:
             return {"weight": ("F32", (rows, columns))}
         blocks = n_blocks(columns, self.block)
@@ -60,7 +60,7 @@ class WeightFormat:
         return arrays
 
     def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
-        """Return the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
+        """Returns the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
         codes, scales = arrays["codes"], arrays["scales"]
@@ -77,13 +77,13 @@ class WeightFormat:
         return values.reshape(len(codes), -1)[:, :columns]
 
     def of(self, linear: str) -> WeightFormat:
-        """The format of one linear layer. What chooses experts is exact: a near tie would choose others."""
+        """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
         return FORMATS["f32"] if linear.endswith(ROUTER) else self
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLinearFormat(WeightFormat):
-    """Of several formats: ``linears`` names that of each linear layer, in FORMATS."""
+    """A format of several: ``linears`` names that of each linear layer, in FORMATS."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
@@ -106,21 +106,21 @@ FORMATS = {
     )
 }
 WEIGHTS = {name: form for name, form in FORMATS.items() if not (form.zeros or form.offsets or form.e2m1)}
-"""Those in which edgekv itself quantizes; the others are only taken over from checkpoints."""
+"""Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 
 HEAD = ",head="
 
 
 def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
-    """The format of linear layers that have one each; name: of all, such as a quantized checkpoint's method."""
+    """Returns the format of linear layers that have one each; name: of the whole, as a checkpoint's method."""
     return PerLinearFormat(name, 0, 0, linears=tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
-    """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
+    """Returns the named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
 
-    ``NAME,head=NAME`` gives the language-model head another one. own: that of a file which is quantized already;
-    ``auto`` and its own name keep it. Raises ConfigError (field weights).
+    ``NAME,head=NAME`` gives the language-model head another one. own: the format of a file that is quantized
+    already, which ``auto`` and its own name keep. Raises ConfigError (field weights).
     """
     base, separator, head = name.partition(HEAD)
     form = _named(base, arch, own)
@@ -145,7 +145,7 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
 
 
 def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[str, str]) -> Specs:
-    """Every tensor of the store in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
+    """Returns the store's tensors in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
     specs: Specs = {}
     for name, linear in arch.linears().items():
         arrays = form.of(name).arrays(linear.rows, linear.columns)
@@ -158,18 +158,18 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
 
 
 def specs_bytes(specs: Specs) -> int:
-    """Bytes of the tensors' data."""
+    """Returns the bytes of the tensors' data."""
     return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in specs.values())
 
 
 def token_bytes(arch: Architecture, specs: Specs) -> int:
-    """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
+    """Returns the bytes that one decode step reads: all but tables, of which it reads a row, and idle experts."""
     read = {name: spec for name, spec in specs.items() if name not in arch.tables()}
     return specs_bytes(read) - idle_bytes(arch, specs)
 
 
 def idle_bytes(arch: Architecture, specs: Specs) -> int:
-    """Bytes of the experts that one token does not go through."""
+    """Returns the bytes of the experts that one token does not go through."""
     nbytes = 0
     for name, linear in arch.linears().items():
         if linear.n_experts:
@@ -181,7 +181,7 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
 # Rounding blocks of weights
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
-"""Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
+"""Scales to try, as factors of the one that puts the largest number at -8; below 0 of its opposite."""
 
 rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
 """Makes a kernel over rows of weights; its divisions are as written."""
@@ -189,7 +189,7 @@ ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
 
 
 def n_blocks(columns: int, block: int) -> int:
-    """Blocks of ``block`` inputs that ``columns`` take."""
+    """Returns the number of blocks of ``block`` inputs that ``columns`` take."""
     return -(-columns // block)
 
 
@@ -250,30 +250,30 @@ def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 
 def _pairs(codes: U8) -> U8:
-    """Two to a byte (..., n / 2), the even one of codes (..., n) in the low half."""
+    """Packs codes (..., n) two to a byte (..., n / 2), the even one in the low half."""
     packed: U8 = codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
     return packed
 
 
 def pack(centred: I8, bits: int) -> U8:
-    """Codes (r, blocks, block * bits / 8) of whole numbers (r, blocks, block) around 0."""
+    """Packs whole numbers (r, blocks, block) around 0 into codes (r, blocks, block * bits / 8)."""
     codes: U8 = (centred.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     return codes if bits == 8 else _pairs(codes)
 
 
 def pack_e2m1(doubled: I8) -> U8:
-    """Codes (r, blocks, block / 2) of numbers of `E2M1_DOUBLED` (r, blocks, block)."""
+    """Packs numbers of `E2M1_DOUBLED` (r, blocks, block) into codes (r, blocks, block / 2)."""
     codes = np.searchsorted(E2M1_DOUBLED[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)
     return _pairs(codes.astype(np.uint8))
 
 
 def pack_zeros(zeros: I8) -> U8:
-    """Zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
+    """Packs zero points (r, blocks) in -8..7 two to a byte."""
     return _pairs(np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8))
 
 
 def unpack_zeros(packed: U8, blocks: int) -> F32:
-    """(r, blocks) float32 in -8..7, of what `pack_zeros` gives."""
+    """Returns the zero points (r, blocks) float32 in -8..7 that `pack_zeros` has packed."""
     pairs = np.stack([packed & 15, packed >> 4], axis=-1)
     zeros: F32 = pairs.reshape(len(packed), -1)[:, :blocks].astype(np.float32)
     zeros -= np.float32(8)

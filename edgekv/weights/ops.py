@@ -1,6 +1,6 @@
-"""The operators of `edgekv.models.architecture` in NumPy, float32: what those of the CPU and of CUDA mean.
+"""The operators of `edgekv.models.architecture` in NumPy, float32: the reference of those on the CPU and in CUDA.
 
-With what they are made of: activations, mixtures of experts, and LoRAs beside the weights.
+Also their parts: activations, mixtures of experts, and LoRAs beside the weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 
 def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
-    """GPT-OSS's (n, channels): gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within it."""
+    """Returns GPT-OSS's gate * sigmoid(alpha * gate) * (up + 1) (n, channels), gate <= limit, |up| <= limit."""
     gate = np.minimum(gate, np.float32(limit))
     result: F32 = _sigmoid(np.float32(alpha) * gate, of=gate) * (
         np.clip(up, -np.float32(limit), np.float32(limit)) + 1
@@ -55,10 +55,7 @@ def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
 
 
 class LowRank(NamedTuple):
-    """What is added to one part of a linear layer: ``up`` (rows, rank) times ``down`` (rank, columns).
-
-    So one weight store serves many LoRAs, and the weights stay as they were rounded.
-    """
+    """A LoRA's change of one part of a linear layer: ``up`` (rows, rank) times ``down`` (rank, columns)."""
 
     down: F32
     up: F32
@@ -68,11 +65,11 @@ Product = Callable[[F32, F32], F32]
 """(x (n, columns), weights (rows, columns)) -> x times the transpose of the weights (n, rows), float32."""
 
 LoraDeltas = Mapping[str, tuple[LowRank, ...]]
-"""By linear layer: what is added to each of its parts; of rank 0 where that is nothing."""
+"""Linear layer -> the change of each of its parts, of rank 0 where there is none."""
 
 
 def add_lora(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> None:
-    """Adds to y (n, rows), which is the linear layer of x (n, columns), what its parts' changes of x are."""
+    """Adds the changes of a linear layer's parts, times x (n, columns), to its outputs y (n, rows)."""
     row = 0
     for down, up in parts:
         end = row + len(up)
@@ -82,7 +79,7 @@ def add_lora(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> N
 
 
 def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple[LowRank, ...]]:
-    """A LoRA's changes, read. Raises CheckpointError where they are not finite, or are of experts."""
+    """Reads a LoRA's changes. Raises CheckpointError if they are not finite or belong to experts."""
     changed = {
         name: linear
         for name, linear in arch.linears().items()
@@ -99,7 +96,7 @@ def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple
 
 
 def low_rank_bytes(arch: Architecture, deltas: Mapping[str, Delta]) -> int:
-    """Of `low_rank`."""
+    """Returns the bytes of the arrays of `low_rank`."""
     parts = (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas)
     return 4 * sum(deltas[part.tensor].a.shape[0] * (part.rows + part.columns) for part in parts)
 
@@ -115,9 +112,9 @@ def _low_rank(part: WeightPart, delta: Delta | None) -> LowRank:
 
 
 def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
-    """Of logits (n, experts): each token's experts (n, k), the largest first, and their weights (n, k).
+    """Returns each token's experts (n, k), the likeliest first, and their weights (n, k), by logits (n, experts).
 
-    Of equal logits the first are chosen, and NaN only where there are too few numbers.
+    Of equal logits the first is chosen, and NaN only where there are too few numbers.
     """
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.per_token]
     largest = np.take_along_axis(logits, chosen[:, :1], axis=1)
@@ -128,7 +125,7 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
 
 
 def gated(config: ModelConfig, both: F32) -> F32:
-    """Gates and what they let through, (m, 2 * channels), to (m, channels)."""
+    """Returns the gated half (m, channels) of an expert's gates and inputs ``both`` (m, 2 * channels)."""
     gate, up = np.split(both, 2, axis=1)
     if config.experts and config.experts.clamped:
         return clamped_gate(gate, up, *config.experts.clamped)
@@ -136,7 +133,7 @@ def gated(config: ModelConfig, both: F32) -> F32:
 
 
 def groups(of: I64) -> Iterator[tuple[int, slice]]:
-    """Each expert of the pairs, and the pairs that have it."""
+    """Yields each expert of the pairs ``of`` (m,), ascending, and the slice of its pairs."""
     borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]
     for a, b in itertools.pairwise(borders):
         yield int(of[a]), slice(a, b)
@@ -145,8 +142,8 @@ def groups(of: I64) -> Iterator[tuple[int, slice]]:
 class WeightOps(Ops, Protocol):
     """`Ops` over a model's weights; activations are float32 (n, channels), on the host or on the backend's device.
 
-    weights_bytes: of all weights that it reads. lora_bytes: the part of low-rank changes. threads: those of its
-    products, where it has own ones.
+    weights_bytes: bytes of all weights that it reads. lora_bytes: the LoRAs' part of them. threads: threads of its
+    products; None: those of NumPy or of a device.
     """
 
     weights_bytes: int
@@ -154,19 +151,19 @@ class WeightOps(Ops, Protocol):
     threads: Threads | None = None
 
     def for_rows(self, n: int) -> WeightOps:
-        """The operators for so many rows."""
+        """Returns the operators for n rows."""
         return self
 
     def with_lora(self, deltas: LoraDeltas) -> WeightOps:
-        """The same weights with low-rank changes beside them. ConfigError where the backend knows none."""
+        """Returns operators on the same weights with LoRAs beside them. Raises ConfigError if it can't."""
 
     def warm_up(self) -> list[Callable[[], object]]:
-        """What is to be called so that all kernels are compiled."""
+        """Returns calls that compile all kernels."""
         return []
 
 
 class NumpyOps(WeightOps):
-    """Operators that compute at once; float32 in, float32 out. lora: beside the weights."""
+    """Operators in NumPy, float32."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.arch, self.weights_bytes = weights, weights.arch, weights.nbytes
@@ -181,14 +178,14 @@ class NumpyOps(WeightOps):
         return other
 
     def linear(self, x: F32, name: str) -> F32:
-        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
+        """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
         y = self._stored_linear(x, name)
         if name in self.lora:
             add_lora(x, y, self.lora[name], self._multiply)
         return y
 
     def _multiply(self, x: F32, matrix: F32) -> F32:
-        """A `Product`."""
+        """Multiplies as a `Product`."""
         y: F32 = x @ matrix.T
         return y
 
@@ -205,17 +202,17 @@ class NumpyOps(WeightOps):
         return self._matrices[name]
 
     def add_linear(self, x: F32, y: F32, name: str) -> F32:
-        """Return x plus the linear layer's outputs of y (n, columns)."""
+        """Returns x plus the linear layer's outputs of y (n, columns)."""
         return x + self.linear(y, name)
 
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
-        """Return x (n, channels), normed by its rows' root mean squares."""
+        """Returns x (n, channels), normed by its rows' root mean squares."""
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
         normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
         return normed
 
     def layer_norm(self, x: F32, name: str, eps: float) -> F32:
-        """Return x (n, channels), normed by its rows' means and deviations."""
+        """Returns x (n, channels), normed by its rows' means and deviations."""
         centred = x - x.mean(axis=-1, keepdims=True)
         variance = np.mean(np.square(centred), axis=-1, keepdims=True)
         normed = centred / np.sqrt(variance + np.float32(eps))
@@ -223,42 +220,42 @@ class NumpyOps(WeightOps):
         return scaled
 
     def activation(self, x: F32, kind: str) -> F32:
-        """Return the activation of each number of x (n, channels)."""
+        """Returns the activation of each number of x (n, channels)."""
         return ACTIVATIONS[kind](x)
 
     def gated_linear(self, x: F32, name: str, kind: str) -> F32:
-        """Return activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
+        """Returns activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         gate, up = np.split(self.linear(x, name), 2, axis=-1)
         return self.activation(gate, kind) * up
 
     def split(self, x: F32, sizes: Sequence[int]) -> list[F32]:
-        """Cut x (n, channels) into parts (n, size) each."""
+        """Cuts x (n, channels) into parts (n, size) each."""
         return np.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
     def join(self, parts: Sequence[F32]) -> F32:
-        """Put parts (n, channels) side by side."""
+        """Puts parts (n, channels) side by side."""
         return np.concatenate(parts, axis=-1)
 
     def add(self, a: F32, b: F32) -> F32:
-        """Return a + b (n, channels)."""
+        """Returns a + b (n, channels)."""
         return a + b
 
     def mul(self, a: F32, b: F32) -> F32:
-        """Return a * b (n, channels)."""
+        """Returns a * b (n, channels)."""
         return a * b
 
     def scale(self, x: F32, factor: float) -> F32:
-        """Return x (n, channels) times a number."""
+        """Returns x (n, channels) times a number."""
         scaled: F32 = x * np.float32(factor)
         return scaled
 
     def soft_cap(self, x: F32, cap: float) -> F32:
-        """Return cap * tanh(x / cap) (n, channels)."""
+        """Returns cap * tanh(x / cap) (n, channels)."""
         capped: F32 = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return capped
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        """Return x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router.
+        """Returns x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router.
 
         A pair is a token and one of its experts. Pairs are ordered by expert, so that one that several tokens have
         chosen is read once for all of them.
@@ -277,7 +274,7 @@ class NumpyOps(WeightOps):
         return summed
 
     def expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        """Return (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
         matrices, bias = self._matrix(name), self.weights.bias(name)
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)

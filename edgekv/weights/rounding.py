@@ -45,9 +45,9 @@ SAMPLE = 8  # of so many rows one tells what is chance
 
 
 def column_order(importance: F32, block: int) -> tuple[I64, I64, I64]:
-    """Return columns (n,) in the order of H, and blocks: whole, the heaviest last, and so within a block too.
+    """Returns the columns (n,) in the order of H, its blocks (blocks,), and where each begins (blocks + 1,).
 
-    And where in that order each block begins, and the end of the last (blocks + 1,).
+    Blocks stay whole; the heaviest comes last, and so do the heaviest columns within a block.
     """
     starts = np.arange(0, len(importance), block)
     order = np.argsort(np.add.reduceat(importance.astype(np.float64), starts), kind="stable")
@@ -57,15 +57,15 @@ def column_order(importance: F32, block: int) -> tuple[I64, I64, I64]:
 
 
 def in_column_order(codes: I8, scales: F32, order: I64, blocks: I64, block: int) -> tuple[U8, F32]:
-    """Codes (r, columns) and scales (r, blocks) in the order of H, put back and packed."""
+    """Puts codes (r, columns) and scales (r, blocks) in the order of H back in order, and packs the codes."""
     rows = len(codes)
-    whole, own_scales = np.zeros((rows, len(blocks) * block), np.int8), np.empty_like(scales)
-    whole[:, order], own_scales[:, blocks] = codes, scales
-    return pack(whole.reshape(rows, -1, block), 4), own_scales
+    ordered, ordered_scales = np.zeros((rows, len(blocks) * block), np.int8), np.empty_like(scales)
+    ordered[:, order], ordered_scales[:, blocks] = codes, scales
+    return pack(ordered.reshape(rows, -1, block), 4), ordered_scales
 
 
 class Rounder:
-    """Rounds rows of one linear layer. hessian (columns, columns) float32: H, positive definite."""
+    """Rounds rows of one linear layer; hessian (columns, columns) float32: H, positive definite."""
 
     def __init__(self, hessian: F32, block: int) -> None:
         importance = np.ascontiguousarray(hessian.diagonal())
@@ -77,9 +77,9 @@ class Rounder:
         self._factor /= diagonal
 
     def round(self, weight: F32, output_correction: F32) -> tuple[U8, F32]:
-        """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize` gives them.
+        """Rounds weight (r, columns) to codes (r, blocks, block / 2) and scales (r, blocks), as `quantize` does.
 
-        output_correction b (r, columns): as if weight + b H^-1 were rounded.
+        output_correction: b (r, columns); weight + b H^-1 is rounded.
         """
         rows, columns = weight.shape
         w, b = np.ascontiguousarray(weight[:, self._order]), output_correction[:, self._order]
@@ -101,11 +101,11 @@ class Rounder:
         return in_column_order(codes, scales, self._order, self._blocks, self.block)
 
     def size(self, b: F32) -> float:
-        """Return the sum of b H^-1 b^T over the rows b of b (r, columns): what a correction by it makes better."""
+        """Returns the sum of b H^-1 b^T over the rows of b (r, columns): what a correction by b makes better."""
         return float((np.square(self._forward(b[:, self._order])) / self._weights).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
-        """x with x F^T = b, where F = L / its diagonal; b / x (r, columns) in the order of H."""
+        """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""
         x: F32 = b.copy()
         for lo, hi, _, _ in reversed(list(self._panels())):
             rest = x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T
@@ -113,14 +113,14 @@ class Rounder:
         return x
 
     def _panels(self) -> Iterator[tuple[int, int, slice, I64]]:
-        """Columns lo to hi, their blocks, and where within the columns each block begins; the last ones first."""
+        """Yields columns lo to hi, their blocks, and where in them each block begins; the last ones first."""
         n, blocks = len(self._blocks), max(1, TOGETHER // self.block)
         for first in range((n - 1) // blocks * blocks, -1, -blocks):
             ends = self._ends[first : first + blocks + 1]
             yield int(ends[0]), int(ends[-1]), slice(first, first + blocks), ends - ends[0]
 
     def _round_again(self, w: F32, slopes: F32, codes: I8, scales: F32, errors: F32) -> None:
-        """Changes all but w, in the order of H."""
+        """Rounds all columns again; changes all arguments but w, which are in the order of H."""
         for lo, hi, blocks, ends in self._panels():
             before = errors[:, lo:hi].copy()
             inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
@@ -132,10 +132,10 @@ class Rounder:
 
 
 def hessian(x: F32) -> F32:
-    """(columns, columns): the mean of the outer products of x's rows, and of as many more as x has columns.
+    """Returns the mean of the outer products of x's rows (n, columns), and of as many more rows as x has columns.
 
-    Those are of inputs as large that do not depend on each other, so that few rows say little of how they do.
-    Raises EdgeKVError where x is not finite.
+    Those stand for inputs of the same size that do not depend on each other, so that a few rows of x tell little
+    of how inputs do. Raises EdgeKVError where x is not finite.
     """
     n, columns = x.shape
     total = np.zeros((columns, columns), np.float32)
@@ -152,9 +152,9 @@ def hessian(x: F32) -> F32:
 
 
 def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
-    """(columns, columns) each: the mean of the outer products of the rows of lost and own (tokens, columns).
+    """Returns the mean of the outer products of the rows of lost and own (tokens, columns).
 
-    And the same with those of the second half negated.
+    And the same with the products of the second half negated; both (columns, columns).
     """
     n, half = len(own), len(own) // 2
     first, second = lost[:half].T @ own[:half], lost[half:].T @ own[half:]
@@ -162,10 +162,10 @@ def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
 
 
 def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F32) -> F32:
-    """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
+    """Returns `Rounder.round`'s correction, with which rows (r, columns) make of own what they do of own + lost.
 
-    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares
-    change, times the share of it that is no chance: in which the text's halves agree.
+    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. It is a
+    least-squares change times the share of it in which the text's halves agree, which is no chance.
     """
     both = rows @ mean
     whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ half_difference)
@@ -174,10 +174,10 @@ def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F
 
 
 class CalibratingOps(NumpyOps):
-    """`NumpyOps` whose linear layers are rounded when they are called, which each is to be once, in order.
+    """`NumpyOps` whose linear layers are rounded when they are called, each once, in order.
 
-    Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model. What the
-    head says nobody reads.
+    Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model. The head's
+    outputs are not read.
     """
 
     def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
@@ -185,7 +185,7 @@ class CalibratingOps(NumpyOps):
         self._checkpoint, self._form, self._write = weights, form, write
 
     def linear(self, x: F32, name: str) -> F32:
-        """Return the linear layer's outputs (n, rows) of x (n, columns)."""
+        """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
         if name == "head":
             self.rounded(x, name)
             return np.empty((0, self.arch.config.vocab_size), np.float32)
@@ -198,7 +198,7 @@ class CalibratingOps(NumpyOps):
         return np.concatenate(outputs)
 
     def rounded(self, x: F32, name: str) -> F32 | None:
-        """Hands the layer on and gives its weights (rows, columns) as they will be; None: as they are."""
+        """Hands the layer on and returns its rounded weights (rows, columns); None: they stay as they are."""
         form = self._form.of(name)
         is_other = form.bits != 4 or form.zeros or form.offsets or form.e2m1  # than what a `Rounder` gives
         if is_other or self._checkpoint.exact_codes(name, form) is not None:

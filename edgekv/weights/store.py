@@ -56,14 +56,15 @@ def is_store(path: pathlib.Path) -> bool:
 
 
 def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
-    """Where `run` keeps the store of a checkpoint: under XDG_CACHE_HOME (~/.cache)."""
+    """Returns the folder of a checkpoint's store among this user's caches, under XDG_CACHE_HOME (~/.cache)."""
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
 class StoreFile(msgspec.Struct):
-    """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded.
+    """The contents of store.json.
 
-    sha256: `content_hash` of the weights' file; None: the store was made before there was one.
+    linears: each linear layer's format in FORMATS; None: all have one. calibration: the text with which the
+    weights were rounded. sha256: `content_hash` of the weights' file; None: the store is older than the field.
     """
 
     format: int
@@ -109,32 +110,32 @@ class WeightStore:
 
     @property
     def identity(self) -> str:
-        """The checkpoint's. CheckpointError where the weights are not those that were made of it."""
+        """The checkpoint's identity. Raises CheckpointError if the weights were changed after they were made."""
         if self._sha256 not in (None, self._tensors.files[0].content_hash()):
             what = f"{self._tensors.path}: was changed after store.json was written"
             raise CheckpointError(f"{what}; quantize the model again")
         return self._identity
 
     def raw(self, tensor: str) -> npt.NDArray[Any]:
-        """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
+        """Returns a tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
         return self._tensors[tensor].read()
 
     def advise(self, tensor: str, advice: int, first: int = 0, n: int | None = None) -> None:
-        """As `Tensor.advise`."""
+        """Tells the system how n rows of a tensor will be read (`Tensor.advise`)."""
         self._tensors[tensor].advise(advice, first, n)
 
     def matrix(self, name: str) -> F32:
-        """(rows, columns) float32, dequantized: what the codes stand for."""
+        """Returns a linear layer's weights (rows, columns) float32, dequantized."""
         return self.form.of(name).decode(self.arrays(name), self._linears[name].columns)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Map the arrays of a linear layer, by part: those of `WeightFormat.arrays`."""
+        """Maps the arrays of a linear layer by part, as `WeightFormat.arrays` names them."""
         linear = self._linears[name]
         parts = self.form.of(name).arrays(linear.rows, linear.columns)
         return {part: self._tensors[f"{name}.{part}"].read() for part in parts}
 
     def shift(self, name: str) -> F32 | None:
-        """What zero points or offsets add to the weights of each block, (rows, blocks) float32; None: nothing."""
+        """Returns what zero points or offsets add to each block's weights, (rows, blocks) float32, or None."""
         arrays = self.arrays(name)
         if "offsets" in arrays:
             return to_float32(arrays["offsets"])
@@ -148,7 +149,7 @@ class WeightStore:
         return to_float32(self._tensors[f"{name}.bias"].read()) if self._linears[name].biases else None
 
     def array(self, name: str) -> F32:
-        """float32: a norm (size,), or one of `Architecture.arrays`."""
+        """Returns a norm (size,) or one of `Architecture.arrays`, float32."""
         return to_float32(self._tensors[name].read())
 
     vector = array
@@ -159,9 +160,10 @@ class WeightStore:
 
 
 class Rounding(Protocol):
-    """Hands on each linear layer to ``write`` in place of `build`, rounded in its own way.
+    """A way to round weights, which hands each linear layer on to ``write`` in place of `build`.
 
-    note: what store.json says of it. weights: the checkpoint's, with an identity that tells of the rounding.
+    note: the text that store.json keeps of it. weights: the checkpoint's, with an identity that tells of the
+    rounding.
     """
 
     note: str
@@ -176,7 +178,7 @@ def open_or_build(
     progress: TaskProgress | None,
     rounding: Rounding | None = None,
 ) -> WeightStore:
-    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
+    """Opens the checkpoint's store in the default folder, after making it if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identify(progress), form)
     if is_store(folder):
         try:
@@ -252,7 +254,7 @@ def _write_weights(
                 progress("quantizing" if form.bits < 32 else "converting", done, total)
 
         def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
-            """Write a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
+            """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
             linear, own = linears[name], form.of(name)
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
@@ -301,7 +303,7 @@ STD = 0.02  # of the weights, as models are initialised: activations stay in ran
 
 
 class RandomWeights(CheckpointWeights):
-    """What `build` asks of a checkpoint, drawn instead of read: seeded by the config, nothing is quantized."""
+    """Weights of a shape, drawn instead of read, with a seed from the config; codes are drawn, not quantized."""
 
     nbytes, own_format = 0, None
 
@@ -317,7 +319,7 @@ class RandomWeights(CheckpointWeights):
         return dict.fromkeys(self.arch.tables(), "F16")
 
     def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
-        """Draw codes (rows, blocks, bytes) and scales (rows, blocks)."""
+        """Draws codes (rows, blocks, bytes) and scales (rows, blocks)."""
         specs = store_specs(self.arch, form, self.table_dtypes)
         codes = self._rng.integers(0, 256, specs[f"{name}.codes"][1], np.uint8)
         largest_code = 2 ** (form.bits - 1)
@@ -329,7 +331,7 @@ class RandomWeights(CheckpointWeights):
         return self._normal(linear.rows, linear.columns)
 
     def bias(self, name: str) -> F32 | None:
-        """Zeros (rows,); None: the linear has none."""
+        """Returns zeros (rows,), or None for a linear layer without biases."""
         return np.zeros(self._linears[name].rows, np.float32) if self._linears[name].biases else None
 
     def requantized(self, form: WeightFormat) -> tuple[str, ...]:
@@ -339,11 +341,11 @@ class RandomWeights(CheckpointWeights):
         return
 
     def vector(self, name: str) -> F32:
-        """(size,) ones."""
+        """Returns ones (size,)."""
         return np.ones(self.arch.vectors()[name][1], np.float32)
 
     def array(self, name: str) -> F32:
-        """Normal numbers."""
+        """Draws one of `Architecture.arrays`."""
         return self._normal(*self.arch.arrays()[name][1])
 
     def table(self, name: str) -> npt.NDArray[np.generic]:
@@ -356,12 +358,12 @@ class RandomWeights(CheckpointWeights):
 
 
 def random_folder(config: dict[str, Any], form: WeightFormat) -> pathlib.Path:
-    """Where the shape's store is, or would be."""
+    """Returns the folder of a shape's store, which need not exist."""
     return default_folder(RandomWeights(config).source.identity, form)
 
 
 def random_store(config: dict[str, Any], form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
-    """The shape's store in the cache folder, made at the first call."""
+    """Opens a shape's store in the cache folder, made at the first call."""
     weights, folder = RandomWeights(config), random_folder(config, form)
     if not is_store(folder):
         build(weights, form, folder, progress)

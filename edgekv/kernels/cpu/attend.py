@@ -1,9 +1,8 @@
-"""Attention in one call: each head's blocks pass through scores, running softmax and value sum while in cache.
+"""Attention: each head's blocks of tokens pass through scores, running softmax and value sum while in cache.
 
 A work item is a KV head, or one of ``splits`` shares of its tokens. It walks the blocks of all segments and leaves
-for each row (query head and token) the largest score, the sum of weights and the weighted values; the shares of a
-head are then put together. What a block's codes mean is the codecs' affair: their loops are called by address
-(`edgekv.kernels.cpu.loops`).
+for each row (query head and token) the largest score m, the sum l of weights and the weighted sum of values; the
+shares of a head are then put together. Blocks are read by the codecs' loops (`edgekv.kernels.cpu.loops`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from edgekv.kernels.cpu.compile import Scalar, fast_jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
-    Bound,
+    BoundCodec,
     address_of,
     aligned_size,
+    bind,
     bits_of,
-    bound,
     call,
     float_of,
     floats,
@@ -41,7 +40,7 @@ from edgekv.kernels.cpu.softmax import MINUS_INFINITY, SHRINK, STATE, L, M, exp_
 from edgekv.kernels.interface import BLOCK, Segment, Visible
 from edgekv.types import F32
 
-FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
+AT_ONCE_ROWS = 16  # query rows whose scores of AT_ONCE tokens are small beside a first-level cache
 
 
 class Plan(NamedTuple):
@@ -101,9 +100,9 @@ PLAN_BYTES, SEGMENT_BYTES = 8 * len(Plan._fields), 8 * len(SegmentPlan._fields)
 
 
 class PairPlan(NamedTuple):
-    """How a pair of codecs is read for so many rows: all that stays the same from token to token."""
+    """The part of a `SegmentPlan` that stays the same from token to token, for a number of query rows."""
 
-    keys: Bound
+    keys: BoundCodec
     values: npt.NDArray[np.int64]  # numbers of the store
     rows: int
     addresses: tuple[int, ...]  # of the stores, then of the loops, as `SegmentPlan` begins
@@ -124,7 +123,7 @@ def make_plan(
     sinks: F32 | None,
     cap: float | None,
 ) -> tuple[Plan, tuple[Any, ...]]:
-    """Returns the plan of `attend`, whose arguments these are, and the arrays that its addresses point to."""
+    """Returns the plan of a call of `attend`, and the arrays that its addresses point to."""
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
@@ -166,15 +165,15 @@ def make_plan(
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:
-    """The pair's reader, remembered with the values until their arrays, or the keys', are others."""
-    keys, values = bound(segment.keys), bound(segment.values)
-    known: PairPlan | None = values.pair
-    if known is None or known.rows != rows or known.keys is not keys:
-        known = values.pair = _make_pair_plan(keys, values, segment, rows)
-    return known
+    """Returns the pair's plan, remembered with the values until their arrays or the keys' change."""
+    keys, values = bind(segment.keys), bind(segment.values)
+    plan: PairPlan | None = values.pair
+    if plan is None or plan.rows != rows or plan.keys is not keys:
+        plan = values.pair = _make_pair_plan(keys, values, segment, rows)
+    return plan
 
 
-def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> PairPlan:
+def _make_pair_plan(keys: BoundCodec, values: BoundCodec, segment: Segment, rows: int) -> PairPlan:
     k, v = keys.loops, values.loops
     loops = k.prepare, k.score, v.add, v.finish
     width = v.width(segment.values) if v.finish else 0
@@ -184,7 +183,7 @@ def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> 
     return PairPlan(
         *(keys, values.numbers, rows),
         (address_of(keys.numbers), address_of(values.numbers), *(loop.address if loop else 0 for loop in loops)),
-        *(max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps, width),
+        *(max(least, AT_ONCE) if rows <= AT_ONCE_ROWS else least, steps, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),
@@ -205,7 +204,7 @@ def attend(
     cap: float | None = None,
 ) -> None:
     """Attends: queries and out (H, n, D), weights (G, R * n, tokens); see `interface.Kernels.attend`."""
-    segments = [with_numbers(segment) for segment in segments]
+    segments = [_readable_segment(segment) for segment in segments]
     plan, alive = make_plan(queries, segments, visible, out, weights, sinks, cap)
     arguments, n_items = np.array(plan, np.int64), plan.n_groups * plan.splits
     work = queries.size * sum(segment.stop - segment.first for segment in segments)
@@ -374,24 +373,23 @@ def _merge(row: int, memory: int, other: int, out_at: int, head_dim: int) -> Non
         put(out, d, get(out, d) * factor + get(sums, d) * other_factor)
 
 
-def with_numbers(segment: Segment) -> Segment:
-    """Returns the segment, codecs without loops replaced by their tokens in float32."""
+def _readable_segment(segment: Segment) -> Segment:
     keys, values = segment.keys, segment.values
     if "cpu" in keys.backends and "cpu" in values.backends:
         return segment
     span = segment.first, segment.stop
-    return segment._replace(keys=as_numbers(keys, *span), values=as_numbers(values, *span))
+    return segment._replace(keys=readable(keys, *span), values=readable(values, *span))
 
 
-def as_numbers(codec: Any, t0: int, t1: int) -> Any:
-    """Returns tokens t0..t1 of a codec without loops as it decodes them; any other codec itself."""
+def readable(codec: Any, t0: int, t1: int) -> Any:
+    """Returns a codec that has loops: itself, or its decoded tokens t0..t1."""
     return codec if "cpu" in codec.backends else Decoded(codec, t0, t1)
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1."""
-    codec = as_numbers(codec, t0, t1)
-    state = bound(codec)
+    codec = readable(codec, t0, t1)
+    state = bind(codec)
     loops = state.loops
     assert loops.score is not None
     queries = np.ascontiguousarray(queries)
@@ -416,54 +414,55 @@ def _score_items(first: int, last: int, part: int, arguments: int) -> None:
     prepare, score, s, gap_g, gap_m, memory, item_bytes, prepared_bytes = load_numbers(arguments + 8 * 8, 8)
     for item in range(first, last):
         g, split = item // splits, item % splits
-        mine = memory + item * item_bytes
+        item_memory = memory + item * item_bytes
         prepared = queries + 4 * g * rows * head_dim
         if prepare:
-            call(prepare, (store, prepared, rows, g, mine))
-            prepared = mine
+            call(prepare, (store, prepared, rows, g, item_memory))
+            prepared = item_memory
         base = t0 // block
         n_blocks = (t1 + block - 1) // block - base
         for b in range(base + n_blocks * split // splits, base + n_blocks * (split + 1) // splits):
             t = max(t0, b * block)
             n = min(t1, (b + 1) * block) - t
             at = s + 4 * (g * gap_g + t - t0)
-            call(score, (store, prepared, rows, g, t, n, at, gap_m, mine + prepared_bytes))
+            call(score, (store, prepared, rows, g, t, n, at, gap_m, item_memory + prepared_bytes))
 
 
-FEW_TOKENS = 8  # more are encoded codec by codec
-PART = 64  # tokens of a head that are encoded together
+APPENDED_TOKENS = 8  # up to which one call encodes keys and values
+ENCODED_TOKENS = 64  # tokens of a head per work item
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
-    if k.shape[1] > FEW_TOKENS or not kernels_of(keys).put or not kernels_of(values).put:
+    if k.shape[1] > APPENDED_TOKENS or not kernels_of(keys).put or not kernels_of(values).put:
         encode(keys, k, t0)
         encode(values, v, t0)
         return
     k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
     n_groups, n, head_dim = k.shape
-    one, other = bound(keys), bound(values)
-    put_key, put_value = one.loops.put, other.loops.put
+    bound_keys, bound_values = bind(keys), bind(values)
+    put_key, put_value = bound_keys.loops.put, bound_values.loops.put
     assert put_key is not None
     assert put_value is not None
-    n_bytes = aligned_size(max(one.loops.put_scratch(keys), other.loops.put_scratch(values)))
+    n_bytes = aligned_size(max(bound_keys.loops.put_scratch(keys), bound_values.loops.put_scratch(values)))
     _append_heads(
-        *(n_groups, k.size * max(1, n_bytes), one.numbers, other.numbers, put_key.address, put_value.address),
-        *(k, v, n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
+        *(n_groups, k.size * max(1, n_bytes), bound_keys.numbers, bound_values.numbers),
+        *(put_key.address, put_value.address, k, v, n, head_dim, t0),
+        *(scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
-    """Stores x (G, n, D) as tokens t0..: by the codec's loops, or else as its `encode` says."""
+    """Stores x (G, n, D) as tokens t0.. of a codec, by its loops or else its own `encode`."""
     loops = kernels_of(codec)
     if loops.encode:
         loops.encode(codec, x, t0)
     elif loops.put:
         n_groups, n, head_dim = x.shape
-        n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // PART)
+        n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // ENCODED_TOKENS)
         memory = scratch_memory("append", n_groups * n_parts * n_bytes)
         x = np.ascontiguousarray(x)
-        arguments = bound(codec).numbers, loops.put.address, x, n, head_dim, t0, memory, n_bytes
+        arguments = bind(codec).numbers, loops.put.address, x, n, head_dim, t0, memory, n_bytes
         _encode_parts(n_groups * n_parts, x.size, *arguments)
     else:
         codec.encode(x, t0)
@@ -472,11 +471,11 @@ def encode(codec: Any, x: F32, t0: int) -> None:
 @exact_kernel
 def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
     store, put, x, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 8)
-    n_parts = (n + PART - 1) // PART
+    n_parts = (n + ENCODED_TOKENS - 1) // ENCODED_TOKENS
     for item in range(first, last):
-        g, t = item // n_parts, item % n_parts * PART
+        g, t = item // n_parts, item % n_parts * ENCODED_TOKENS
         row = x + 4 * (g * n + t) * head_dim
-        call(put, (store, row, min(PART, n - t), g, t0 + t, memory + item * n_bytes))
+        call(put, (store, row, min(ENCODED_TOKENS, n - t), g, t0 + t, memory + item * n_bytes))
 
 
 @exact_kernel

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer: norms, activations, and the routing of experts."""
+"""Norms, activations and the routing of experts, between the products of a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgekv.types import F32, I64
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
 LARGE = np.float32(1e30)
 SIGMOIDS = {"silu": (1.0, 0.0), "gelu_tanh": (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)}
-"""Activations x * sigmoid(x * (a + b * x * x)), and their a and b."""
+"""a and b of activations x * sigmoid(x * (a + b * x * x))."""
 WORK = 8  # multiply-adds that an element's exponential is worth
 
 
@@ -75,7 +75,7 @@ def _norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 
 @RangeKernel
 def _norm_rows(first: int, last: int, part: int, arguments: int) -> None:
-    """The RMS norm if there is no bias (0), else the layer norm."""
+    """Computes the RMS norm if there is no bias (0), else the layer norm."""
     x_at, weight_at, out_at, channels, eps, bias_at = load_numbers(arguments, 6)
     x, weight, out, bias = floats(x_at), floats(weight_at), floats(out_at), floats(bias_at)
     for row in range(first, last):
@@ -165,7 +165,7 @@ def _route(
     tokens: int,
     weights: int,
 ) -> None:
-    """Fills experts, tokens and weights; memory: each token's experts, each expert's next pair, and weights."""
+    """Fills experts, tokens and weights; memory: each token's experts, each expert's next pair, weights."""
     m = n * per_token
     chosen, places, own_weights = numbers(memory), numbers(memory + 8 * m), floats(memory + 8 * (m + count))
     for e in range(count):
@@ -201,7 +201,7 @@ def _route(
 
 @jit
 def _put_largest(row: F32, count: int, chosen: I64, k: int) -> None:
-    """chosen (k,) = where the k largest of row (count,) are, in descending order; NaN is behind all numbers."""
+    """Fills chosen (k,) with the places of the k largest of row (count,), descending; NaN is below all numbers."""
     for e in range(count):
         i = min(e, k)
         while i > 0 and _is_before(get(row, e), get(row, get(chosen, i - 1))):

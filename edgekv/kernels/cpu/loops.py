@@ -1,22 +1,21 @@
-"""Inner loops that are called by address, so that one walk over the tokens serves every codec.
+"""Loops that are called by address, so that one walk over the tokens serves every codec.
 
-Keys are read by `prepare` and `score`, values by `add` and `finish`; `put` stores tokens. Each is compiled by
-itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
-``store`` is the address of a codec's numbers (`CodecKernels.store`), g is a KV head, rows are its queries: of the
-heads that share it, each with all query tokens.
+All arguments are whole numbers: addresses, sizes and counts. Keys are read by `prepare` and `score`, values by
+`add` and `finish`. ``store`` is the address of a codec's numbers (`CodecKernels.store`), ``g`` a KV head, ``rows``
+the number of its queries: of each head that shares it, all query tokens.
 
     prepare(store, q, rows, g, prepared)
-        queries (rows, head_dim) float32 as the scores want them, into ``prepared``
+        writes queries (rows, head_dim) float32 to ``prepared`` in the form that `score` reads
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
-        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `CodecKernels.at_once`
+        sets s[m * gap + i] to the score of row m with token t + i; `CodecKernels.at_once` bounds n_tokens
     add(store, p, gap, rows, g, t, n_tokens, out, scratch)
-        out (rows, width) += p[m * gap + i] times token t + i
+        adds p[m * gap + i] times token t + i to row m of out (rows, width)
     finish(store, sums, out, rows)
-        out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
+        adds sums (rows, width), rotated back, to out (rows, head_dim)
     decode(store, g, t, n, tile, scratch)
-        tile (n, head_dim) float32 = tokens t.. of head g: `edgekv.kernels.cpu.tile` scores and sums it
+        writes tokens t..t + n of head g to tile (n, head_dim) float32, which `edgekv.kernels.cpu.tile` reads
     put(store, x, n, g, t0, scratch)
-        stores x (n, head_dim) as tokens t0.. of head g: of codecs that take tokens one by one
+        stores x (n, head_dim) as tokens t0.. of head g, of codecs that take tokens one by one
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from edgekv.kernels.interface import find_codec_kernels
 from edgekv.types import F32
 
 ALIGNMENT = 64
-AT_ONCE = 256  # tokens that attention takes through its steps together
+AT_ONCE = 256  # tokens of a block of attention
 
 
 class Loop:
@@ -88,14 +87,13 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CodecKernels:
-    """How the tokens of a kind of codec are read.
+    """The loops of one kind of codec, and the sizes that they need.
 
-    store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
-    as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
-    tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
-    prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
-    sums, before ``finish``. decode: what `tile` reads the tokens by. encode: (codec, x (G, n, D), t0) stores x as
-    tokens t0.., where `Codec.encode` does not do so itself.
+    store: (codec) -> the numbers that loops get, addresses of arrays among them, which live as long as the codec.
+    block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once: tokens that
+    one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64. prepared, scratch:
+    (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the sums of ``add``.
+    encode: (codec, x (G, n, D), t0), stores x as tokens t0.. in place of `Codec.encode`.
     """
 
     store: Callable[[Any], tuple[int, ...]]
@@ -120,18 +118,18 @@ class CodecKernels:
 
 
 DECODED = CodecKernels(lambda codec: ())
-"""Of a codec that brings none: it is read by what it decodes to."""
+"""The kernels of a codec without loops, which is read through `Codec.decode`."""
 
 
 def kernels_of(codec: Any) -> CodecKernels:
-    """Returns how a codec, or a codec of that class, is read."""
+    """Returns the kernels of a codec, or of a class of codecs."""
     return cast(CodecKernels, find_codec_kernels("cpu", codec) or DECODED)
 
 
-class Bound:
-    """A codec bound to its arrays, as this backend remembers it: its loops, and the numbers that they get.
+class BoundCodec:
+    """A codec's loops and the numbers that they get, which this backend keeps in ``Codec.backend_state``.
 
-    pair: on the values' side, how they are read beside their keys (`edgekv.kernels.cpu.attend`).
+    pair: of values, the `PairPlan` of them and their keys (`edgekv.kernels.cpu.attend`).
     """
 
     __slots__ = ("loops", "numbers", "pair")
@@ -141,11 +139,11 @@ class Bound:
         self.numbers = np.array(loops.store(codec), np.int64)
 
 
-def bound(codec: Any) -> Bound:
-    """Made once for the arrays that a codec is bound to, and kept in its ``backend_state``."""
-    state: Bound | None = codec.backend_state
+def bind(codec: Any) -> BoundCodec:
+    """Returns a codec's loops and numbers, made once for the arrays that it holds."""
+    state: BoundCodec | None = codec.backend_state
     if state is None:
-        state = codec.backend_state = Bound(kernels_of(codec), codec)
+        state = codec.backend_state = BoundCodec(kernels_of(codec), codec)
     return state
 
 
@@ -153,7 +151,7 @@ _start_of: Callable[[Any], Any] = (ctypes.c_char * 0).from_buffer
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Of a C-contiguous array's first element. Raises ValueError for one that is not contiguous."""
+    """Returns the address of an array's first element. Raises ValueError if it is not C-contiguous."""
     try:
         return ctypes.addressof(_start_of(array))  # a fifth of the time of the other way
     except TypeError:  # read-only, or not contiguous
@@ -165,7 +163,7 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def aligned_size(n_bytes: int) -> int:
-    """n_bytes, rounded up to whole cache lines."""
+    """Returns n_bytes rounded up to whole cache lines."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -173,7 +171,7 @@ _memory = threading.local()
 
 
 def scratch_memory(name: str, n_bytes: int) -> int:
-    """Address of memory of this Python thread, aligned, contents undefined, valid until the name is used again."""
+    """Returns the address of n_bytes of this Python thread, aligned, valid until the name is used again."""
     start, size, _ = getattr(_memory, name, (0, -1, None))
     if size < n_bytes:
         buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)

@@ -64,9 +64,9 @@ class QuantizedWeights(NamedTuple):
     zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
 
     def at(self) -> tuple[int, ...]:
-        """Return what a `Product` has of them, its last fields; they must stay alive.
+        """Returns the last fields of a `Product` with these weights, which must stay alive.
 
-        Raises ValueError for offsets or zeros that products in the format do not know.
+        Raises ValueError for offsets or zeros in a format whose products have none.
         """
         layout, blocks = self.layout, self.scales.shape[1]
         corrections = self.offsets is not None or self.zeros is not None
@@ -124,7 +124,7 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) ->
 def _emit_quantized_block(
     layout: CodeLayout, panel: bool, b: Any, x: Value, row: Value, block: Value, block_sum: Value
 ) -> None:
-    """block_sum: where the sum of the block's elements goes, if the format has corrections."""
+    """Rounds one block; block_sum: the address for the sum of its elements, if the format has corrections."""
     n = layout.block
     floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     elements = emit.load(b, floats, x)
@@ -171,10 +171,10 @@ MIN_PARALLEL_ELEMENTS = 1 << 17  # from which rows are prepared by all threads
 
 
 class QuantizedMatmul:
-    """Products with the same weights (outputs, columns), or with equal parts of them, of an expert each."""
+    """A product with quantized weights (outputs, columns), or with those of each row's expert."""
 
     def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
-        """Take the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
+        """Takes the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
         self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
         (blocks, gap), block = self._at[:2], weights.layout.block
         self._outputs, self._row_bytes = len(weights.scales) // n_experts, gap + 4 * block
@@ -183,7 +183,7 @@ class QuantizedMatmul:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
 
     def __call__(self, x: F32, n_threads: int | None = None, experts: I64 | None = None) -> F32:
-        """x (n, columns) times the transpose of the weights, or of each row's expert's part: (n, outputs).
+        """Returns x (n, columns) times the transpose of the weights, or of each row's expert's part: (n, outputs).
 
         A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. experts
         (n,): each row's, ascending. Raises ValueError for x of another type or width.
@@ -213,7 +213,7 @@ class QuantizedMatmul:
 
 
 def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
-    """Whether n rows go through panels, and how many panels or tiles of the outputs there are to share out.
+    """Returns whether n rows go through panels, and the number of panels or tiles of the outputs.
 
     The last whole one has the outputs behind it, too: an output belongs to one.
     """
@@ -255,7 +255,9 @@ _tiles_of = jit(tiles_of)
 
 @exact_loop
 def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
-    """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
+    """Lays out a product for each expert, from that of all m rows with the first expert's weights.
+
+    experts (m,): each row's expert, ascending.
 
     row_bytes: of a rounded row, and of its room for a block.
     """
@@ -302,7 +304,7 @@ FLOAT_BLOCK = 512  # outputs that a thread multiplies at a time by BLAS
 
 
 def float_matmul(x: F32, weights: F32, n_threads: Threads) -> F32:
-    """x (n, columns) times the transpose of weights (outputs, columns), contiguous: (n, outputs).
+    """Returns x (n, columns) times the transpose of weights (outputs, columns), contiguous: (n, outputs).
 
     Up to MOST_ROWS rows by `multiply_rows`. More by NumPy, in blocks of outputs of a thread each: threads of
     BLAS that share a product wait for one another. The blocks do not depend on how many threads there are.
@@ -324,7 +326,7 @@ def _pool(n_threads: int) -> ThreadPoolExecutor:
 
 
 def multiply_rows(x: F32, weights: F32, n_threads: int | None = None) -> F32:
-    """x (n, columns) times the transpose of weights (outputs, columns), both float32: (n, outputs).
+    """Returns x (n, columns) times the transpose of weights (outputs, columns), both float32: (n, outputs).
 
     Each number is one sum over the columns, in the same order for any n and any number of threads (None: of
     `threads.count()`). Raises ValueError for weights that are not contiguous.

@@ -1,7 +1,7 @@
-"""Short convolutions and the gated delta rule: loops over tokens, channels or heads shared among threads.
+"""Short convolutions and the gated delta rule; threads share channels or heads.
 
-A head's matrix (64 KiB of float32, as a rule) is worked on in groups of columns, which stay in the nearest cache
-of the core that works on the head, whatever the number of tokens.
+A head's matrix (64 KiB of float32, as a rule) is read in groups of columns, which stay in the nearest cache of the
+core through all tokens.
 """
 
 import functools
@@ -60,7 +60,7 @@ def gated_delta(
 
 @RangeKernel
 def _conv_channels(first: int, last: int, part: int, arguments: int) -> None:
-    """y = c * conv(b * x) of blocks of CHANNELS."""
+    """Computes y = c * conv(b * x) of blocks of CHANNELS."""
     n, channels, taps, x_at, out_at, window_at, weight_at, bias, product_at = load_numbers(arguments, 9)
     x, out, product = floats(x_at), floats(out_at), floats(product_at)
     window, weight = floats(window_at), floats(weight_at)
@@ -84,7 +84,7 @@ def _conv_channels(first: int, last: int, part: int, arguments: int) -> None:
 def _convolve(
     x: F32, at: int, to: int, width: int, channels: int, taps: int, begin: int, window: F32, weight: F32, out: F32
 ) -> None:
-    """out[to:] = a token's values x[at:] with those of the window, which moves on."""
+    """Sets out[to:] to the convolution of a token's values x[at:] with the window, which moves on."""
     last = begin + (taps - 1) * channels
     for d in range(width):
         put(out, to + d, get(weight, last + d) * get(x, at + d))
@@ -101,7 +101,7 @@ def _convolve(
 
 @RangeKernel
 def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
-    """y (n, channels): convolved queries, keys (both of the length that the rule wants) and values, by head."""
+    """Fills y (n, channels) with convolved queries and keys, both normalised, and values, by head."""
     n, key_heads, key_dim, value_heads, value_dim, taps = load_numbers(arguments, 6)
     x_at, y_at, window_at, weight_at = load_numbers(arguments + 8 * 6, 4)
     x, y, window, weight = floats(x_at), floats(y_at), floats(window_at), floats(weight_at)
@@ -130,7 +130,7 @@ def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
 
 @RangeKernel
 def _delta_heads(first: int, last: int, part: int, arguments: int) -> None:
-    """The rule, head by head; the columns of a matrix know nothing of each other."""
+    """Applies the rule head by head; the columns of a matrix do not depend on each other."""
     n, key_heads, key_dim, value_heads, value_dim, eps = load_numbers(arguments, 6)
     x_at, y_at, matrix_at, rates_at, decay_at, bias_at, norm_at, out_at = load_numbers(arguments + 8 * 6, 8)
     x, y, matrix, rates, out = floats(x_at), floats(y_at), floats(matrix_at), floats(rates_at), floats(out_at)
@@ -171,7 +171,7 @@ def _delta_heads(first: int, last: int, part: int, arguments: int) -> None:
 
 @intrinsic
 def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, out: Any, places: Any) -> Any:
-    """WIDTH columns of a head's matrix from the first on, through all tokens: they stay in the nearest cache.
+    """Takes WIDTH columns of a head's matrix through all tokens, while they are in the nearest cache.
 
     With the matrix S before a token, q times the one behind it is decay * (q S) + (q k) * change, where the change
     is what the key gets. The matrix is written as the next token reads it. places: as `_column` takes them apart.
@@ -244,7 +244,7 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
 
 @fast_jit
 def _column(n: int, first: int, y: F32, matrix: F32, rates: F32, out: F32, places: tuple[int, ...]) -> None:
-    """One column, as `_columns`."""
+    """Takes one column through all tokens, as `_columns` does."""
     channels, query_at, n_keys, value, key_dim, value_dim, state, rate, to, n_values = places
     for t in range(n):
         query, key = t * channels + query_at, t * channels + query_at + n_keys

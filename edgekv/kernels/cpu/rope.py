@@ -183,9 +183,7 @@ def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
 
 
 def rotation_numbers(rotation: Any) -> dict[str, int]:
-    """Returns a rotation's numbers of a store: whether it is a Hadamard transform, its signs or matrix, and the
-    inverse matrix.
-    """
+    """Returns a store's numbers of a rotation: its kind, the address of its signs or matrix, and of the inverse."""
     if rotation.flips is None:
         return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
     return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}
@@ -217,7 +215,7 @@ def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
 
 @intrinsic
 def _add_and_subtract(context: Any, x: Any, i: Any, distance: Any) -> Any:
-    """Vectors a at x[i:] and b behind, ``distance`` elements apart, become a + b and a - b."""
+    """Replaces vectors a at x[i:] and b, ``distance`` elements behind it, by a + b and a - b."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         one = emit.address(context, b, x, args)
@@ -232,7 +230,7 @@ def _add_and_subtract(context: Any, x: Any, i: Any, distance: Any) -> Any:
 
 @intrinsic
 def _transform_vector(context: Any, x: Any, i: Any, scale: Any) -> Any:
-    """The vector v at x[i:] becomes scale * H v."""
+    """Multiplies the vector at x[i:] by scale * H."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         place, distance = emit.address(context, b, x, args), LANES // 2

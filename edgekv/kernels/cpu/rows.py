@@ -1,7 +1,7 @@
-"""CodecKernels over rows of numbers: signed bytes, float16 bits or float32.
+"""Loops over rows of numbers: signed bytes, float16 bits or float32.
 
-Each number is converted once for up to four query rows; four tokens' scores are made side by side, so that their
-lanes are added up together.
+Each number is converted once for up to four query rows; four tokens' scores are computed side by side, so that
+their lanes are added up together.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ AHEAD = 64  # tokens
 
 
 def score_rows(size: int, alike: bool = False) -> Any:
-    """The loop over rows of numbers of `size` bytes; alike: a score does not depend on how many rows there are."""
+    """Returns an intrinsic that scores rows of numbers of ``size`` bytes.
+
+    alike: a score does not depend on how many rows there are.
+    """
     tokens = dict.fromkeys(TOKENS, 4) if alike else TOKENS
     row_counts = ROW_COUNTS[1:] if alike and emit.FEW_REGISTERS else ROW_COUNTS
     name = f"score_{'alike' if alike else 'rows'}_{size}"
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> Any:
-        """s[m * gap + t] = q[m] times keys[t], without the channels behind the last whole vector."""
+        """Sets s[m * gap + t] to q[m] times keys[t], without the channels behind the last whole vector."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, rows, keys, head_dim, n, s, gap = args
@@ -55,11 +58,11 @@ def score_rows(size: int, alike: bool = False) -> Any:
 
 
 def add_rows(size: int) -> Any:
-    """The loop over rows of numbers of `size` bytes."""
+    """Returns an intrinsic that adds up weighted rows of numbers of ``size`` bytes."""
 
     @intrinsic
     def add(context: Any, p: Any, gap: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> Any:
-        """out[m] += p[m * gap + t] times values[t], without the channels behind the last whole vector."""
+        """Adds p[m * gap + t] times values[t] to out[m], without the channels behind the last whole vector."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, gap, rows, values, head_dim, n, out = args
@@ -206,11 +209,11 @@ KERNELS = {
         at_once=AT_ONCE,
     )
 }
-"""Of `Decoded`: what a codec without loops decodes to."""
+"""The loops of `Decoded`."""
 
 
 class Decoded:
-    """Tokens t0..t1 of a codec without loops, as it decodes them: numbers (G, t1 - t0, D), maybe its own array."""
+    """Decoded tokens t0..t1 of a codec without loops: float32 (G, t1 - t0, D), maybe the codec's own array."""
 
     kind = "decoded"
     backends: ClassVar[dict[str, str]] = {"cpu": __name__}

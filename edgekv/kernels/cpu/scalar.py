@@ -23,7 +23,7 @@ NOT_NAN = ("nnan", "nsz")
 
 @intrinsic
 def get(context: Any, array: Any, index: Any) -> Any:
-    """array[index] of a flat array, index >= 0: Numba's wrap-around of negative ones hides the stride."""
+    """Returns array[index] of a flat array or a pointer, index >= 0, without Numba's check for negative ones."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(pointer_to(context, builder, array, args))
@@ -33,7 +33,7 @@ def get(context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def put(context: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value of a flat array, index >= 0, value of its type."""
+    """Sets array[index] of a flat array or a pointer to a value of its type, index >= 0."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], pointer_to(context, builder, array, args))
@@ -44,19 +44,19 @@ def put(context: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
-    """The larger of two float32, neither NaN."""
+    """Returns the larger of two float32, neither NaN."""
     return types.float32(types.float32, types.float32), _select(">")
 
 
 @intrinsic
 def minimum(context: Any, a: Any, b: Any) -> Any:
-    """The smaller of two float32, neither NaN."""
+    """Returns the smaller of two float32, neither NaN."""
     return types.float32(types.float32, types.float32), _select("<")
 
 
 @intrinsic
 def clamp(context: Any, x: Any, low: Any, high: Any) -> Any:
-    """The float32 from low to high that is next to x, low for NaN: what becomes a code, which may be an index."""
+    """Returns the float32 in low..high nearest to x, and low for NaN, so that a code is a valid index."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, low, high = args
@@ -68,7 +68,7 @@ def clamp(context: Any, x: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def count_ones(context: Any, word: Any) -> Any:
-    """The number of 1 bits of a uint64, as uint64."""
+    """Returns the number of 1 bits of a uint64, as uint64."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -78,7 +78,7 @@ def count_ones(context: Any, word: Any) -> Any:
 
 @intrinsic
 def sign_bits(context: Any, x: Any, i: Any) -> Any:
-    """A byte whose bit j is 1 where x[i + j] >= 0, of a flat float32 array."""
+    """Returns a byte whose bit j is 1 where x[i + j] >= 0, of float32 x."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         eight = ir.VectorType(ir.FloatType(), 8)
@@ -90,7 +90,7 @@ def sign_bits(context: Any, x: Any, i: Any) -> Any:
 
 
 def pointer_to(context: Any, builder: Any, kind: Any, args: Any) -> Any:
-    """The element args[1] of args[0], which is of the Numba type `kind`: an array or an `address`."""
+    """Returns the pointer to element args[1] of args[0], whose Numba type ``kind`` is an array or a pointer."""
     start, index = args[:2]
     if isinstance(kind, types.Array):
         start = cgutils.create_struct_proxy(kind)(context, builder, value=start).data
@@ -120,7 +120,7 @@ SUBNORMAL_MAGIC = 0x3F000000  # 0.5: added, it leaves a subnormal float16 in the
 
 @intrinsic
 def as_float(context: Any, x: Any) -> Any:
-    """float32 of a float16's bits (uint16), of an int8, or of what is a float32 already."""
+    """Returns the float32 of a float16's bits (uint16), an int8 or a float32."""
 
     def build(_: Any, builder: Any, __: Any, args: Any) -> Value:
         if x == types.int8:
@@ -132,7 +132,7 @@ def as_float(context: Any, x: Any) -> Any:
 
 @intrinsic
 def float_to_half(context: Any, x: Any) -> Any:
-    """float16 bits of a float32, rounded to nearest even."""
+    """Returns the float16 bits (uint16) of a float32, rounded to nearest even."""
 
     def build(_: Any, builder: Any, __: Any, args: Any) -> Value:
         return narrow(builder, args[0])
@@ -141,7 +141,7 @@ def float_to_half(context: Any, x: Any) -> Any:
 
 
 def widen(builder: Any, bits: Value) -> Value:
-    """Float value(s) of 16-bit integer value(s)."""
+    """Returns the float32 of float16 bits: LLVM values, scalars or vectors."""
     as_float = _like(bits, ir.FloatType())
     if HAS_INSTRUCTIONS:
         return builder.fpext(builder.bitcast(bits, _like(bits, ir.HalfType())), as_float)
@@ -157,7 +157,7 @@ def widen(builder: Any, bits: Value) -> Value:
 
 
 def narrow(builder: Any, x: Value) -> Value:
-    """16-bit integer value of a float value."""
+    """Returns the float16 bits of a float32: LLVM values."""
     i32, i16 = ir.IntType(32), ir.IntType(16)
     if HAS_INSTRUCTIONS:
         return builder.bitcast(builder.fptrunc(x, ir.HalfType()), i16)
@@ -178,7 +178,7 @@ def narrow(builder: Any, x: Value) -> Value:
 
 
 def _like(value: Value, element: Any) -> Any:
-    """The type `element`, or a vector of as many as `value` has."""
+    """Returns the type ``element``, or a vector with as many lanes as ``value``."""
     return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
 
 
@@ -192,13 +192,13 @@ ROUND = np.float32(1.5 * 2**23)
 
 @jit
 def round_to_even(x: Scalar) -> Scalar:
-    """The whole number next to a float32 |x| < 2**22, halves to even."""
+    """Rounds a float32 |x| < 2**22 to a whole number, halves to even."""
     return x + ROUND - ROUND
 
 
 @jit
 def round_up_to_half(x: Scalar) -> Scalar:
-    """Bits of the smallest float16 not below x >= 0, or of the largest float16."""
+    """Returns the bits of the least float16 >= x >= 0, or of the largest float16."""
     x = minimum(x, LARGEST_F16)
     bits = float_to_half(x)
     return np.uint16(bits + 1) if as_float(bits) < x else bits

@@ -1,4 +1,7 @@
-"""Softmax over a range of columns per row, with an exponential that vectorises (Numba's own is scalar)."""
+"""Softmax over a range of columns per row, and the running softmax of attention.
+
+Its exponential vectorises; Numba's own is scalar.
+"""
 
 from typing import Any
 
@@ -117,7 +120,7 @@ def _weigh_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> A
 
 
 def _any_above(b: Any, x: Any, limit: Any) -> Any:
-    """Whether any lane of x is above the number `limit`."""
+    """Returns whether any lane of x is above the number ``limit``."""
     if emit.REGISTER != 16:
         return b.fcmp_ordered(">", emit.largest(b, x), limit)
     above = b.fcmp_ordered(">", x, emit.splat(b, limit, x.type.count))  # AVX-512 has registers for them
@@ -126,7 +129,7 @@ def _any_above(b: Any, x: Any, limit: Any) -> Any:
 
 
 def _exp_of_negative(b: Any, x: Any) -> Any:
-    """`exp_of_negative` of a number, or of each lane of a vector."""
+    """Returns `exp_of_negative` of a number, or of each lane of a vector."""
     kind, whole = x.type, emit.like(x, emit.I32)
     y = b.fmul(x, emit.constant(kind, float(LOG2_E)))
     if SCALES and kind == WIDE:
@@ -140,7 +143,7 @@ def _exp_of_negative(b: Any, x: Any) -> Any:
 
 
 def _power(b: Any, f: Any, powers: tuple[float, ...]) -> Any:
-    """2 ** f."""
+    """Returns 2 ** f."""
     result = emit.constant(f.type, powers[-1])
     for c in powers[-2::-1]:
         result = emit.multiply_add(b, result, f, emit.constant(f.type, c))
@@ -148,14 +151,14 @@ def _power(b: Any, f: Any, powers: tuple[float, ...]) -> Any:
 
 
 def _in_lanes(b: Any, name: str, x: Any, y: Any) -> Any:
-    """An operation of AVX-512 on all lanes, in the rounding mode that is set."""
+    """Returns an operation of AVX-512 on all lanes, in the current rounding mode."""
     mask, mode = emit.integer(WIDE.count)(-1), emit.I32(4)
     return emit.call(b, f"llvm.x86.avx512.mask.{name}.ps.512", WIDE, x, y, x, mask, mode)
 
 
 @fast_jit
 def exp_of_negative(x: Scalar) -> Scalar:
-    """exp(x) for x <= 0, relative error 2e-7; 0 below LOWEST."""
+    """Returns exp(x) for x <= 0 with a relative error of 2e-7, and 0 below LOWEST."""
     clipped = maximum(x, LOWEST)
     exponent = np.int32(clipped * LOG2_E - HALF)  # truncation rounds, as the argument is negative
     n = np.float32(exponent)
@@ -167,13 +170,13 @@ def exp_of_negative(x: Scalar) -> Scalar:
 
 @inline_jit
 def sigmoid(x: Scalar) -> Scalar:
-    """1 / (1 + exp(-x))."""
+    """Returns 1 / (1 + exp(-x))."""
     small = exp_of_negative(-abs(x))
     return (ONE if x >= ZERO else small) / (ONE + small)
 
 
 @fast_jit
 def fill(s: F32, start: int, end: int, x: Scalar) -> None:
-    """s[start:end] = x."""
+    """Sets s[start:end] to x."""
     for i in range(end - start):
         put(s, start + i, x)

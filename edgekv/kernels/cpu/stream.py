@@ -1,4 +1,4 @@
-"""The machine's own speed limit: reading memory once, in order, on all threads or on some."""
+"""The speed at which the machine reads memory."""
 
 import time
 
@@ -15,9 +15,10 @@ LINE = 64  # bytes of a sum's place
 
 
 class Bandwidth:
-    """Bytes per second that ``n_threads`` (None: `threads.count()`) together stream from memory: the best so far.
+    """A measurement of the bytes per second that ``n_threads`` (None: `threads.count()`) stream from memory.
 
-    Passes taken between a benchmark's rounds see the machine in the state that the benchmark sees.
+    Samples taken between a benchmark's rounds see the machine in the state that the benchmark sees. ``best``: the
+    most bytes per second so far.
     """
 
     def __init__(self, n_threads: int | None = None) -> None:
@@ -30,7 +31,7 @@ class Bandwidth:
         self.sample()  # the first one compiled
 
     def sample(self) -> None:
-        """Reads the probe once more; ``best`` is the most bytes per second so far."""
+        """Reads the probe once more."""
         begin = time.perf_counter()
         n_elements = PROBE_BYTES // 4
         _sum_elements(n_elements, n_elements, self._elements, self._sums, n_threads=self._n)

@@ -12,15 +12,15 @@ from edgekv.types import F32, I64
 
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:
-    """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.
+    """Takes the softmax over columns lo[m]..hi[m] of row m of each group in place, 0 in the other columns of s.
 
     Scores of -inf get probability 0; a range that is empty or all -inf becomes zeros. lo, hi (M,).
     """
     columns = np.arange(s.shape[2])
     inside = (columns >= lo[:, None]) & (columns < hi[:, None])  # (M, S)
     x = np.where(inside, s, -np.inf)
-    peak = x.max(axis=2, keepdims=True, initial=-np.inf)
-    weights = np.exp(x - np.where(peak == -np.inf, 0.0, peak))
+    m = x.max(axis=2, keepdims=True, initial=-np.inf)
+    weights = np.exp(x - np.where(m == -np.inf, 0.0, m))
     total = weights.sum(axis=2, keepdims=True)
     s[...] = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
 
@@ -52,7 +52,7 @@ def attend(
 
 
 def segment_scores(segment: Segment, q: F32, n: int, visible: Visible, cap: float | None) -> F32:
-    """(G, M, tokens of the segment), -inf where a query does not see the token."""
+    """Returns scores (G, M, tokens of the segment), -inf where a query does not see the token."""
     keys, _, first, stop, position, positions = segment
     n_kv_heads, rows, _ = q.shape
     s = np.empty((n_kv_heads, rows, stop - first), np.float32)
@@ -64,7 +64,7 @@ def segment_scores(segment: Segment, q: F32, n: int, visible: Visible, cap: floa
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
-    """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
+    """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
     Of a page_index t0 and t1 are pages.
     """

@@ -13,7 +13,7 @@ LENGTH_EPS = np.float32(1e-6)
 
 
 def short_conv(x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None = None) -> None:
-    """out (n, C) = c * (conv(b * x) + bias), x (n, 3C) being b, c and x side by side.
+    """Fills out (n, C) with c * (conv(b * x) + bias), where x (n, 3C) is b, c and x side by side.
 
     window (L - 1, C): the products b * x of the latest tokens, the oldest first. bias (C,).
     """
@@ -36,7 +36,7 @@ def gated_delta(
     norm: F32,
     eps: float,
 ) -> None:
-    """out (n, V * Dv): the gated delta rule over n tokens, then a gated RMS norm of each head.
+    """Fills out (n, V * Dv) by the gated delta rule over n tokens, then a gated RMS norm of each head.
 
     x: queries and keys (K heads of Dk channels each), values (V heads of Dv), which the convolution ``conv``
     and SiLU turn into q, k and v; then gates z (V * Dv), and b and a (V each). Queries and keys are divided by
@@ -71,7 +71,7 @@ def gated_delta(
 
 
 def _convolve(x: F32, window: F32, weight: F32) -> F32:
-    """(n, C): each channel with those of the tokens before; the window (L - 1, C) moves on."""
+    """Returns x (n, C) convolved with the tokens before; the window (L - 1, C) moves on."""
     whole = np.concatenate([window, x])
     out = np.zeros_like(x)
     for i, tap in enumerate(weight):

@@ -49,10 +49,10 @@ def _rotate(x: F32, cos: F32, sin: F32) -> F32:
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
-    """out (A, n, D) = H (flips * x) / sqrt(D), x (A, n, d <= D) padded with zeros, D = 2 ** k, flips (D,) +-1.
+    """Fills out (A, n, D) with H (flips * x) / sqrt(D); x (A, n, d <= D) is padded with zeros, flips (D,) +-1.
 
-    H is the Walsh-Hadamard matrix. The sums are made in k passes over pairs D / 2 apart, and are thus equal to
-    the bit in all backends.
+    H is the Walsh-Hadamard matrix, D = 2 ** k. The sums are made in k passes over pairs D / 2 apart, and are thus
+    equal to the bit in all backends.
     """
     out[...] = 0
     out[..., : x.shape[2]] = x * flips[: x.shape[2]]
@@ -60,7 +60,7 @@ def hadamard(x: F32, flips: F32, out: F32) -> None:
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
-    """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
+    """Adds the first d elements of the inverse of `hadamard` of x (A, n, D) to out (A, n, d)."""
     out += (_transform(x) * flips)[..., : out.shape[2]]
 
 
@@ -74,6 +74,6 @@ def _transform(x: F32) -> F32:
 
 
 def project(x: F32, matrix: F32) -> F32:
-    """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
+    """Returns x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
     result: F32 = x @ matrix.T
     return result

@@ -54,7 +54,7 @@ class CpuBackend(Backend):
     @classmethod
     @contextlib.contextmanager
     def precompiling(cls, spec: CacheSpec) -> Iterator[None]:
-        """Runs `main` in another process within the block, unless its kernels are compiled or there is one core."""
+        """Runs `main` in another process within the block, unless all is compiled or there is only one core."""
         kinds = {codec.kind for codec in spec.scheme.codecs_used(spec.config) or ()}
         what, process, nothing = f"ahead {sorted(kinds)}", None, subprocess.DEVNULL
         can_help = kinds and kernel_cache.folder() and all_cores() > 1

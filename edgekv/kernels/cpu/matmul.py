@@ -257,9 +257,7 @@ _tiles_of = jit(tiles_of)
 def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
     """Lays out a product for each expert, from that of all m rows with the first expert's weights.
 
-    experts (m,): each row's expert, ascending.
-
-    row_bytes: of a rounded row, and of its room for a block.
+    experts (m,): each row's expert, ascending. row_bytes: bytes of a rounded row and its scratch for a block.
     """
     p, own_experts = product_at(Product, first_part), numbers(experts)
     first = n_products = n_tiles = 0

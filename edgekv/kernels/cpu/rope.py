@@ -183,7 +183,7 @@ def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
 
 
 def rotation_numbers(rotation: Any) -> dict[str, int]:
-    """Returns a store's numbers of a rotation: its kind, the address of its signs or matrix, and of the inverse."""
+    """Returns a store's numbers of a rotation: its kind, and addresses of its signs or matrix and its inverse."""
     if rotation.flips is None:
         return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
     return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}

@@ -326,7 +326,7 @@ def test_a_copied_cache_is_what_filling_it_gives(
     states = []
     for copies in (True, False):
         if not copies:
-            monkeypatch.setattr(SchemeTimer, "_first_alike", lambda timer: timer.caches)
+            monkeypatch.setattr(SchemeTimer, "_first_of_layout", lambda timer: timer.caches)
         monkeypatch.setattr(SchemeTimer, "decode", lambda timer, n: None)
         states.append([cache.state() for cache in SchemeTimer(decoder, CacheSpec.parse(name), 300, 8).caches])
     for copied, filled in zip(*states, strict=True):

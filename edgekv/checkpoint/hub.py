@@ -81,7 +81,7 @@ def cached_model_name(path: pathlib.Path) -> str | None:
     return str(HubName(f"{match[1]}/{match[2]}", None if is_main else folder.name, file))
 
 
-def cached(name: HubName) -> pathlib.Path | None:
+def find_cached(name: HubName) -> pathlib.Path | None:
     """Returns the folder or file of a model that is whole in the cache, else None; makes no connection."""
     path = _in_cache(name, name.file or CONFIG, name.revision)
     if path is None or name.file:
@@ -133,7 +133,7 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         return path if name.file else path.parent
 
 
-def config(name: HubName) -> dict[str, Any]:
+def fetch_config(name: HubName) -> dict[str, Any]:
     """Returns a model's config.json, from the cache or the Hub. Raises CheckpointError as `pull`."""
     with _transfer(name) as hub:
         path = _in_cache(name, CONFIG, name.revision)
@@ -143,9 +143,9 @@ def config(name: HubName) -> dict[str, Any]:
         return read_config(path)
 
 
-def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
+def find_or_pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     """Returns the folder or file of a model in the cache, after downloading what is missing."""
-    return cached(name) or pull(name, say)
+    return find_cached(name) or pull(name, say)
 
 
 def _hub() -> Any:
@@ -316,7 +316,7 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
     """
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
         place, name = user_path(path), parse_model_name(path)
-        found = place if os.path.exists(place) else locate(name) if name else shipped_model(os.fspath(path))
+        found = place if os.path.exists(place) else find_or_pull(name) if name else shipped_model(os.fspath(path))
         if found is not None:
             return found
     raise CheckpointError(

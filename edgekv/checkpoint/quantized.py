@@ -73,21 +73,21 @@ class Module:
         """Returns a matrix of 32-bit words (r, n)."""
         array = self.matrix(end)
         if array.dtype.itemsize != 4 or array.dtype.kind not in "iu":
-            raise self.wrong(end, "a matrix of 32-bit words")
+            raise self.shape_error(end, "a matrix of 32-bit words")
         return array.view(np.uint32)
 
     def matrix(self, end: str) -> Array:
         """Returns a matrix (r, n) that is not empty."""
         array = self.tensors[self.name + end].read()
         if array.ndim != 2 or not array.size:
-            raise self.wrong(end, "a matrix")
+            raise self.shape_error(end, "a matrix")
         return array
 
     def shaped(self, end: str, *shapes: tuple[int, ...]) -> Array:
         """Returns an array of one of the given shapes, such as (rows, 1) or (rows,)."""
         array = self.tensors[self.name + end].read()
         if array.shape not in shapes:
-            raise self.wrong(end, " or ".join(map(str, shapes)))
+            raise self.shape_error(end, " or ".join(map(str, shapes)))
         return array
 
     def group_of(self, columns: int, groups: int) -> I64 | None:
@@ -97,10 +97,10 @@ class Module:
             return None
         group_of = self.shaped(end, (columns,)).astype(np.int64)
         if group_of.min() < 0 or group_of.max() >= groups:
-            raise self.wrong(end, f"numbers of {groups} groups")
+            raise self.shape_error(end, f"numbers of {groups} groups")
         return None if np.array_equal(group_of, np.arange(columns) // -(-columns // groups)) else group_of
 
-    def wrong(self, end: str, accepted: str) -> CheckpointError:
+    def shape_error(self, end: str, accepted: str) -> CheckpointError:
         """Returns the error for a tensor of a wrong type or shape. accepted: a description of the right one."""
         tensor = self.tensors[self.name + end]
         return tensor.error(
@@ -271,7 +271,7 @@ def _packed_rows(module: Module) -> GroupedTensor:
     rows, columns = (int(n) for n in module.shaped(".weight_shape", (2,)).astype(np.int64))
     bits = next((b for b in (4, 8) if -(-columns * b // 32) == words.shape[1]), 0)
     if not bits or len(words) != rows or len(scales) != rows:
-        raise module.wrong(".weight_packed", f"{rows} rows of {columns} columns in 4 or 8 bits")
+        raise module.shape_error(".weight_packed", f"{rows} rows of {columns} columns in 4 or 8 bits")
     zeros = None
     if ".weight_zero_point" in module:  # (rows packed, groups)
         module.shaped(".weight_zero_point", (-(-rows * bits // 32), scales.shape[1]))
@@ -286,7 +286,7 @@ def _packed_rows(module: Module) -> GroupedTensor:
 def _plain_int8(module: Module) -> GroupedTensor:
     """Reads int-quantized: int8 weights with one scale per row."""
     if ".weight_zero_point" in module:
-        raise module.wrong(".weight_zero_point", "none: symmetric weights")
+        raise module.shape_error(".weight_zero_point", "none: symmetric weights")
     weight = module.matrix(".weight")
     rows, columns = weight.shape
     scales = module.shaped(".weight_scale", (rows, 1), (rows,)).reshape(rows, 1)
@@ -312,7 +312,7 @@ def float8(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor
 
 def _float8(module: Module, weight: U8, end: str, sides: list[int]) -> QuantizedTensor:
     if weight.ndim != 2 or not weight.size:
-        raise module.wrong(".weight", "a matrix")
+        raise module.shape_error(".weight", "a matrix")
     (rows, columns), (high, wide) = weight.shape, sides
     scale = to_float32(module.tensors[module.name + end].read())
     if scale.size == 1:
@@ -320,7 +320,7 @@ def _float8(module: Module, weight: U8, end: str, sides: list[int]) -> Quantized
     elif scale.shape in ((rows,), (rows, 1)):
         high, wide, scale = 1, columns, scale.reshape(rows, 1)
     elif scale.shape != (-(-rows // high), -(-columns // wide)):
-        raise module.wrong(end, f"a scale per {high} rows and {wide} columns")
+        raise module.shape_error(end, f"a scale per {high} rows and {wide} columns")
 
     def values(lo: int, hi: int) -> F32:
         numbers = weight[lo:hi].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -365,9 +365,9 @@ def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]
             parts = [tensors[module.name + end] for end in ends]
             codes, exponents = (part.read() for part in parts)
             if codes.dtype != np.uint8 or codes.ndim != 4 or codes.shape[3] != MX_BLOCK // 2 or not codes.size:
-                raise module.wrong(ends[0], "bytes (experts, rows, blocks, 16)")
+                raise module.shape_error(ends[0], "bytes (experts, rows, blocks, 16)")
             if exponents.dtype != np.uint8 or exponents.shape != codes.shape[:3]:
-                raise module.wrong(ends[1], f"bytes {codes.shape[:3]}")
+                raise module.shape_error(ends[1], f"bytes {codes.shape[:3]}")
             for e in range(len(codes)):
                 for part, first, step in projections:
                     arrays = codes[e, first::step], exponents[e, first::step]

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from edgekv.checkpoint.hub import cached, config, parse_hub_name, parse_model_name, pull, read_shape
+from edgekv.checkpoint.hub import fetch_config, find_cached, parse_hub_name, parse_model_name, pull, read_shape
 from edgekv.cli.options import (
     SOURCE,
     add_options,
@@ -178,8 +178,8 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
     if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
     name = parse_model_name("demo" if arguments.model is None else arguments.model)
-    if name and not name.file and cached(name) is None:
-        return unread_model(str(name), config(name))
+    if name and not name.file and find_cached(name) is None:
+        return unread_model(str(name), fetch_config(name))
     return Model.open(model_path(arguments), config=arguments.config)
 
 

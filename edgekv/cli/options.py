@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from typing import Any, get_type_hints
 
 from edgekv import files
-from edgekv.checkpoint.hub import locate, parse_model_name, shape_names
+from edgekv.checkpoint.hub import find_or_pull, parse_model_name, shape_names
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
@@ -235,7 +235,7 @@ def model_path(arguments: argparse.Namespace) -> str:
     path = "demo" if arguments.model is None else str(arguments.model)
     name = parse_model_name(path)
     if name:
-        locate(name, say)
+        find_or_pull(name, say)
     return path
 
 

@@ -111,7 +111,8 @@ def _emit_weights(
         emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
     )
     factors = b.fdiv(most, emit.maximum(b, top, least))
-    step, sums = b.fmul(top, inverse), []
+    # Flags of its own: else LLVM multiplies inverse and middle first, and rounds otherwise.
+    step, sums = b.fmul(top, inverse, flags=emit.CONTRACT), []
     for i, parts in enumerate(scaled):
         if len(scaled) == 1:
             factor = emit.splat(b, factors, WEIGHT_LANES)
@@ -125,7 +126,7 @@ def _emit_weights(
     total = emit.reduce_lanes(b, emit.add, sums)
     total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
     middles = middle if len(scaled) == 1 else emit.splat(b, middle, len(scaled))
-    shift = b.fmul(b.fmul(step, middles), b.sitofp(total, step.type))
+    shift = b.fmul(b.fmul(step, middles, flags=emit.CONTRACT), b.sitofp(total, step.type))
     emit.store(b, step, steps)
     emit.store(b, b.fneg(shift), steps, TO_SHIFTS)
 

@@ -192,7 +192,7 @@ def test_a_linear_term_is_the_formula(tokens: int, columns: int, rows: int) -> N
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "WINDOW", 256)
-    monkeypatch.setattr(calibration, "MOST_TOKENS", 512)
+    monkeypatch.setattr(calibration, "MAX_TOKENS", 512)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def request_error(error: BaseException, names: Mapping[str, str] | None = None) 
         code = "overloaded" if isinstance(error, MemoryBudgetError) else "interrupted"
         return RequestError(503, str(error), code)
     code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
-    field_of = {**(names or {})}
+    field_of = dict(names or {})
     text = error.render(lambda name, value: as_argument(field_of.get(name, name), value))
     return RequestError(400, text, code, field_of.get(error.field or "", error.field))
 

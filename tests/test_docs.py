@@ -17,7 +17,6 @@ import tables
 import edgekv
 from edgekv import errors
 from edgekv.cli import COMMANDS, build_parser
-from edgekv.models import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -102,11 +101,6 @@ def test_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_every_public_name_is_in_the_reference() -> None:
     told = set(re.findall(r"^::: edgekv\.(\w+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
     assert told == set(edgekv.__all__) - {"__version__"}
-
-
-def test_every_family_has_its_row() -> None:
-    page = (DOCS / "models.md").read_text()
-    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 
 
 def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:

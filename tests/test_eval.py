@@ -17,7 +17,6 @@ from edgekv.checkpoint.checkpoint import open_checkpoint
 from edgekv.checkpoint.hub import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.cli import main
-from edgekv.cli.terminal import plot, require_matplotlib
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model, Verdicts, needs_gate
@@ -350,15 +349,6 @@ def test_bench_writes_every_timing(
     assert facts["settings"]["layers"] == 1
     assert facts["prefill"][0]["tokens"] == 64
     assert "kivi2" in capsys.readouterr().out
-
-
-# Pictures and tables
-
-
-def test_a_picture_has_each_line(tmp_path: pathlib.Path) -> None:
-    require_matplotlib()
-    plot(str(tmp_path / "x.svg"), [("total", [0, 1], [3, 4]), ("cpu", [0, 1], [2, 2])], xlabel="seconds")
-    assert (tmp_path / "x.svg").read_bytes().count(b'<g id="line2d_') > 2
 
 
 # Demo

@@ -122,7 +122,7 @@ class BoundedChild:
 
 
 def ask(message: bytes) -> bytes:
-    """Sends, within a bounded child, an answer or a question; returns the next request."""
+    """Sends an answer or a question from within a bounded child; returns the next request."""
     _streams[1].write(LENGTH.pack(len(message)) + message)
     _streams[1].flush()
     return _read(*LENGTH.unpack(_read(LENGTH.size)))

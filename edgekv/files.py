@@ -167,7 +167,7 @@ class PartialFile:
                 os.fsync(descriptor)
 
     def discard(self) -> None:
-        """Remove what was not committed."""
+        """Removes the file if it was not committed."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from session_parts import put, rewritten
 from edgekv import EdgeKVError, SamplingParams, Session
 from edgekv.cli import main
 from edgekv.engine.session_file import SessionFile, write
-from edgekv.errors import CheckpointError, SessionError
+from edgekv.errors import CheckpointError, ConfigError, SessionError
 from edgekv.kvcache import CacheSpec
 
 CTX = 1400
@@ -217,9 +217,9 @@ LIES: dict[str, Callable[[Any], Any]] = {
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another model": (
         {"identity": "0" * 16, "model": "other"},
-        "held with another; accepted: other with identity 0000",
+        "written with another; accepted: other with identity 0000",
     ),
-    "other weights": ({"weights": "int8"}, "held with another; accepted: int8"),
+    "other weights": ({"weights": "int8"}, "written with another; accepted: int8"),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b': unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": ({"kv": "onebit:sink=8"}, "can't take over \\(counters"),
@@ -294,12 +294,14 @@ def test_a_memo_that_is_no_json_is_not_saved(loaded: Session, memo: object, tmp_
 
 
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
-    with raises(SessionError, field="kv", match=r"kv='dense.* held with another; accepted: onebit"):
+    with raises(SessionError, field="kv", match=r"kv='dense.* written with another; accepted: onebit"):
         Session.restore(file, loaded, kv="dense")
     with raises(SessionError, field="ctx"):
         Session.restore(file, loaded, ctx=1000)
     with raises(SessionError, field="weights"):
         Session.restore(file, model, weights="int8")
+    with raises(ConfigError, field="device"):
+        Session.restore(file, loaded, device="numpy")
     assert Session.restore(file, model, kv="onebit").plan.kv == CacheSpec.parse("onebit")
 
 

@@ -77,10 +77,10 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
     """Returns token ids (m, n) of up to ``most`` windows of n tokens, of a long text from all over it."""
     if len(text) <= most * CHARACTERS * n:
         tokens = tokenizer.encode(text)
-        found = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
-        found = found[:: max(1, len(found) // most)][:most]
+        rows = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
+        rows = rows[:: max(1, len(rows) // most)][:most]
     else:
         starts = [i * len(text) // most for i in range(most)]
         encoded = [tokenizer.encode(text[start : start + CHARACTERS * n]) for start in starts]
-        found = [tokens[:n] for tokens in encoded if len(tokens) >= n]
-    return np.array(found, np.int64).reshape(len(found), n)
+        rows = [tokens[:n] for tokens in encoded if len(tokens) >= n]
+    return np.array(rows, np.int64).reshape(len(rows), n)

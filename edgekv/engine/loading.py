@@ -115,12 +115,12 @@ class Options:
                 raise refused("loras", name, "names of 1 to 64 letters, digits, dots and dashes")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
+    def of(cls, values: Mapping[str, Any]) -> Options:
         """Makes options of the values by name. Raises ConfigError for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in given.keys() - {*names}:
-            raise ConfigError("there is no such option", field=name, value=given[name], accepted=names)
-        return cls(**given)
+        for name in values.keys() - {*names}:
+            raise ConfigError("there is no such option", field=name, value=values[name], accepted=names)
+        return cls(**values)
 
 
 DEFAULT_CTX = 8192

@@ -62,28 +62,29 @@ class Model:
 
         Raises CheckpointError or ConfigError.
         """
-        place, change = find_model(path), Adapter.open(adapter) if adapter is not None else None
-        merged, given = Lora.open(lora) if lora is not None else None, user_path(tokenizer) if tokenizer else None
-        if is_store(place):
+        model_path, tokenizer_path = find_model(path), user_path(tokenizer) if tokenizer else None
+        adapted = Adapter.open(adapter) if adapter is not None else None
+        merged = Lora.open(lora) if lora is not None else None
+        if is_store(model_path):
             if merged:
-                raise merged.refuse_store(place)
-            store = WeightStore(place)
-            if change:
-                change.require_store(store.identity, place)
-            beside = given or (place if holds_tokenizer(place) else None)
-            model = cls(place, store.config, beside, store, change)
+                raise merged.refuse_store(model_path)
+            store = WeightStore(model_path)
+            if adapted:
+                adapted.require_store(store.identity, model_path)
+            tokenizer_path = tokenizer_path or (model_path if holds_tokenizer(model_path) else None)
+            model = cls(model_path, store.config, tokenizer_path, store, adapted)
         else:
-            source = open_checkpoint(place, config=config, tokenizer=tokenizer)
+            source = open_checkpoint(model_path, config=config, tokenizer=tokenizer)
             arch = architecture(source.config, source.tensors)
             source = merged.apply(source, arch) if merged else source
-            source = change.apply(source) if change else source
-            weights = CheckpointWeights(source, arch)
-            model = cls(place, source.config, given or source.tokenizer_folder, weights, change, merged)
-        if change:
-            change.require_shape(model.config)
+            source = adapted.apply(source) if adapted else source
+            tokenizer_path, weights = tokenizer_path or source.tokenizer_folder, CheckpointWeights(source, arch)
+            model = cls(model_path, source.config, tokenizer_path, weights, adapted, merged)
+        if adapted:
+            adapted.require_shape(model.config)
         named = {name: Lora.open(folder) for name, folder in loras.items()}
         for each in named.values():
-            each.deltas(model.arch, place)  # says what does not fit
+            each.deltas(model.arch, model_path)  # raises for one that does not fit
         return dataclasses.replace(model, loras=named)
 
     @property
@@ -242,11 +243,11 @@ def sampling_defaults(model: Model) -> SamplingParams:
     """
     path = (model.path if model.path.is_dir() else model.path.parent) / "generation_config.json"
     config = read_config(path) if path.is_file() else {}
-    given = {name: config[name] for name in SAMPLED if config.get(name) is not None}
+    values = {name: config[name] for name in SAMPLED if config.get(name) is not None}
     if config.get("do_sample") is False:
-        given["temperature"] = 0.0
+        values["temperature"] = 0.0
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", field=error.field) from None
 

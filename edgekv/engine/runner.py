@@ -151,10 +151,10 @@ class State:
         self._is_torn = False
 
     def mark_turn(self, n_more: int) -> None:
-        """Notes, before a prompt of ``n_more`` tokens, that a rewind to its beginning or its end is likely.
+        """Marks where a rewind is likely to lead: the beginning or end of a prompt of ``n_more`` tokens.
 
-        To shortly before its end: what a template writes there for the answer is often written otherwise when the
-        conversation is sent again.
+        The text that a template writes there for the answer is often another one when the conversation is sent
+        again.
         """
         for cache in self.caches:
             cache.checkpoint_at(self.n_cached)

@@ -420,12 +420,12 @@ class Session:
         of a conversation. n_first: so many tokens at its beginning stay when the context slides.
         """
         runner = self._idle_runner()
-        whole = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
-        runner.read_prompt(whole)
-        pieces = runner.state.align(whole)
+        pieces = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
+        runner.read_prompt(pieces)
+        rest = runner.state.align(pieces)
         if n_first is not None:
             runner.state.n_first = n_first
-        return pieces
+        return rest
 
     def shared_prefix(self, prompt: Prompt) -> int:
         """Returns how many tokens the conversation and a prompt have in common at their beginning."""

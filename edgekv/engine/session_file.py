@@ -208,15 +208,15 @@ class SavedState(SessionFile):
 
         Raises SessionError unless it was written with these very weights.
         """
-        saved, given = self._saved, {model.lora_text(name): name for name in (*model.loras, None)}
-        if saved.lora not in given:
-            raise self._other("lora", _lora_text(saved.lora), " or ".join(map(_lora_text, given)))
+        saved, names = self._saved, {model.lora_text(name): name for name in (*model.loras, None)}
+        if saved.lora not in names:
+            raise self._other("lora", _lora_text(saved.lora), " or ".join(map(_lora_text, names)))
         if model.identity != saved.identity:
             found = f"{saved.model} with identity {saved.identity}"
             raise self._other("model", found, f"{model.name} with {model.identity}")
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise self._incompatible(f"tokens outside the vocabulary of {model.config.vocab_size}")
-        return given[saved.lora]
+        return names[saved.lora]
 
     def open_state(self, state: State, config: ModelConfig) -> None:
         """Fills a new state, whose caches are allocated and empty.
@@ -263,12 +263,12 @@ class SavedState(SessionFile):
             raise self._incompatible(error) from error
         return sampler
 
-    def _other(self, field: str, found: object, given: object) -> SessionError:
+    def _other(self, field: str, saved: object, requested: object) -> SessionError:
         return SessionError(
-            f"{self.path} was held with another",
+            f"{self.path} was written with another",
             field=field,
-            value=str(given),
-            accepted=[str(found)[:200]],
+            value=str(requested),
+            accepted=[str(saved)[:200]],
             advice=f"or leave {{{field}}} out, or start a new session",
         )
 

@@ -137,7 +137,7 @@ class LayerState(abc.ABC):
         return sum(array.nbytes for array in self.arrays.values())
 
     def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Notes, before a prompt, which ranges (first, last + 1) of its tokens are images."""
+        """Takes the ranges (first, last + 1) of the coming prompt's tokens that are images."""
         return
 
     def require_room(self, n: int) -> None:

@@ -77,10 +77,10 @@ def find_scheme(name: str) -> type[KVCache]:
     if name in CACHES:
         return CACHES[name]
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_")):
-        found = _load(entry)
-        if isinstance(found, str):
-            raise CacheError(_refusal(entry, found), field="kv", value=name)
-        return found
+        scheme = _load(entry)
+        if isinstance(scheme, str):
+            raise CacheError(_refusal(entry, scheme), field="kv", value=name)
+        return scheme
     if name in REMOVED:
         raise CacheError(f"was removed: {REMOVED[name]}", field="kv", value=name)
     if name in OF_PAPERS:

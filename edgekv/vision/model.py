@@ -189,10 +189,10 @@ class Encoder:
             detail = str(error).splitlines()[0]
             raise CheckpointError(f"{path}: onnxruntime can't open it ({detail}); export it again") from error
         inputs = self._session.get_inputs()
-        found = [(each.name, each.type, len(each.shape)) for each in inputs]
-        if found != [(INPUT, "tensor(float)", 4)]:
+        signature = [(each.name, each.type, len(each.shape)) for each in inputs]
+        if signature != [(INPUT, "tensor(float)", 4)]:
             accepted = f"{INPUT}, float32, [n, 3, height, width]"
-            raise CheckpointError(f"{path}: has the inputs {found}; accepted: {accepted}: export it so")
+            raise CheckpointError(f"{path}: has the inputs {signature}; accepted: {accepted}: export it so")
         wanted = inputs[0].shape[2:]
         if size and any(isinstance(side, int) and side != given for side, given in zip(wanted, size, strict=True)):
             what = f"takes images of {wanted}, preprocessor_config.json makes them {list(size)}"

@@ -268,7 +268,7 @@ inline void load_matrices(unsigned (&x)[4], const unsigned short* row)
     int lane = fibers::current % 32;
     for (int m = 0; m < 4; ++m) memcpy(&x[m], *all.lanes[8 * m + lane / 4] + lane % 4 * 2, 4);
 }
-inline void load_matrices_turned(unsigned (&x)[4], const unsigned short* row)
+inline void load_matrices_transposed(unsigned (&x)[4], const unsigned short* row)
 {
     Shown<const unsigned short*> all(row);
     int lane = fibers::current % 32;

@@ -76,8 +76,8 @@ FAULTS = (
     ),
     Fault(
         "CUDA attention: the sum of weights is not rescaled",
-        "total[i] = total[i] * shrink + p0",
-        "total[i] = total[i] + p0",
+        "running_sum[i] = running_sum[i] * shrink + p0",
+        "running_sum[i] = running_sum[i] + p0",
         "test_cuda_attend.py -k 'odd_ranges and host'",
     ),
     Fault(

@@ -3,7 +3,7 @@
 #define CENTRE 16
 #define CENTRES (1 + TILE / CENTRE)
 
-// Stores the mean of n tokens and subtracts what was stored: codes (d / 2) and step of one centre.
+// Stores the mean of n tokens as codes (d / 2) and step of one centre, and subtracts the stored mean.
 __device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16* step)
 {
     float largest = 0;
@@ -26,7 +26,7 @@ __device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16*
     __syncthreads();
 }
 
-// Grid (n / 64, G). Leaves x less what is stored.
+// Stores the centres of blocks of 64 tokens, and of 16 each, and subtracts them from x. Grid (n / 64, G).
 extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, Counter t0)
 {
     __shared__ float mean[MAX_CHANNELS];
@@ -37,7 +37,7 @@ extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step,
         encode_mean(from + (i64)i * CENTRE * d, CENTRE, d, mean, codes + (row + 1 + i) * (d / 2), step + row + 1 + i);
 }
 
-// Keys of 64 tokens a block in planes, as in edgekv.kernels.contract.planes. Grid (n, G), a warp each.
+// Stores keys in planes, 64 tokens a block, as in edgekv.codecs.planes. Grid (n, G), a warp each.
 extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* planes, int blocks, u16* scale, int capacity, Counter t0)
 {
     const float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * d;
@@ -52,7 +52,7 @@ extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* plan
         float left = from[c], size = step * (float)(1 << bits) / 4;
         int level = 0;
         for (int p = 0; p < bits; ++p, size /= 2) {
-            u32 word = __ballot_sync(EVERY_LANE, left >= 0);
+            u32 word = __ballot_sync(ALL_LANES, left >= 0);
             if (lane < 4) to[(i64)p * d * 8 + (c / 8 + lane) * 16 + place] = (u8)(word >> 8 * lane);
             level = 2 * level + (left >= 0 ? 1 : -1);
             left -= left >= 0 ? size : -size;
@@ -63,9 +63,9 @@ extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* plan
     if (lane == 0) scale[(i64)blockIdx.y * capacity + t] = half_of(square / (along == 0 ? 1 : along));
 }
 
-// Queries (rows, d) as PlaneRow meets them: out (rows, 2 * d) has them as they are, then in odd halves of a step, times the
-// factor of their KV head, which `each` of them share. Grid (rows).
-extern "C" __global__ void round_queries(const float* q, int d, const float* factor, int each, float* out)
+// Sets out (rows, 2 * d) to the queries (rows, d) that PlaneRow needs: unrounded, and behind that in odd halves of a step, times
+// the factor of their KV head, of which each has `head_rows`. Grid (rows).
+extern "C" __global__ void round_queries(const float* q, int d, const float* factor, int head_rows, float* out)
 {
     const float* from = q + (i64)blockIdx.x * d;
     float largest = 0;
@@ -75,11 +75,11 @@ extern "C" __global__ void round_queries(const float* q, int d, const float* fac
     out += (i64)blockIdx.x * 2 * d;
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
         out[c] = from[c];
-        out[d + c] = (floorf(from[c] / divisor) + 0.5f) * size * factor[blockIdx.x / each];
+        out[d + c] = (floorf(from[c] / divisor) + 0.5f) * size * factor[blockIdx.x / head_rows];
     }
 }
 
-// Codes of `bits` bits of one row, by a warp: the best step for a Gaussian of its mean square. Returns the scale.
+// Sets the levels of a row to codes with the best step for a Gaussian of its mean square, by a warp; returns the scale.
 __device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
 {
     double square = 0, along = 0;
@@ -95,7 +95,7 @@ __device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
     return half_of(square / (along == 0 ? 1 : along));
 }
 
-// Blocks of 64 tokens as in edgekv.kernels.contract.planes. Grid (n / 64, G); levels is scratch (G, n, d).
+// Stores values in blocks of 64 tokens, as in edgekv.codecs.planes; levels is scratch (G, n, d). Grid (n / 64, G).
 extern "C" __global__ void encode_interleaved(const float* x, int d, int bits, u8* levels, u8* codes,
                                               int blocks, u16* scale, int capacity, Counter t0)
 {

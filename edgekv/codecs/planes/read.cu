@@ -1,13 +1,13 @@
-// Keys and values in planes of bits, as rows (rows.cu), in the layouts of edgekv.kernels.contract.planes: what tiled.cu does not
-// take - heads of other widths, and GPUs before sm_80. Where heads have different bits (KEY_HEADS, VALUE_HEADS), a store has
-// each head's first plane and their number, and KEY_BITS and VALUE_BITS are the most.
+// Rows (rows.cu) of keys and values in planes of bits, in the layouts of edgekv.codecs.planes, for what tiled.cu does not take:
+// heads of other widths, and GPUs before sm_80. Where heads differ in bits (KEY_HEADS, VALUE_HEADS), a store has each head's
+// first plane and number of planes, and KEY_BITS and VALUE_BITS are the largest numbers.
 
 #ifdef KEY_BITS
-// Store: planes, scale, centres, centre_step, heads. A row is the centre of a token and then its levels times their scale: it
-// meets the queries as they are, then rounded.
+// Store: planes, scale, centres, centre_step, heads. A row is a token's centre and behind it its levels times their scale; queries
+// are unrounded and behind that rounded.
 struct PlaneRow : Row {
-    static constexpr int SOME = 4;  // channels of a unit
-    static constexpr int WIDTH = 2 * KEY_DIM, VEC = 2 * SOME, UNITS = KEY_DIM / SOME;
+    static constexpr int UNIT_CHANNELS = 4;  // channels of a unit
+    static constexpr int WIDTH = 2 * KEY_DIM, VEC = 2 * UNIT_CHANNELS, UNITS = KEY_DIM / UNIT_CHANNELS;
     static constexpr int WORDS = KEY_BITS + 4, HALF = KEY_DIM / 2;  // a byte of a centre has channels j, j + HALF
     const u8 *planes, *centres;
     const u16 *scale, *centre_step;
@@ -21,11 +21,11 @@ struct PlaneRow : Row {
         planes = (const u8*)store.a + (i64)first * (store.capacity / TILE) * KEY_DIM * 8;
     }
 
-    static __device__ int channel(int unit, int j) { return unit * SOME + j % SOME + j / SOME * KEY_DIM; }
+    static __device__ int channel(int unit, int j) { return unit * UNIT_CHANNELS + j % UNIT_CHANNELS + j / UNIT_CHANNELS * KEY_DIM; }
 
     __device__ void load(int token, int unit, u32* words) const
     {
-        int t = token % TILE, c = unit * SOME, place = 4 * (t % 4) + (t / 16 % 2) * 2 + t / 32;
+        int t = token % TILE, c = unit * UNIT_CHANNELS, place = 4 * (t % 4) + (t / 16 % 2) * 2 + t / 32;
         i64 tile = token / TILE, row = tile * 5 + 1 + t / 16;
         UNROLL for (int p = 0; p < KEY_BITS; ++p)
             words[p] = p < bits ? planes[(((tile * bits + p) * 4 + t % 16 / 4) * (KEY_DIM / 8) + c / 8) * 16 + place] : 0;
@@ -37,25 +37,25 @@ struct PlaneRow : Row {
 
     __device__ void decode(const u32* words, int token, int unit, float* x) const
     {
-        int c = unit * SOME, shift = c < HALF ? 0 : 4;
+        int c = unit * UNIT_CHANNELS, shift = c < HALF ? 0 : 4;
         float width = half_to_float((u16)words[KEY_BITS]);
-        float common = half_to_float((u16)words[KEY_BITS + 1]), own = half_to_float((u16)(words[KEY_BITS + 1] >> 16));
-        UNROLL for (int j = 0; j < SOME; ++j) {
+        float common_step = half_to_float((u16)words[KEY_BITS + 1]), step = half_to_float((u16)(words[KEY_BITS + 1] >> 16));
+        UNROLL for (int j = 0; j < UNIT_CHANNELS; ++j) {
             int at = j * 8 + shift, level = 0;
-            x[j] = ((float)(words[KEY_BITS + 2] >> at & 15) - 7.5f) * common + ((float)(words[KEY_BITS + 3] >> at & 15) - 7.5f) * own;
+            x[j] = ((float)(words[KEY_BITS + 2] >> at & 15) - 7.5f) * common_step + ((float)(words[KEY_BITS + 3] >> at & 15) - 7.5f) * step;
             UNROLL for (int p = 0; p < KEY_BITS; ++p)
                 if (p < bits) level = 2 * level + (words[p] >> (c % 8 + j) & 1 ? 1 : -1);
-            x[SOME + j] = width * (float)level;
+            x[UNIT_CHANNELS + j] = width * (float)level;
         }
     }
 };
 #endif
 
 #ifdef VALUE_BITS
-// Store: codes, scale, heads. Codes of 3 bits are in two pieces, the upper 2 bits and the lowest. Scales go into the weights,
-// which have 8 bits.
-struct InterleavedRow : Row {
-    static constexpr int WIDTH = HEAD_DIM, VEC = common_divisor(WIDTH, 4), UNITS = WIDTH / VEC, WORDS = (VALUE_BITS >= 3 ? 2 : 1) * VEC;
+// Store: codes, scale, heads. Codes of 3 bits are in two pieces, the upper 2 bits and the lowest. Weights are multiplied by the
+// tokens' scales and rounded to 8 bits.
+struct InterleavedRow : ChannelRow<HEAD_DIM> {
+    static constexpr int WORDS = (VALUE_BITS >= 3 ? 2 : 1) * VEC;
     const u8* codes;
     const u16* scale;
     int bits, upper, last;
@@ -68,14 +68,12 @@ struct InterleavedRow : Row {
         codes = (const u8*)store.a + (i64)first * (store.capacity / TILE) * 8 * WIDTH;
     }
 
-    static __device__ int channel(int unit, int j) { return unit * VEC + j; }
-
     __device__ void weigh(int tile, float& p0, float& p1) const
     {
         int t = tile * TILE + threadIdx.x % 32;
         p0 *= t < last ? half_to_float(scale[t]) : 0, p1 *= t + 32 < last ? half_to_float(scale[t + 32]) : 0;
-        float top = lane_max(fmaxf(p0, p1)), inverse = 255 / fmaxf(top, 1e-30f);
-        p0 = top / 255 * rintf(p0 * inverse), p1 = top / 255 * rintf(p1 * inverse);
+        float largest = lane_max(fmaxf(p0, p1)), inverse = 255 / fmaxf(largest, 1e-30f);
+        p0 = largest / 255 * rintf(p0 * inverse), p1 = largest / 255 * rintf(p1 * inverse);
     }
 
     __device__ void load(int token, int unit, u32* words) const

@@ -1,20 +1,23 @@
-// Attention in one launch, for the codecs KEYS and VALUES, beside exact tokens. Every block makes the softmax over a share of the tokens (a
-// running maximum, the sum of the weights, the weighted values); the last block of a KV head puts the shares together.
+// Attention in one launch, over a pair of codecs KEYS and VALUES and, beside it, float16 tokens. Each block takes the softmax over
+// a share of the tokens: a running maximum, the sum of the weights, the weighted values. The last block of a KV head combines the
+// shares.
 
+// Attends to share `part` of `parts` of the tokens: out (ROWS, HEAD_DIM) is the weighted sum of values, softmax (ROWS, 2) the maximum
+// of the scores and the sum of the weights.
 template <class K, class V>
 __device__ void attend_share(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
-                             int part, int parts, int g, float* ends, float (*out)[HEAD_DIM])
+                             int part, int parts, int g, float* softmax, float (*out)[HEAD_DIM])
 {
     __shared__ typename K::Shared key_shared;
     __shared__ typename V::Shared value_shared;
-    __shared__ float tops[ROWS][TILES], factor[ROWS], totals[WARPS][ROWS];
+    __shared__ float tile_max[ROWS][TILES], factor[ROWS], row_sums[WARPS][ROWS];
     int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
     int tile = first + (i64)n * part / parts, last = first + (i64)n * (part + 1) / parts;
-    int end = least(span.t1, last * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int end = min_of(span.t1, last * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     K keys(key_shared, queries, key_store, g, 0, end);
     V values(value_shared, value_store, g, end);
-    float peak[TURNS_OF_ITEMS], total[TURNS_OF_ITEMS];  // of the rows whose items this warp has
-    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
+    float running_max[TURNS_OF_ITEMS], running_sum[TURNS_OF_ITEMS];  // of the rows of this warp's items
+    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) running_max[i] = MINUS_INFINITY, running_sum[i] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
@@ -27,10 +30,10 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
             if (item >= ITEMS) break;
             UNROLL for (int j = 0; j < 2; ++j) {
                 int t = (tile + u) * TILE + lane + 32 * j;
-                s[i][j] = t < end && span.sees(t) ? bounded(keys.score(u, m, lane + 32 * j)) : MINUS_INFINITY;
+                s[i][j] = t < end && span.sees(t) ? capped(keys.score(u, m, lane + 32 * j)) : MINUS_INFINITY;
             }
-            float top = lane_max(fmaxf(s[i][0], s[i][1]));
-            if (lane == 0) tops[m][u] = top;
+            float largest = lane_max(fmaxf(s[i][0], s[i][1]));
+            if (lane == 0) tile_max[m][u] = largest;
         }
         UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
         if (TILES > 1) __syncthreads();  // else a row's only item is its own warp's
@@ -38,12 +41,12 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
         UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
             int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
-            float top = peak[i];
-            UNROLL for (int v = 0; v < TILES; ++v) top = fmaxf(top, tops[m][v]);
-            float base = top == MINUS_INFINITY ? 0 : top;
-            float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), shrink = __expf(peak[i] - base);
-            peak[i] = top;
-            total[i] = total[i] * shrink + p0 + p1;
+            float largest = running_max[i];
+            UNROLL for (int v = 0; v < TILES; ++v) largest = fmaxf(largest, tile_max[m][v]);
+            float base = largest == MINUS_INFINITY ? 0 : largest;
+            float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), shrink = __expf(running_max[i] - base);
+            running_max[i] = largest;
+            running_sum[i] = running_sum[i] * shrink + p0 + p1;
             if (lane == 0 && u == 0) factor[m] = shrink;
             values.weigh(u, m, tile + u, p0, p1);
         }
@@ -57,18 +60,18 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
     }
     UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
         int item = i * WARPS + warp;
-        if (item < ITEMS && item % TILES == 0 && lane == 0) ends[2 * (item / TILES)] = peak[i];
+        if (item < ITEMS && item % TILES == 0 && lane == 0) softmax[2 * (item / TILES)] = running_max[i];
     }
-    add_by_row<TILES>(total, totals);
+    add_by_row<TILES>(running_sum, row_sums);
     for (int m = threadIdx.x; m < ROWS; m += THREADS) {
         float sum = 0;
-        for (int i = 0; i < WARPS; ++i) sum += totals[i][m];
-        ends[2 * m + 1] = sum;
+        for (int i = 0; i < WARPS; ++i) sum += row_sums[i][m];
+        softmax[2 * m + 1] = sum;
     }
     values.finish(out);
 }
 
-// out[m, :] = the shares from .. to of row m, each times its weight; a warp takes every fourth share.
+// Sets out[m, :] to the sum of the shares from .. to of row m, each times its weight; a warp takes every fourth share.
 __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int from, int to, float* out)
 {
     __shared__ float sum[WARPS][HEAD_DIM];
@@ -106,12 +109,12 @@ struct AttendArgs {
 };
 
 #ifndef BLOCKS_AT_ONCE
-#define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
+#define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // on a multiprocessor: limits a thread's registers
 #endif
 #ifdef TILED
-#define EXACT_FLIGHT 8
+#define EXACT_IN_FLIGHT 8
 #else
-#define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
+#define EXACT_IN_FLIGHT (ROWS == 1 ? 32 : 16)
 #endif
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(const AttendArgs args)
 {
@@ -129,16 +132,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
 #else
     wait_for_inputs();
 #endif
-    float* own = args.block_softmax + ((i64)g * shares + share) * ROWS * 2;
+    float* softmax = args.block_softmax + ((i64)g * shares + share) * ROWS * 2;
     int moved = *args.visible.shift, hi = args.visible.hi + moved, lo = args.visible.lo + (args.visible.lo > 0 ? moved : 0);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     if (share < pair_shares) {
         const Segment& pair = args.pair;
         Span span = {pair.first, pair.stop.now(), pair.position.now(), lo, hi};
 #ifdef TILED
-        tiled_share(tiled, args.queries, pair.keys, pair.values, span, share, pair_shares, g, own, out);
+        tiled_share(tiled, args.queries, pair.keys, pair.values, span, share, pair_shares, g, softmax, out);
 #else
-        attend_share<KEYS, VALUES>(args.queries, pair.keys, pair.values, span, share, pair_shares, g, own, out);
+        attend_share<KEYS, VALUES>(args.queries, pair.keys, pair.values, span, share, pair_shares, g, softmax, out);
 #endif
     } else {
 #ifdef EXACT
@@ -150,11 +153,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
         int part = second ? share - first : share - pair_shares;
         Queries queries = {args.exact_queries, 0, 0, ROWS};
         Span span = {exact.first, exact.stop.now(), exact.position.now(), lo, hi};
-        attend_share<RowKeys<Numbers<u16>, EXACT_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_FLIGHT, 1>>(
-            queries, exact.keys, exact.values, span, part, exact.blocks, g, own, out);
+        attend_share<RowKeys<Numbers<u16>, EXACT_IN_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_IN_FLIGHT, 1>>(
+            queries, exact.keys, exact.values, span, part, exact.blocks, g, softmax, out);
 #endif
     }
-    const float* ends = args.block_softmax + (i64)g * shares * ROWS * 2;
+    const float* softmaxes = args.block_softmax + (i64)g * shares * ROWS * 2;
     float* sums = args.block_sums + (i64)g * shares * ROWS * HEAD_DIM;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)share * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
     __threadfence();
@@ -165,18 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
     __threadfence();
     __shared__ float weights[MAX_SHARES][ROWS];
     for (int m = threadIdx.x / 32; m < ROWS; m += WARPS) {
-        float peak = MINUS_INFINITY, total = 0;
-        for (int i = threadIdx.x % 32; i < shares; i += 32) peak = fmaxf(peak, __ldcg(&ends[(i * ROWS + m) * 2]));
-        peak = lane_max(peak);
-        if (peak == MINUS_INFINITY) peak = 0;
+        float largest = MINUS_INFINITY, total = 0;
+        for (int i = threadIdx.x % 32; i < shares; i += 32) largest = fmaxf(largest, __ldcg(&softmaxes[(i * ROWS + m) * 2]));
+        largest = lane_max(largest);
+        if (largest == MINUS_INFINITY) largest = 0;
         for (int i = threadIdx.x % 32; i < shares; i += 32) {
-            weights[i][m] = expf(__ldcg(&ends[(i * ROWS + m) * 2]) - peak);
-            total += weights[i][m] * __ldcg(&ends[(i * ROWS + m) * 2 + 1]);
+            weights[i][m] = expf(__ldcg(&softmaxes[(i * ROWS + m) * 2]) - largest);
+            total += weights[i][m] * __ldcg(&softmaxes[(i * ROWS + m) * 2 + 1]);
         }
         total = lane_sum(total);
         for (int i = threadIdx.x % 32; i < shares; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
         if (threadIdx.x % 32 == 0) {
-            args.softmax[((i64)g * ROWS + m) * 2] = peak;
+            args.softmax[((i64)g * ROWS + m) * 2] = largest;
             args.softmax[((i64)g * ROWS + m) * 2 + 1] = total;
         }
     }

@@ -1,4 +1,4 @@
-// Shared by all kernels. C++14 without headers, so that every NVRTC since CUDA 10.2 takes it.
+// What all kernels share. C++14 without headers, so that every NVRTC since CUDA 10.2 compiles it.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -6,65 +6,55 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define THREADS 128  // of a block, unless a kernel says otherwise
+#define THREADS 128  // threads of a block, unless a kernel says otherwise
 #define WARPS (THREADS / 32)
-#define TILE 64      // tokens that a block works on at a time: the BLOCK of edgekv.kernels.contract.attention
-#define UNROLL _Pragma("unroll")  // of a loop whose arrays are to be in registers
-#define EVERY_LANE 0xffffffffu
+#define TILE 64      // tokens that a block works on at a time: BLOCK of edgekv.kernels.interface
+#define UNROLL _Pragma("unroll")  // a loop whose arrays stay in registers
+#define ALL_LANES 0xffffffffu
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-constexpr __host__ __device__ int least(int a, int b) { return a < b ? a : b; }
-constexpr __host__ __device__ int most(int a, int b) { return a > b ? a : b; }
+constexpr __host__ __device__ int min_of(int a, int b) { return a < b ? a : b; }
+constexpr __host__ __device__ int max_of(int a, int b) { return a > b ? a : b; }
 constexpr __host__ __device__ int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 constexpr __host__ __device__ int divide_up(int a, int b) { return (a + b - 1) / b; }
-// The least power of two >= n, and the largest <= n.
+// The smallest power of two >= n, and the largest <= n.
 constexpr __host__ __device__ int power_above(int n) { return n <= 1 ? 1 : 2 * power_above((n + 1) / 2); }
 constexpr __host__ __device__ int power_below(int n) { return n <= 1 ? 1 : 2 * power_below(n / 2); }
 
-// Sum and maximum over `n` neighbouring lanes (a power of two), in each of them.
-template <class T> __device__ __forceinline__ T lane_sum(T x, int n = 32)
+struct Sum {
+    template <class T> static __device__ __forceinline__ T of(T a, T b) { return a + b; }
+};
+struct Maximum {
+    static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
+};
+
+// Reduces x over `n` neighbouring lanes (a power of two); each lane gets the result.
+template <class Op, class T> __device__ __forceinline__ T reduce_lanes(T x, int n = 32)
 {
-    for (int i = n / 2; i > 0; i /= 2)
-        x += __shfl_xor_sync(EVERY_LANE, x, i);
+    for (int i = n / 2; i > 0; i /= 2) x = Op::of(x, __shfl_xor_sync(ALL_LANES, x, i));
     return x;
 }
 
-__device__ __forceinline__ float lane_max(float x)
-{
-    for (int i = 16; i > 0; i /= 2)
-        x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, i));
-    return x;
-}
-
-// Sum and maximum over a block of up to 1024 threads, in each of them. Between two calls there is a barrier.
-__device__ __forceinline__ float block_sum(float x)
+// Reduces x over a block of up to 1024 threads; each thread gets the result. Between two calls there is a barrier.
+template <class Op> __device__ __forceinline__ float reduce_block(float x)
 {
     __shared__ float parts[32];
-    x = lane_sum(x);
+    x = reduce_lanes<Op>(x);
     __syncthreads();
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
-    float sum = 0;
-    for (int i = 0; i < (int)blockDim.x / 32; ++i)
-        sum += parts[i];
-    return sum;
+    float result = parts[0];
+    for (int i = 1; i < (int)blockDim.x / 32; ++i) result = Op::of(result, parts[i]);
+    return result;
 }
 
-__device__ __forceinline__ float block_max(float x)
-{
-    __shared__ float parts[32];
-    x = lane_max(x);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    float largest = parts[0];
-    for (int i = 1; i < (int)blockDim.x / 32; ++i)
-        largest = fmaxf(largest, parts[i]);
-    return largest;
-}
+template <class T> __device__ __forceinline__ T lane_sum(T x, int n = 32) { return reduce_lanes<Sum>(x, n); }
+__device__ __forceinline__ float lane_max(float x, int n = 32) { return reduce_lanes<Maximum>(x, n); }
+__device__ __forceinline__ float block_sum(float x) { return reduce_block<Sum>(x); }
+__device__ __forceinline__ float block_max(float x) { return reduce_block<Maximum>(x); }
 
-// A score as softmax takes it.
-__device__ __forceinline__ float bounded(float score)
+// A score as softmax takes it: within the model's cap, if it has one.
+__device__ __forceinline__ float capped(float score)
 {
 #ifdef SCORE_CAP
     return SCORE_CAP * tanhf(score / SCORE_CAP);
@@ -73,7 +63,7 @@ __device__ __forceinline__ float bounded(float score)
 #endif
 }
 
-// N words of 4 bytes from an address that is a multiple of 4 * N, N = 1, 2 or 4.
+// Loads N = 1, 2 or 4 words of 4 bytes from an address that is a multiple of 4 * N.
 template <int N> __device__ __forceinline__ void load_words(const void* from, u32* to)
 {
     if (N == 4) {
@@ -87,7 +77,7 @@ template <int N> __device__ __forceinline__ void load_words(const void* from, u3
     }
 }
 
-// Inputs k .. k + 3 of x, 0 from `columns` on.
+// Loads inputs k .. k + 3 of x, 0 from `columns` on.
 __device__ __forceinline__ void load_four(const float* x, int k, int columns, float* v)
 {
     if (columns % 4 == 0 && k < columns) {
@@ -98,15 +88,15 @@ __device__ __forceinline__ void load_four(const float* x, int k, int columns, fl
     }
 }
 
-// Two powers of two for sums over small codes. The bits of a code inside a word, taken as a float, are the denormal
-// number code * 2 ** (position - 149): multiplied by a weight times LIFT they need no conversion to a float, and the
-// sum times SINK * 2 ** -position is right again. Codes must lie in the lowest 23 bits of the word.
+// Two powers of two for sums over small codes. The bits of a code inside a word, read as a float, are the denormal number
+// code * 2 ** (position - 149). Multiplied by a weight times LIFT it needs no conversion; the sum is scaled back by
+// SINK * 2 ** -position. Codes must lie in the lowest 23 bits of the word.
 #define LIFT 1.2379400392853803e27f  // 2 ** 90
 #define SINK 576460752303423488.0f   // 2 ** 59
 
-// The Walsh-Hadamard transform of rows in shared memory, by CHANNELS / 2 threads each, with pairs CHANNELS / 2 apart in every
-// pass; returns on which side they are.
-template <int CHANNELS> __device__ int transform(float (*x)[2][CHANNELS])
+// Takes the Walsh-Hadamard transform of rows in shared memory, by CHANNELS / 2 threads each, with pairs CHANNELS / 2 apart in
+// every pass; returns the side on which the results are.
+template <int CHANNELS> __device__ int walsh_hadamard(float (*x)[2][CHANNELS])
 {
     int side = 0, slot = threadIdx.x / (CHANNELS / 2), i = threadIdx.x % (CHANNELS / 2);
     for (int n = 1; n < CHANNELS; n *= 2, side ^= 1) {
@@ -119,38 +109,38 @@ template <int CHANNELS> __device__ int transform(float (*x)[2][CHANNELS])
     return side;
 }
 
-// Sums of x[0 .. N) over the lanes that differ in the bits FROM, 2 * FROM, ... TO / 2 only. They are spread over those
-// lanes: each is left with kept() of them in x[0 ..], from index `first` of the original on, if they are `mine`.
+// Sums each of x[0 .. N) over the lanes that differ in the bits FROM, 2 * FROM, ... TO / 2 only, and spreads the sums over those
+// lanes: a lane is left with n_left() of them in x[0 ..], which were those from index `first` on, if `is_owner`.
 template <int N, int FROM, int TO> struct SpreadSum {
     static constexpr int HALF = N % 2 ? N : N / 2;
     typedef SpreadSum<HALF, 2 * FROM, TO> Rest;
-    static constexpr __host__ __device__ int kept() { return Rest::kept(); }
-    static __device__ __forceinline__ void run(float* x, int& first, bool& mine)
+    static constexpr __host__ __device__ int n_left() { return Rest::n_left(); }
+    template <class T> static __device__ __forceinline__ void run(T* x, int& first, bool& is_owner)
     {
         bool upper = threadIdx.x & FROM;
         UNROLL for (int i = 0; i < HALF; ++i) {
-            float other = N % 2 || upper ? x[i] : x[i + N - HALF];
-            float own = N % 2 || !upper ? x[i] : x[i + N - HALF];
-            x[i] = own + __shfl_xor_sync(EVERY_LANE, other, FROM);
+            T sent = N % 2 || upper ? x[i] : x[i + N - HALF];
+            T kept = N % 2 || !upper ? x[i] : x[i + N - HALF];
+            x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, FROM);
         }
         if (N % 2)
-            mine = mine && !upper;
+            is_owner = is_owner && !upper;
         else if (upper)
             first += HALF;
-        Rest::run(x, first, mine);
+        Rest::run(x, first, is_owner);
     }
 };
 template <int N, int TO> struct SpreadSum<N, TO, TO> {
-    static constexpr __host__ __device__ int kept() { return N; }
-    static __device__ __forceinline__ void run(float* x, int& first, bool& mine) {}
+    static constexpr __host__ __device__ int n_left() { return N; }
+    template <class T> static __device__ __forceinline__ void run(T* x, int& first, bool& is_owner) {}
 };
 
-// A block works on TILES tiles of 64 tokens at a time. Tile u of them goes through these steps of a codec:
+// A block works on TILES tiles of 64 tokens at a time. A codec takes tile u of them in these steps:
 //   load     starts the reads; nothing waits for them before the step that needs them
-//   scores   keys leave the tile's scores in shared memory; after a barrier `score` is one of them
-//   weigh    a warp gives a row's weights to the values, two tokens per lane; after a barrier `add` sums
-// so that the reads of one round run under the arithmetic of the round before. A warp weighs item turn * WARPS + its
-// number of the ITEMS pairs of a row and a tile.
+//   scores   keys write the tile's scores to shared memory; after a barrier `score` returns one of them
+//   weigh    a warp gives the values a row's weights, two tokens per lane; after a barrier `add` sums
+// so that one round's reads run during the arithmetic of the round before. An item is a pair of a query row and a tile; a warp
+// weighs the items turn * WARPS + its number.
 #define ITEMS (ROWS * TILES)
 #define TURNS_OF_ITEMS divide_up(ITEMS, WARPS)
 
@@ -198,7 +188,7 @@ struct Queries {
     int rows;
 };
 
-// Tokens t0 .. t1 of a store, the first at `position`; positions lo .. hi are visible.
+// Tokens t0 .. t1 of a store, the first at `position`, of which queries see the positions lo .. hi.
 struct Span {
     int t0, t1, position, lo, hi;
     __device__ bool sees(int t) const
@@ -208,27 +198,27 @@ struct Span {
     }
 };
 
-// sums[warp][row] = what the lanes of each warp have of a row, where x[turn] is of row (turn * WARPS + warp) / PER_ROW.
+// Sets sums[warp][row] to a warp's sum of a row, where x[turn] belongs to row (turn * WARPS + warp) / PER_ROW.
 template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_row(const float (&x)[TURNS], float (*sums)[N])
 {
     int warp = threadIdx.x / 32;
-    bool speaks = threadIdx.x % 32 == 0;
-    if (speaks)
+    bool is_first = threadIdx.x % 32 == 0;
+    if (is_first)
         for (int m = 0; m < N; ++m) sums[warp][m] = 0;
     UNROLL for (int turn = 0; turn < TURNS; ++turn) {
         float total = lane_sum(x[turn]);
         int m = (turn * WARPS + warp) / PER_ROW;
-        if (speaks && m < N) sums[warp][m] += total;
+        if (is_first && m < N) sums[warp][m] += total;
     }
     __syncthreads();
 }
 
-// The activations by the numbers that edgekv.weights.cuda.ACTIVATIONS gives them.
+// The numbers of activations, as in edgekv.weights.cuda.ACTIVATIONS.
 #define SILU 0
 #define GELU 1
 #define GELU_TANH 2
 #define RELU 3
-#define IDENTITY 4  // where a kernel takes it
+#define IDENTITY 4  // in `activation` only
 
 __device__ __forceinline__ float activate(float x, int kind)
 {

@@ -2,7 +2,7 @@
 
 #define LARGEST_HALF 65504.0f
 
-// The smallest float16 not below x >= 0, or the largest.
+// Returns the smallest float16 not below x >= 0, or the largest one.
 __device__ __forceinline__ u16 half_above(float x)
 {
     x = fminf(x, LARGEST_HALF);
@@ -10,12 +10,12 @@ __device__ __forceinline__ u16 half_above(float x)
     return half + (half_to_float(half) < x);
 }
 
-// The nearest finite float16 of x >= 0.
+// Returns the nearest finite float16 of x >= 0.
 __device__ __forceinline__ u16 half_of(double x) { return float_to_half((float)fmin(x, 65504.0)); }
 
 // Encoders of numbers and symmetric integers. x (G, n, D) has its heads `stride` apart, its tokens D.
 
-// In `halves` or float32. Grid (n, G).
+// Stores tokens as float16 (`halves`) or float32. Grid (n, G).
 extern "C" __global__ void encode(const float* x, int stride, int d, void* store, int halves, int capacity, Counter t0)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
@@ -27,7 +27,7 @@ extern "C" __global__ void encode(const float* x, int stride, int d, void* store
             ((float*)store)[to + c] = from[c];
 }
 
-// The key and the value of one token. Grid (2, G).
+// Stores the key and the value of one token as float16. Grid (2, G).
 extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
                                       u16* values, int value_capacity, Counter t0)
 {
@@ -40,7 +40,7 @@ extern "C" __global__ void append_f16(const float* k, int k_stride, const float*
     for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
 }
 
-// Symmetric codes, signed bytes or 4 bits plus 8. Grid (n, G), a warp each.
+// Stores symmetric codes: signed bytes, or 4 bits plus 8. Grid (n, G), a warp each.
 extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, u16* scale, int capacity,
                                       Counter t0)
 {
@@ -64,14 +64,14 @@ extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bit
 }
 
 #ifdef WIDTH
-// The Walsh-Hadamard transform of rows, one block each, WIDTH / 2 threads: `hadamard`, `hadamard_back`.
+// The Walsh-Hadamard rotation of rows, a block of WIDTH / 2 threads each: out is set to it, or gets its inverse added.
 
 extern "C" __global__ void hadamard(const float* x, int n, int stride, int d, const float* flips, float factor, float* out)
 {
     __shared__ float rows[1][2][WIDTH];
     const float* from = x + (i64)(blockIdx.x / n) * stride + (i64)(blockIdx.x % n) * d;
     for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) rows[0][0][c] = c < d ? from[c] * flips[c] : 0;
-    float* result = rows[0][transform(rows)];
+    float* result = rows[0][walsh_hadamard(rows)];
     for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) out[(i64)blockIdx.x * WIDTH + c] = result[c] * factor;
 }
 
@@ -79,7 +79,7 @@ extern "C" __global__ void hadamard_back(const float* x, int n, int stride, int 
 {
     __shared__ float rows[1][2][WIDTH];
     for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) rows[0][0][c] = x[(i64)blockIdx.x * WIDTH + c];
-    float* result = rows[0][transform(rows)];
+    float* result = rows[0][walsh_hadamard(rows)];
     float* to = out + (i64)(blockIdx.x / n) * stride + (i64)(blockIdx.x % n) * d;
     for (int c = threadIdx.x; c < d; c += WIDTH / 2) to[c] += result[c] * factor * flips[c];
 }

@@ -1,5 +1,5 @@
-// What stands between the matrix products: norms, activations, embeddings, rotations by position, softmax. One row per block
-// unless a kernel says otherwise. y gets halves where `halves` says so, else float32.
+// The layers between matrix products: norms, activations, embeddings, rotations by position, softmax. A block takes a row unless a
+// kernel says otherwise. y is float16 with `halves`, otherwise float32.
 
 __device__ __forceinline__ void put(void* y, i64 i, float x, int halves)
 {
@@ -31,7 +31,7 @@ layer_norm(const float* x, int size, const float* weight, const float* bias, flo
     for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, (x[c] - mean) / deviation * weight[c] + bias[c], halves);
 }
 
-// y (n, size) of x (n, size), or `gated` of x (n, 2 * size): the activation of its first half times the second.
+// Sets y (n, size) to the activation of x (n, size) or, `gated`, to that of the first half of x (n, 2 * size) times the second half.
 // Grid (size / threads, n).
 extern "C" __global__ void activation(const float* x, int size, int kind, int gated, void* y, int halves)
 {
@@ -42,7 +42,7 @@ extern "C" __global__ void activation(const float* x, int size, int kind, int ga
     put(y, (i64)blockIdx.y * size + c, a * (gated ? x[size + c] : 1), halves);
 }
 
-// Row i of x (n, size) = row ids[i] of the table, plus row start + i, moved by the shift, of the table `positions` unless that is
+// Sets row i of x (n, size) to row ids[i] of the table, plus row start + i, moved by the shift, of the table `positions` unless that is
 // null. KIND_* says how their elements are stored.
 #define KIND_F32 0
 #define KIND_F16 1
@@ -118,7 +118,7 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
         for (int c = threadIdx.x; c < head_dim; c += THREADS) square += x[c] * x[c];
         size = sqrtf(block_sum(square) / head_dim + norms.eps);
     }
-    for (int c = threadIdx.x; c < most(head_dim, width); c += THREADS) {
+    for (int c = threadIdx.x; c < max_of(head_dim, width); c += THREADS) {
         bool is_there = c < head_dim, turns = !is_value && c < 2 * half;
         int other = c < half ? c + half : c - half;
         float a = is_there ? x[c] : 0, b = turns ? x[other] : 0;
@@ -130,34 +130,34 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
     }
 }
 
-// Softmax of rows, in place: of columns lo .. hi, or of those that limits (2, rows) give each row; 0 elsewhere. Grid (rows, G).
-#define FLIGHT 4  // columns that a thread reads before it writes them
+// Takes the softmax of rows, in place: of columns lo .. hi, or of those that limits (2, rows) give each row; 0 elsewhere. Grid (rows, G).
+#define IN_FLIGHT 4  // columns that a thread reads before it writes them
 
 extern "C" __global__ void __launch_bounds__(1024)
 softmax(Scores scores, int columns, const int* limits, int lo, int hi)
 {
     float* row = scores.row(blockIdx.y, blockIdx.x);
     if (limits) lo = limits[blockIdx.x], hi = limits[gridDim.x + blockIdx.x];
-    float top = MINUS_INFINITY, total = 0, x[FLIGHT];
-    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) top = fmaxf(top, row[i]);
-    top = block_max(top);
-    if (top == MINUS_INFINITY) top = 0;
-    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) total += expf(row[i] - top);
+    float largest = MINUS_INFINITY, total = 0, x[IN_FLIGHT];
+    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) largest = fmaxf(largest, row[i]);
+    largest = block_max(largest);
+    if (largest == MINUS_INFINITY) largest = 0;
+    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) total += expf(row[i] - largest);
     total = block_sum(total);
     float factor = total > 0 ? 1 / total : 0;
-    for (int first = threadIdx.x; first < columns; first += FLIGHT * (int)blockDim.x) {
-        UNROLL for (int k = 0; k < FLIGHT; ++k) {
+    for (int first = threadIdx.x; first < columns; first += IN_FLIGHT * (int)blockDim.x) {
+        UNROLL for (int k = 0; k < IN_FLIGHT; ++k) {
             int i = first + k * (int)blockDim.x;
             x[k] = i >= lo && i < hi ? row[i] : MINUS_INFINITY;
         }
-        UNROLL for (int k = 0; k < FLIGHT; ++k) {
+        UNROLL for (int k = 0; k < IN_FLIGHT; ++k) {
             int i = first + k * (int)blockDim.x;
-            if (i < columns) row[i] = expf(x[k] - top) * factor;
+            if (i < columns) row[i] = expf(x[k] - largest) * factor;
         }
     }
 }
 
-// out[i] += sum over the splits of partial (G, splits, row), i over (G, row).
+// Adds the sum over the splits of partial (G, splits, row) to out (G, row), of n numbers in all.
 extern "C" __global__ void add_partial(const float* partial, int splits, int row, int n, float* out)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -168,26 +168,24 @@ extern "C" __global__ void add_partial(const float* partial, int splits, int row
     out[i] += sum;
 }
 
-// Attention over several sets of tokens from that over each: a set weighs as its part of the sum of all weights.
-
-// out (rows, d) = the weighted sum of parts (n, rows, d). ends (n, rows, 2): the maximum of a part, the sum of its weights.
-// Grid (rows).
-extern "C" __global__ void merge(const float* parts, const float* ends, int n, int d, float* out)
+// Sets out (rows, d) to attention over n sets of tokens, from attention over each: parts (n, rows, d), and softmaxes (n, rows, 2), the
+// maximum of a set's scores and the sum of its weights. Grid (rows).
+extern "C" __global__ void merge(const float* parts, const float* softmaxes, int n, int d, float* out)
 {
     i64 row = blockIdx.x, rows = gridDim.x;
-    float peak = MINUS_INFINITY, total = 0;
+    float largest = MINUS_INFINITY, total = 0;
     for (int i = 0; i < n; ++i)
-        if (ends[(i * rows + row) * 2 + 1] > 0) peak = fmaxf(peak, ends[(i * rows + row) * 2]);
+        if (softmaxes[(i * rows + row) * 2 + 1] > 0) largest = fmaxf(largest, softmaxes[(i * rows + row) * 2]);
     for (int i = 0; i < n; ++i) {
-        const float* end = ends + (i * rows + row) * 2;
-        total += end[1] > 0 ? expf(end[0] - peak) * end[1] : 0;
+        const float* softmax = softmaxes + (i * rows + row) * 2;
+        total += softmax[1] > 0 ? expf(softmax[0] - largest) * softmax[1] : 0;
     }
     float factor = total > 0 ? 1 / total : 0;
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
         float sum = 0;
         for (int i = 0; i < n; ++i) {
-            const float* end = ends + (i * rows + row) * 2;
-            if (end[1] > 0) sum += expf(end[0] - peak) * end[1] * factor * parts[(i * rows + row) * d + c];
+            const float* softmax = softmaxes + (i * rows + row) * 2;
+            if (softmax[1] > 0) sum += expf(softmax[0] - largest) * softmax[1] * factor * parts[(i * rows + row) * d + c];
         }
         out[row * d + c] = sum;
     }

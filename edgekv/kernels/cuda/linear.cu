@@ -1,33 +1,33 @@
-// Weights (rows, columns) times an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
-// 8 or 4 for the block-quantised layout of edgekv.weights.quantize, BLOCK inputs to a float32 scale.
+// Products of weights (rows, columns) and an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
+// 8 or 4 for block-quantised codes (edgekv.weights), BLOCK inputs to a float32 scale.
 
-#define ROWS_AT_ONCE 4  // by a block, which reads the activation once for them
+#define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define QUANTISED (WEIGHT_BITS < 16)
 
-// The 8 weights from input k of a row on, as they lie in memory.
+// Eight neighbouring weights of a row, in their stored form.
 struct Eight {
     u32 words[WEIGHT_BITS / 4];
 
     __device__ void load(const u8* row, int k, int columns, bool aligned)
     {
         if (QUANTISED || (aligned && k < columns)) {
-            load_words<least(4, WEIGHT_BITS / 4)>(row + (i64)k * WEIGHT_BITS / 8, words);
+            load_words<min_of(4, WEIGHT_BITS / 4)>(row + (i64)k * WEIGHT_BITS / 8, words);
             if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WEIGHT_BITS / 8);
             return;
         }
         UNROLL for (int i = 0; i < 8; ++i) {
-            bool there = k + i < columns;
-            if (WEIGHT_BITS == 32) words[i % (WEIGHT_BITS / 4)] = there ? ((const u32*)row)[k + i] : 0;
+            bool exists = k + i < columns;
+            if (WEIGHT_BITS == 32) words[i % (WEIGHT_BITS / 4)] = exists ? ((const u32*)row)[k + i] : 0;
             if (WEIGHT_BITS == 16) {
-                u32 half = there ? ((const u16*)row)[k + i] : 0;
+                u32 half = exists ? ((const u16*)row)[k + i] : 0;
                 words[i / 2 % (WEIGHT_BITS / 4)] = i % 2 ? words[i / 2 % (WEIGHT_BITS / 4)] | half << 16 : half;
             }
         }
     }
 
-    // Numbers: weight i. Codes: a denormal, `lifted` by 2 ** position(i) (see common.cu).
+    // Returns weight i; of codes a denormal, times 2 ** position(i) (see LIFT in common.cu).
     __device__ float operator[](int i) const
     {
         if (WEIGHT_BITS == 32) return __uint_as_float(words[i % (WEIGHT_BITS / 4)]);
@@ -39,7 +39,7 @@ struct Eight {
 
     static constexpr __host__ __device__ int position(int i)
     {
-        return QUANTISED ? i % (16 / least(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
+        return QUANTISED ? i % (16 / min_of(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
     }
 };
 
@@ -59,7 +59,7 @@ matvec(const u8* weights, const float* scales, const float* bias, const float* o
         Eight w[ROWS_AT_ONCE];
         float scale[ROWS_AT_ONCE], v[8], total = 0;
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-            int row = least(first + r, rows - 1);
+            int row = min_of(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned);
             if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
         }
@@ -91,7 +91,7 @@ matvec(const u8* weights, const float* scales, const float* bias, const float* o
     y[(i64)blockIdx.y * rows + row] = total;
 }
 
-// out (rows, columns) from codes and scales, in `halves` or float32. A thread takes 8 of them. Grid (columns / 8 / threads, rows).
+// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread. Grid (columns / 8 / threads, rows).
 extern "C" __global__ void widen(const u8* weights, const float* scales, int columns, int blocks, void* out, int halves)
 {
     int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x);

@@ -1,28 +1,28 @@
 // Exact causal attention over a prompt, in halves on tensor cores, with a running softmax: scores are never in memory.
 // HEAD_DIM channels, padded with zeros to WIDTH, a multiple of 16. For sm_75 and up.
 
-#define QUERY_ROWS 16                        // of a warp
+#define QUERY_ROWS 16                        // queries of a warp
 #define BLOCK_ROWS (WARPS * QUERY_ROWS)      // queries of a block
 #define TOKENS (WIDTH <= 160 ? 64 : 32)      // keys and values at a time
-#define STRIDE (WIDTH + 8)                   // of a row in shared memory: 8 rows lie in different banks
+#define STRIDE (WIDTH + 8)                   // between rows in shared memory: 8 rows lie in different banks
 #define STEPS (WIDTH / 16)
-#define KEEPS_QUERIES (WIDTH <= 128)         // in registers; else they are read again for every tile
-// Of a multiprocessor: how many registers there are to a thread.
+#define KEEPS_QUERIES (WIDTH <= 128)         // whether queries stay in registers; otherwise they are read again for every tile
+// Blocks on a multiprocessor: limits a thread's registers.
 #define BLOCKS_AT_ONCE (WIDTH > 128 ? 1 : __CUDA_ARCH__ < 900 ? 2 : 3)
 #define LOG2_E 1.44269504f
 
-// Tokens t .. t + TOKENS of a head into shared memory, zeros from `end` on.
+// Copies tokens t .. t + TOKENS of a head into shared memory, zeros from `end` on.
 __device__ __forceinline__ void fetch(u16 (*to)[STRIDE], const u16* from, int t, int end)
 {
     UNROLL for (int i = threadIdx.x; i < TOKENS * WIDTH / 8; i += THREADS) {
         int row = i / (WIDTH / 8), c = i % (WIDTH / 8) * 8;
-        bool there = t + row < end;
-        begin_copy(&to[row][c], from + (i64)(there ? t + row : 0) * WIDTH + c, there);
+        bool exists = t + row < end;
+        begin_copy(&to[row][c], from + (i64)(exists ? t + row : 0) * WIDTH + c, exists);
     }
     end_copies();
 }
 
-// Channels 16 step .. 16 step + 15 of a warp's queries, as the left factor of a product.
+// Loads channels 16 step .. 16 step + 15 of a warp's queries as the left factor of a product.
 __device__ __forceinline__ void load_queries(u32 (&a)[4], const u16* q, int row, int n, int step)
 {
     int c = 16 * step + threadIdx.x % 4 * 2;
@@ -32,9 +32,8 @@ __device__ __forceinline__ void load_queries(u32 (&a)[4], const u16* q, int row,
     }
 }
 
-// q (H, n, WIDTH), already scaled, of the last n of `earlier` + n tokens, whose keys and values are k, v (G, capacity,
-// WIDTH). Query token t sees max(0, t + 1 - window) .. t, everything before it with window 0. out (n, H * HEAD_DIM).
-// Grid (blocks of queries, H).
+// Sets out (n, H * HEAD_DIM) to the attention of scaled queries q (H, n, WIDTH), those of the last n of `earlier` + n tokens with keys
+// and values k, v (G, capacity, WIDTH). Token t sees max(0, t + 1 - window) .. t, or 0 .. t with window 0. Grid (blocks of queries, H).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, int capacity, int n_rep, int window, u16* out)
 {
@@ -47,15 +46,15 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
     int at = earlier + row, first_at = at - lane / 4, last_at = first_at + QUERY_ROWS - 1;
     q += (i64)head * n * WIDTH;
     k += (i64)(head / n_rep) * capacity * WIDTH, v += (i64)(head / n_rep) * capacity * WIDTH;
-    int end = earlier + least(n, first_row + BLOCK_ROWS);
-    int begin = window ? most(0, earlier + first_row + 1 - window) / TOKENS * TOKENS : 0;
+    int end = earlier + min_of(n, first_row + BLOCK_ROWS);
+    int begin = window ? max_of(0, earlier + first_row + 1 - window) / TOKENS * TOKENS : 0;
     fetch(keys, k, begin, end);
 
     u32 a[KEEPS_QUERIES ? STEPS : 1][4];
     if (KEEPS_QUERIES) {
         UNROLL for (int step = 0; step < STEPS; ++step) load_queries(a[step], q, row, n, step);
     }
-    float sum[WIDTH / 8][4], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, total[2] = {0, 0};
+    float sum[WIDTH / 8][4], running_max[2] = {MINUS_INFINITY, MINUS_INFINITY}, running_sum[2] = {0, 0};
     UNROLL for (int i = 0; i < WIDTH / 8; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
 
     for (int t = begin; t < end; t += TOKENS) {
@@ -78,26 +77,26 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
         fetch(keys, k, t + TOKENS, end);
 
         bool sees_all = t + TOKENS - 1 <= first_at && (!window || t > last_at - window);
-        float top[2] = {peak[0], peak[1]}, shrink[2];
+        float new_max[2] = {running_max[0], running_max[1]}, shrink[2];
         UNROLL for (int i = 0; i < TOKENS / 8; ++i)
             UNROLL for (int j = 0; j < 4; ++j) {
-                int token = t + 8 * i + lane % 4 * 2 + j % 2, own = at + j / 2 * 8;
-                if (!sees_all && (token > own || (window && token <= own - window))) s[i][j] = MINUS_INFINITY;
-                top[j / 2] = fmaxf(top[j / 2], s[i][j]);
+                int token = t + 8 * i + lane % 4 * 2 + j % 2, query = at + j / 2 * 8;
+                if (!sees_all && (token > query || (window && token <= query - window))) s[i][j] = MINUS_INFINITY;
+                new_max[j / 2] = fmaxf(new_max[j / 2], s[i][j]);
             }
         UNROLL for (int h = 0; h < 2; ++h) {
-            top[h] = fmaxf(top[h], __shfl_xor_sync(EVERY_LANE, top[h], 1));
-            top[h] = fmaxf(top[h], __shfl_xor_sync(EVERY_LANE, top[h], 2));
-            float base = top[h] == MINUS_INFINITY ? 0 : top[h];
-            shrink[h] = power_of_two((peak[h] - base) * LOG2_E);
-            peak[h] = top[h];
-            total[h] *= shrink[h];
-            top[h] = base * LOG2_E;
+            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(ALL_LANES, new_max[h], 1));
+            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(ALL_LANES, new_max[h], 2));
+            float base = new_max[h] == MINUS_INFINITY ? 0 : new_max[h];
+            shrink[h] = power_of_two((running_max[h] - base) * LOG2_E);
+            running_max[h] = new_max[h];
+            running_sum[h] *= shrink[h];
+            new_max[h] = base * LOG2_E;
         }
         UNROLL for (int i = 0; i < TOKENS / 8; ++i)
             UNROLL for (int j = 0; j < 4; ++j) {
-                s[i][j] = power_of_two(s[i][j] * LOG2_E - top[j / 2]);
-                total[j / 2] += s[i][j];
+                s[i][j] = power_of_two(s[i][j] * LOG2_E - new_max[j / 2]);
+                running_sum[j / 2] += s[i][j];
             }
         UNROLL for (int i = 0; i < WIDTH / 8; ++i)
             UNROLL for (int j = 0; j < 4; ++j) sum[i][j] *= shrink[j / 2];
@@ -108,7 +107,7 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
                         two_halves(s[2 * i + 1][0], s[2 * i + 1][1]), two_halves(s[2 * i + 1][2], s[2 * i + 1][3])};
             UNROLL for (int c = 0; c < STEPS; ++c) {
                 u32 b[4];
-                load_matrices_turned(b, &values[16 * i + lane / 8 % 2 * 8 + lane % 8][16 * c + lane / 16 * 8]);
+                load_matrices_transposed(b, &values[16 * i + lane / 8 % 2 * 8 + lane % 8][16 * c + lane / 16 * 8]);
                 multiply_tile(sum[2 * c], p, b[0], b[1]);
                 multiply_tile(sum[2 * c + 1], p, b[2], b[3]);
             }
@@ -117,11 +116,11 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
     }
     finish_copies<0>();
     UNROLL for (int h = 0; h < 2; ++h) {
-        total[h] += __shfl_xor_sync(EVERY_LANE, total[h], 1);
-        total[h] += __shfl_xor_sync(EVERY_LANE, total[h], 2);
+        running_sum[h] += __shfl_xor_sync(ALL_LANES, running_sum[h], 1);
+        running_sum[h] += __shfl_xor_sync(ALL_LANES, running_sum[h], 2);
         if (row + 8 * h >= n) continue;
         u16* to = out + ((i64)(row + 8 * h) * gridDim.y + head) * HEAD_DIM;
-        float factor = total[h] > 0 ? 1 / total[h] : 0;
+        float factor = running_sum[h] > 0 ? 1 / running_sum[h] : 0;
         UNROLL for (int i = 0; i < WIDTH / 8; ++i)
             UNROLL for (int j = 0; j < 2; ++j) {
                 int c = 8 * i + lane % 4 * 2 + j;

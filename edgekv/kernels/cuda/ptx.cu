@@ -1,4 +1,4 @@
-// What only a GPU can say: conversions, a multiply-add that keeps denormals, a dot product of bytes.
+// PTX instructions: conversions, a multiply-add that keeps denormals, dot products, tensor cores, asynchronous copies.
 
 __device__ __forceinline__ float half_to_float(u16 bits)
 {
@@ -14,7 +14,7 @@ __device__ __forceinline__ u16 float_to_half(float x)
     return bits;
 }
 
-// a * b + c. CuPy compiles with -ftz=true; this keeps denormal operands.
+// Returns a * b + c. CuPy compiles with -ftz=true; this keeps denormal operands.
 __device__ __forceinline__ float multiply_add(float a, float b, float c)
 {
     float x;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c)
     return x;
 }
 
-// sum + the four products of unsigned bytes. dp4a came with sm_61.
+// Returns sum plus the four products of unsigned bytes. dp4a came with sm_61.
 __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
 {
 #if __CUDA_ARCH__ >= 610
@@ -39,9 +39,9 @@ __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
 // For blocks of matrix products on tensor cores, from sm_75 on.
 #if __CUDA_ARCH__ >= 750
 
-// c (16 x 8) += a (16 x 16) times b (16 x 8), in halves with float32 sums. Lane 4 i + j has, of a, rows i and i + 8 of
-// columns 2 j, 2 j + 1, then the same of columns 8 further; of b (by columns) rows 2 j, 2 j + 1 of column i, then 8 further;
-// of c rows i and i + 8 of columns 2 j, 2 j + 1.
+// Adds a (16 x 16) times b (16 x 8), in halves, to c (16 x 8), in float32. Lane 4 i + j has, of a, rows i and i + 8 of columns
+// 2 j, 2 j + 1, and the same of columns 8 further; of b rows 2 j, 2 j + 1 of column i, and of rows 8 further; of c rows i and
+// i + 8 of columns 2 j, 2 j + 1.
 __device__ __forceinline__ void multiply_tile(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1)
 {
 #if __CUDA_ARCH__ >= 800
@@ -58,8 +58,8 @@ __device__ __forceinline__ void multiply_tile(float (&c)[4], const u32 (&a)[4], 
 #endif
 }
 
-// Four 8 x 8 matrices of halves from shared memory: lane 8 m + i says where row i of matrix m is, and gets in x[m] the
-// elements 2 j, 2 j + 1 of row i of it, if it is lane 4 i + j. `turned`: of column i.
+// Loads four 8 x 8 matrices of halves from shared memory: lane 8 m + i gives the address of row i of matrix m; lane 4 i + j gets
+// elements 2 j, 2 j + 1 of row i of matrix m in x[m], or of its column i (`transposed`).
 __device__ __forceinline__ void load_matrices(u32 (&x)[4], const u16* row)
 {
     u32 at = (u32)__cvta_generic_to_shared(row);
@@ -67,23 +67,23 @@ __device__ __forceinline__ void load_matrices(u32 (&x)[4], const u16* row)
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_turned(u32 (&x)[4], const u16* row)
+__device__ __forceinline__ void load_matrices_transposed(u32 (&x)[4], const u16* row)
 {
     u32 at = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
-// 16 bytes into shared memory, zeros if they are not `there`; `finish_copies<N>` waits for all copies before the latest N
-// `end_copies`. Before sm_80 they are done at once.
-__device__ __forceinline__ void begin_copy(void* to, const void* from, bool there)
+// Begins to copy 16 bytes into shared memory, zeros if they do not exist; `finish_copies<N>` waits for all copies before the latest
+// N `end_copies`. Before sm_80 the copy is done at once.
+__device__ __forceinline__ void begin_copy(void* to, const void* from, bool exists)
 {
 #if __CUDA_ARCH__ >= 800
     u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(exists ? 16 : 0) : "memory");
 #else
     uint4 zeros = {0, 0, 0, 0};
-    *(uint4*)to = there ? *(const uint4*)from : zeros;
+    *(uint4*)to = exists ? *(const uint4*)from : zeros;
 #endif
 }
 
@@ -102,22 +102,21 @@ template <int N> __device__ __forceinline__ void finish_copies()
 }
 #endif
 
-// For products of whole numbers on tensor cores, from sm_80 on. Lane 4 i + j has, of a, rows i and i + 8 at words j and (of
-// 16 x 32 bytes) then both again 4 words further; of b, by columns, the same of column i; of c rows i and i + 8 of columns
-// 2 j, 2 j + 1.
+// Products of integers on tensor cores, from sm_80 on. Lane 4 i + j has, of a, word j of rows i and i + 8 and (of 16 x 32 bytes)
+// both again 4 words further; of b the same of column i; of c rows i and i + 8 of columns 2 j, 2 j + 1.
 #if __CUDA_ARCH__ >= 800
-#define EDGEKV_WHOLE_TILE(types)                                                                                        \
+#define EDGEKV_INTEGER_MMA(types)                                                                                        \
     asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"      \
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                                 \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
-// c (16 x 8) += a (16 x 32), bytes from 0 to 255, times b (32 x 8), bytes from -128 to 127.
-__device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_WHOLE_TILE("u8.s8"); }
+// Adds a (16 x 32), bytes from 0 to 255, times b (32 x 8), bytes from -128 to 127, to c (16 x 8).
+__device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.s8"); }
 
-// Both from 0 to 255.
-__device__ __forceinline__ void multiply_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_WHOLE_TILE("u8.u8"); }
+// Adds a times b, both bytes from 0 to 255, to c.
+__device__ __forceinline__ void multiply_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.u8"); }
 
-// c (16 x 8) += how many bits are set both in a row of a (16 x 128) and in a column of b (128 x 8).
+// Adds to c (16 x 8) how many bits are set both in a row of a (16 x 128) and in a column of b (128 x 8).
 __device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b)
 {
     asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -126,8 +125,8 @@ __device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b
 }
 #endif
 
-// A kernel that is launched early (Launch.early) may do what needs nothing of the launches before it, then has to wait for
-// their results; and lets the next one begin when all its blocks run. From sm_90 on.
+// A kernel that is launched early (Launch.early) may first do what needs no results of earlier launches, then has to wait for them,
+// and lets the next kernel begin when all its own blocks run. From sm_90 on.
 __device__ __forceinline__ void wait_for_inputs()
 {
 #if __CUDA_ARCH__ >= 900
@@ -142,7 +141,7 @@ __device__ __forceinline__ void let_next_begin()
 #endif
 }
 
-// 2 ** x, to about 2 units in the last place.
+// Returns 2 ** x, to about 2 units in the last place.
 __device__ __forceinline__ float power_of_two(float x)
 {
     float y;
@@ -150,8 +149,8 @@ __device__ __forceinline__ float power_of_two(float x)
     return y;
 }
 
-// The nearest half, the largest one for what is beyond their range.
+// Returns the nearest finite half.
 __device__ __forceinline__ u16 finite_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 
-// Two numbers as halves in a word, the first in its lower bits.
+// Returns two numbers as halves in a word, the first in its lower bits.
 __device__ __forceinline__ u32 two_halves(float a, float b) { return float_to_half(a) | (u32)float_to_half(b) << 16; }

@@ -1,7 +1,7 @@
-// Attention through a buffer: scores of a range of tokens for the key codec KEYS, and sums of it for the value codec VALUES.
+// Attention through a buffer of scores: those of a range of tokens of the key codec KEYS, and sums over values of the codec VALUES.
 
 #ifdef KEYS
-// scores[g, m, t - segment.first] = score of query m with token t of the segment, for `columns` tokens; -inf if the query does not
+// Sets scores[g, m, t - segment.first] to the score of query m with token t, for `columns` tokens; to -inf if the query does not
 // see the token, which stands at positions[g, t] (rows `position_stride` apart) or, without these, follows its neighbour. From
 // segment.stop on there are no tokens. Grid (shares of the tokens, G, queries / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -12,7 +12,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, rows = queries.rows, t0 = segment.first, t1 = t0 + columns;
     int first = t0 / TILE, tiles = divide_up(t1, TILE) - first, stop = segment.stop.now(), position = segment.position.now();
     int tile = first + (i64)tiles * blockIdx.x / gridDim.x, last = first + (i64)tiles * (blockIdx.x + 1) / gridDim.x;
-    int end = least(t1, last * TILE), moved = *visible.shift, lo = visible.lo, hi = visible.hi;
+    int end = min_of(t1, last * TILE), moved = *visible.shift, lo = visible.lo, hi = visible.hi;
     KEYS keys(shared, queries, segment.keys, g, m0, end);
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     for (; tile < last; tile += TILES) {
@@ -20,7 +20,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
         __syncthreads();
         UNROLL for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
-            if (m >= least(ROWS, rows - m0)) continue;
+            if (m >= min_of(ROWS, rows - m0)) continue;
             float* row = scores.row(g, m0 + m) - t0;
             if (visible.limits) lo = visible.limits[m0 + m], hi = visible.limits[rows + m0 + m];
             for (int i = threadIdx.x % 32; i < TILE; i += 32) {
@@ -28,7 +28,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
                 if (t < t0 || t >= end) continue;
                 int at = positions ? positions[(i64)g * position_stride + t] : position + t - t0;
                 bool sees = t < stop && at >= (lo > 0 ? lo + moved : lo) && at < hi + moved;
-                row[t] = sees ? bounded(keys.score(u, m, i)) : MINUS_INFINITY;
+                row[t] = sees ? capped(keys.score(u, m, i)) : MINUS_INFINITY;
             }
         }
         UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
@@ -38,7 +38,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
 #endif
 
 #ifdef VALUES
-// partial[g, share, m] = sum over a share of the tokens t0 .. t1 of p[g, m, t - t0] * value; (G, shares, rows, HEAD_DIM).
+// Sets partial[g, share, m] (G, shares, rows, HEAD_DIM) to the sum over a share of the tokens t0 .. t1 of p[g, m, t - t0] * value.
 // Grid (shares, G, rows / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 values(const Scores p, const Store store, int t0, int t1, int rows, float* partial)
@@ -47,7 +47,7 @@ values(const Scores p, const Store store, int t0, int t1, int rows, float* parti
     __shared__ float out[ROWS][HEAD_DIM];
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, n = divide_up(t1, TILE) - first;
     int tile = first + (i64)n * blockIdx.x / gridDim.x, last = first + (i64)n * (blockIdx.x + 1) / gridDim.x;
-    int end = least(t1, last * TILE);
+    int end = min_of(t1, last * TILE);
     VALUES values(shared, store, g, end);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
@@ -71,7 +71,7 @@ values(const Scores p, const Store store, int t0, int t1, int rows, float* parti
         __syncthreads();
     }
     values.finish(out);
-    for (int i = threadIdx.x; i < least(ROWS, rows - m0) * HEAD_DIM; i += THREADS)
+    for (int i = threadIdx.x; i < min_of(ROWS, rows - m0) * HEAD_DIM; i += THREADS)
         partial[(((i64)g * gridDim.x + blockIdx.x) * rows + m0) * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
 }
 #endif

@@ -1,26 +1,26 @@
-// Packed weights (rows, columns) times an activation on tensor cores, from sm_80 on. WEIGHT_BITS: 8 or 4, in the layout of
-// edgekv.weights.quantize, BLOCK inputs to a float32 scale. Weights are multiplied as the whole numbers that they are stored as, the
-// activation as whole numbers of 16 bits: each 16 bytes of weights, a chunk, have a unit of their own for their inputs. A tile
-// is 16 rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 128 bytes of each row, so that whole lines
-// are asked for: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d
-// of the second factor is digit d of chunk 2 j + h's inputs and zero for other chunks, so that each chunk's sum comes out by
-// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; at most MAX_SPANS spans to a row.
+// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on. WEIGHT_BITS: 8 or 4, block-quantised
+// codes (edgekv.weights), BLOCK inputs to a float32 scale. Weights are multiplied as the integers that are stored, activations as
+// integers of 16 bits, with a unit for the inputs of each chunk, 16 bytes of weights. A tile is 16 rows, or 8 rows and the 8 that
+// they gate. A warp takes a span of it at a time, 128 bytes of each row, so that it reads whole cache lines: lane 4 i + j has chunks
+// 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d of the second factor is digit d of chunk
+// 2 j + h's inputs, and zero for other chunks, so that lane j of a row gets each chunk's sum by itself. WARPS_OF_BLOCK warps share
+// a tile's spans; a row has at most MAX_SPANS spans.
 
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / WEIGHT_BITS)      // times 16 bytes of digits to a chunk and digit
-#define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // of a lane's chunks in a row
-#define AHEAD 2                       // spans that a warp has on their way
+#define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
+#define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
-#define BATCH least(4, divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
+#define BATCH min_of(4, divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
 
 struct Chunk {
     float unit;
     int offset;  // what the weights' zero adds to their sum
 };
 
-// Two digits of four inputs to their places: thread f of a row's.
+// Puts two digits of four inputs, those of thread f of a row, in their places.
 __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 {
     int chunk = f / FOURS, group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
@@ -46,18 +46,18 @@ struct Piece {
     __device__ __forceinline__ void load(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
     {
         UNROLL for (int r = 0; r < 2; ++r) {
-            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + least(at + h, chunks - 1)) * 16, words[r][h]);
+            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + min_of(at + h, chunks - 1)) * 16, words[r][h]);
             UNROLL for (int h = 0; h < SCALES; ++h)
-                scale[r][h] = scales[(i64)row[r] * blocks + least(at + h, chunks - 1) * PER_LOAD / BLOCK];
+                scale[r][h] = scales[(i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK];
         }
     }
 
-    // sum[r] += the products with a span's digits, those of this lane's column.
+    // Adds the products with a span's digits, those of this lane's column, to sum[r].
     __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
     {
         UNROLL for (int k = 0; k < 2; ++k) {
-            Chunk mine = chunk[k];
-            int c[4] = {0, mine.offset, 0, mine.offset};
+            Chunk input = chunk[k];
+            int c[4] = {0, input.offset, 0, input.offset};
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = digits[(k * HALVES + h) * stride];
                 const u32 *x = words[0][k], *y = words[1][k];
@@ -73,27 +73,27 @@ struct Piece {
                     }
                 }
             }
-            sum[0] += (float)(256 * c[0] + c[1]) * (mine.unit * scale[0][k % SCALES]);
-            sum[1] += (float)(256 * c[2] + c[3]) * (mine.unit * scale[1][k % SCALES]);
+            sum[0] += (float)(256 * c[0] + c[1]) * (input.unit * scale[0][k % SCALES]);
+            sum[1] += (float)(256 * c[2] + c[3]) * (input.unit * scale[1][k % SCALES]);
         }
     }
 };
 
-// Four inputs, times their weights of the norm if it has one, to their places; returns the sum of their squares before.
+// Puts four inputs, times the norm's weights if there are any, in their places; returns the sum of the inputs' squares.
 __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, bool has_norm, const float (&x)[4],
                                           const float (&weight)[4])
 {
     float v[4], square = 0;
     UNROLL for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
-    float most = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-    UNROLL for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
-    float inverse = most > 1e-30f ? LARGEST / most : 0;
+    float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+    UNROLL for (int k = 1; k < FOURS; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
+    float inverse = largest > 1e-30f ? LARGEST / largest : 0;
     int whole[4], total = 0;
     UNROLL for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
-    UNROLL for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
+    UNROLL for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(ALL_LANES, total, k);
     if (f >= fours) return square;
     put_digits(staged, f, whole);
-    Chunk chunk = {most * (1.0f / LARGEST), -ZERO * total};
+    Chunk chunk = {largest * (1.0f / LARGEST), -ZERO * total};
     if (f % FOURS == 0) chunk_of[f / FOURS] = chunk;
     return square;
 }
@@ -112,16 +112,16 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, const fl
     int i = lane / 4, j = lane % 4;
     bool gated = gate >= 0;
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
-    int tile = blockIdx.x, s = warp, then = tile, then_s = warp;  // what is computed next, and what is read
+    int tile = blockIdx.x, span = warp, next_tile = tile, next_span = warp;  // the next to compute, and the next to read
     Piece ring[AHEAD];
     int row[2], fours = spans * 8 * FOURS;
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     let_next_begin();
     UNROLL for (int a = 0; a < AHEAD; ++a) {
-        row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
-        if (then < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * then_s + 2 * j);
-        then_s += WARPS_OF_BLOCK;
-        if (then_s >= spans) then_s = warp, then += gridDim.x;
+        row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
+        if (next_tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);
+        next_span += WARPS_OF_BLOCK;
+        if (next_span >= spans) next_span = warp, next_tile += gridDim.x;
     }
     wait_for_inputs();
     float v[BATCH][4], weight[BATCH][4], square = 0;
@@ -147,29 +147,29 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, const fl
     float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
 
-    bool own = i / 2 == j;  // else this lane's chunk has no part in its column
-    const uint4* digits = own ? staged + i : staged + MAX_SPANS * 2 * HALVES * 8;
-    int stride = own ? 8 : 0, turn = 0, k = lane % 16;
-    float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
+    bool has_part = i / 2 == j;  // whether this lane's chunk is in its column
+    const uint4* digits = has_part ? staged + i : staged + MAX_SPANS * 2 * HALVES * 8;
+    int stride = has_part ? 8 : 0, turn = 0, k = lane % 16;
+    float sum[2] = {}, added = 0, residual = 0;  // bias and residual, which the warp that adds them reads ahead
     bool adds = warp == 0 && tile < tiles;
     while (tile < tiles) {
         UNROLL for (int a = 0; a < AHEAD; ++a) {
             if (tile >= tiles) break;
             if (adds) {
                 int first = tile * outputs;
-                if (bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+                if (bias) added = bias[min_of(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
                 if (onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
                 adds = false;
             }
-            ring[a].multiply(digits + s * 2 * HALVES * stride, stride, chunk_of + 8 * s + 2 * j, sum);
-            if (then < tiles) {
-                row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
-                ring[a].load(weights, scales, row, chunks, blocks, 8 * then_s + 2 * j);
+            ring[a].multiply(digits + span * 2 * HALVES * stride, stride, chunk_of + 8 * span + 2 * j, sum);
+            if (next_tile < tiles) {
+                row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
+                ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);
             }
-            then_s += WARPS_OF_BLOCK;
-            if (then_s >= spans) then_s = warp, then += gridDim.x;
-            s += WARPS_OF_BLOCK;
-            if (s < spans) continue;
+            next_span += WARPS_OF_BLOCK;
+            if (next_span >= spans) next_span = warp, next_tile += gridDim.x;
+            span += WARPS_OF_BLOCK;
+            if (span < spans) continue;
             sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);
             if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
             __syncthreads();
@@ -178,13 +178,13 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, const fl
                 float total = 0;
                 UNROLL for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
                     if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
-                total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
-                float up = __shfl_xor_sync(EVERY_LANE, total, 8);
+                total = (total + __shfl_xor_sync(ALL_LANES, total, 16)) * factor + added;
+                float up = __shfl_xor_sync(ALL_LANES, total, 8);
                 if (gated) total = activate(total, gate) * up;
                 if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
             }
             sum[0] = sum[1] = 0, ++turn;
-            s = warp, tile += gridDim.x;
+            span = warp, tile += gridDim.x;
             adds = warp == turn % WARPS_OF_BLOCK && tile < tiles;
         }
     }

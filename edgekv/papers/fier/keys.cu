@@ -1,7 +1,7 @@
-// FIER's keys as rows (rows.cu): a bit per element, that of one of two levels per channel and GROUP of tokens. Store: signs
+// Rows (rows.cu) of FIER's keys: a bit per element chooses one of two levels per channel and GROUP of tokens. Store: signs
 // (G, words, WIDTH), a word of 32 tokens per channel, and levels (G, groups, 2, WIDTH), centre and step.
-struct FierRow : Row {
-    static constexpr int WIDTH = KEY_DIM, VEC = common_divisor(WIDTH, 4), UNITS = WIDTH / VEC, WORDS = 2 * VEC;
+struct FierRow : ChannelRow<KEY_DIM> {
+    static constexpr int WORDS = 2 * VEC;
     const u32* signs;
     const u16* levels;
 
@@ -11,20 +11,16 @@ struct FierRow : Row {
     {
     }
 
-    static __device__ int channel(int unit, int j) { return unit * VEC + j; }
-
     __device__ void load(int token, int unit, u32* words) const
     {
-        const u16* own = levels + (i64)(token / GROUP) * 2 * WIDTH + unit * VEC;
+        const u16* group = levels + (i64)(token / GROUP) * 2 * WIDTH + unit * VEC;
         load_words<VEC>(signs + (i64)(token / 32) * WIDTH + unit * VEC, words);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) words[VEC + j] = own[j] | (u32)own[WIDTH + j] << 16;
+UNROLL for (int j = 0; j < VEC; ++j) words[VEC + j] = group[j] | (u32)group[WIDTH + j] << 16;
     }
 
     __device__ void decode(const u32* words, int token, int unit, float* x) const
     {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
+UNROLL for (int j = 0; j < VEC; ++j) {
             float centre = half_to_float((u16)words[VEC + j]), step = half_to_float((u16)(words[VEC + j] >> 16));
             x[j] = words[j] >> token % 32 & 1 ? centre + step : centre - step;
         }

@@ -1,6 +1,4 @@
-// 4-bit codes with a scale and a zero point per token. x (G, n, D) has its heads `stride` apart, its tokens D.
-
-// Grid (n, G), a warp each.
+// Stores x (G, n, D), with heads `stride` apart, as 4-bit codes with a scale and a zero point per token. Grid (n, G), a warp each.
 extern "C" __global__ void encode_int4(const float* x, int stride, int d, u8* codes, u16* delta, u8* zero, int capacity,
                                        Counter t0)
 {

@@ -6,25 +6,25 @@
 #define CODE_STRIDE (divide_up(HEAD_DIM, 4) + 2 | 1)      // words, odd: tokens then start in different banks
 #define LOOKUPS (57 / TABLE_BITS)                         // of 64 bits that begin anywhere in a byte
 
-// Bytes go into `row` by words of four. `held` has the last `n_held` < 4 bytes.
+// Writes bytes to `row` by words of four; `pending` has the last n_pending < 4 bytes.
 struct Writer {
     u32* row;
-    u64 held;
-    int n_held;
+    u64 pending;
+    int n_pending;
 
     __device__ __forceinline__ void put(u32 bytes, int n)
     {
-        held |= (u64)bytes << 8 * n_held;
-        n_held += n;
-        *row = (u32)held;
-        if (n_held >= 4) ++row, held >>= 32, n_held -= 4;
+        pending |= (u64)bytes << 8 * n_pending;
+        n_pending += n;
+        *row = (u32)pending;
+        if (n_pending >= 4) ++row, pending >>= 32, n_pending -= 4;
     }
 };
 
-// PER_TOKEN: low and step are of a token, else of a channel of a block.
-template <bool PER_TOKEN> struct HuffmanRow : Row {
+// PER_TOKEN: each token has a low and a step; otherwise each channel of a block has.
+template <bool PER_TOKEN> struct HuffmanRow : ChannelRow<HEAD_DIM> {
     static constexpr bool STAGES = true;
-    static constexpr int WIDTH = HEAD_DIM, VEC = common_divisor(WIDTH, 4), UNITS = WIDTH / VEC, WORDS = 1 + (PER_TOKEN ? 1 : VEC);
+    static constexpr int WORDS = 1 + (PER_TOKEN ? 1 : VEC);
     struct Shared {
         u64 table[1 << TABLE_BITS];
         u32 codes[TILE][CODE_STRIDE];
@@ -38,9 +38,7 @@ template <bool PER_TOKEN> struct HuffmanRow : Row {
         for (int i = threadIdx.x; i < 1 << TABLE_BITS; i += THREADS) tables.table[i] = ((const u64*)store.d)[i];
     }
 
-    static __device__ int channel(int unit, int j) { return unit * VEC + j; }
-
-    // 64 bits from bit p of the pool on.
+    // Returns 64 bits of the pool from bit p on.
     __device__ __forceinline__ u64 peek(u64 p) const
     {
         const u64* from = (const u64*)store.a + p / 64;
@@ -65,12 +63,11 @@ template <bool PER_TOKEN> struct HuffmanRow : Row {
         }
         for (int c = 0; c < WIDTH;) {
             u64 window = peek(p);
-#pragma unroll
-            for (int i = 0; i < LOOKUPS; ++i) {
+UNROLL for (int i = 0; i < LOOKUPS; ++i) {
                 if (c >= WIDTH) break;
                 u64 entry = tables.table[window & ((1 << TABLE_BITS) - 1)];
                 int length = entry >> 56 & 15, n = entry >> 60;
-                out.put((u32)entry, least(n, 4));
+                out.put((u32)entry, min_of(n, 4));
                 if (n > 4) out.put((u32)(entry >> 32) & 0xffffff, n - 4);
                 window >>= length, p += length, c += n;
             }
@@ -89,8 +86,7 @@ template <bool PER_TOKEN> struct HuffmanRow : Row {
 
     __device__ void decode(const u32* words, int token, int unit, float* x) const
     {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
+UNROLL for (int j = 0; j < VEC; ++j) {
             u32 ends = words[PER_TOKEN ? 1 : 1 + j];
             x[j] = half_to_float((u16)(ends >> 16)) + half_to_float((u16)ends) * (float)(words[0] >> 8 * j & 255);
         }

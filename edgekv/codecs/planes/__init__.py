@@ -223,7 +223,10 @@ class CentredPlanes(Codec):
         return keys
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """Returns q . centre + key_scale * scale * (q as `round_queries` rounds it) . levels."""
+        """Returns scores (n_kv_heads, rows, t1 - t0) of q (n_kv_heads, rows, head_dim) with tokens t0..t1.
+
+        They are q . centre + key_scale * scale * (q as `round_queries` rounds it) . levels.
+        """
         rotated = self.rotation.forward(q * self.query_factors[:, None], self.kernels)
         rounded, step = round_queries(rotated)
         levels, centres = self._stored(t0, t1)

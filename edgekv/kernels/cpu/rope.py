@@ -127,7 +127,7 @@ def _hadamard_back_rows(first: int, last: int, part: int, arguments: int) -> Non
 
 @jit
 def hadamard_row(q: F32, query: int, n: int, flips: F32, width: int, x: F32, row: int) -> None:
-    """Sets x[row:][:width] to the transform of q[query:][:n] behind signs."""
+    """Sets x[row:], (width,), to the Hadamard transform of q[query:], (n,), behind signs."""
     for d in range(n):
         put(x, row + d, get(q, query + d) * get(flips, d))
     for d in range(n, width):
@@ -137,7 +137,7 @@ def hadamard_row(q: F32, query: int, n: int, flips: F32, width: int, x: F32, row
 
 @jit
 def hadamard_back_row(x: F32, row: int, width: int, flips: F32, out: F32, target: int, n: int) -> None:
-    """Adds to out[target:][:n] the inverse of `hadamard_row` of x[row:][:width], which is used up."""
+    """Adds to out[target:], (n,), the inverse of `hadamard_row` of x[row:], (width,), which it overwrites."""
     _transform(x, row, width, np.float32(1 / np.sqrt(width)))
     for d in range(n):
         put(out, target + d, get(out, target + d) + get(x, row + d) * get(flips, d))
@@ -147,7 +147,7 @@ def hadamard_back_row(x: F32, row: int, width: int, flips: F32, out: F32, target
 def rotate_row(
     q: F32, query: int, n: int, flips: F32, matrix: F32, is_hadamard: int, width: int, x: F32, row: int
 ) -> None:
-    """Sets x[row:][:width] to P q[query:][:n]: a Hadamard transform behind signs, or a matrix (width, n)."""
+    """Sets x[row:], (width,), to P q[query:], (n,); P: a Hadamard transform behind signs, or matrix (width, n)."""
     if is_hadamard:
         hadamard_row(q, query, n, flips, width, x, row)
     else:
@@ -158,7 +158,7 @@ def rotate_row(
 def rotate_back_row(
     x: F32, row: int, width: int, flips: F32, inverse: F32, is_hadamard: int, out: F32, target: int, n: int
 ) -> None:
-    """Adds to out[target:][:n] the inverse of P of x[row:][:width], which is used up."""
+    """Adds to out[target:], (n,), the inverse of `rotate_row` of x[row:], (width,), which it overwrites."""
     if is_hadamard:
         hadamard_back_row(x, row, width, flips, out, target, n)
     else:
@@ -168,14 +168,14 @@ def rotate_back_row(
 
 @jit
 def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, row: int) -> None:
-    """Sets x[row:][:n_rows] to matrix (n_rows, n) times q[query:][:n]."""
+    """Sets x[row:], (n_rows,), to matrix (n_rows, n) times q[query:], (n,)."""
     for i in range(n_rows):
         put(x, row + i, product(q, query, matrix, i * n, n))
 
 
 @fast_jit
 def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
-    """Returns the dot product of a[i:][:n] and b[j:][:n]."""
+    """Returns the dot product of a[i:], (n,), and b[j:], (n,)."""
     total = ZERO
     for d in range(n):
         total += get(a, i + d) * get(b, j + d)

@@ -177,6 +177,6 @@ def sigmoid(x: Scalar) -> Scalar:
 
 @fast_jit
 def fill(s: F32, start: int, end: int, x: Scalar) -> None:
-    """Sets s[start:end] to x."""
+    """Sets s[start:end], (end - start,), to x."""
     for i in range(end - start):
         put(s, start + i, x)

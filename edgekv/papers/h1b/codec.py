@@ -57,7 +57,10 @@ class SignSketch(Codec):
         pack_signs(self.centred(x) @ self.projection.T, self.arrays["signs"], t0)
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """Returns H1B-KV's scores, equations 2, 3 and 5; query m = r * n + j has the temperature of head r."""
+        """Returns the scores (n_kv_heads, rows, t1 - t0) of H1B-KV, equations 2, 3 and 5.
+
+        Row m = r * n + j of q (n_kv_heads, rows, head_dim) has the temperature of head r.
+        """
         scale = np.repeat(1 / (self.bits * self.tau), q.shape[1] // self.tau.shape[1], axis=1)
         tokens = np.arange(t0, t1)
         keys = self.arrays["signs"][:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, tokens, words)

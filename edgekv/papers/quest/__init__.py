@@ -64,7 +64,10 @@ class PageIndex(Index):
         bounds[:, :, self.head_dim :] = to_half(pages.min(axis=2))
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
-        """Scores pages t0..t1 by the sum over channels of the larger of q times either bound."""
+        """Returns the scores (n_kv_heads, rows, t1 - t0) of pages t0..t1.
+
+        A score is the sum over channels of the larger of q (n_kv_heads, rows, head_dim) times either bound.
+        """
         parts = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2)
         scores: F32 = parts @ from_half(self.arrays["bounds"][:, t0:t1]).swapaxes(1, 2)
         return scores

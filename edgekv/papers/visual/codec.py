@@ -43,7 +43,7 @@ class LevelSpan(Codec):
         return self.n_kv_heads * self.bits * -(-self.head_dim // 8) + ends
 
     def set_ends(self, lowest: F32, highest: F32) -> None:
-        """Stores the lowest level, and the step to the highest; both broadcast to the shape of ``low``."""
+        """Stores the lowest level, and the step to the highest; both broadcast to ``low`` (n_kv_heads, ...)."""
         step = (highest - lowest) / np.float32(2**self.bits - 1)
         self.arrays["low"][:], self.arrays["step"][:] = to_half(lowest), to_half(step)
 

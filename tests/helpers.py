@@ -13,6 +13,7 @@ from edgekv.engine.runner import Spans
 from edgekv.kvcache import schemes
 
 HAS_PAPERS = importlib.util.find_spec("edgekv.papers") is not None
+needs_papers = pytest.mark.skipif(not HAS_PAPERS, reason="needs the papers' schemes")
 SCHEMES = schemes()
 """All that are installed, the papers' too where there are any."""
 

@@ -9,7 +9,7 @@ import sys
 import golden_cases
 import numpy as np
 import pytest
-from helpers import n_cached
+from helpers import n_cached, needs_papers
 from serving import ROOT
 
 from edgekv import Session
@@ -63,6 +63,7 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
         session.embed([1] * 65)
 
 
+@needs_papers
 def test_a_newcomer_arrives() -> None:
     """Runs the installed command; `tests/newcomer.sh --install` begins with `pip install .`."""
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -9,6 +9,7 @@ from fuzz import runner
 from fuzz.__main__ import cases
 from fuzz.mutate import KINDS, RARE
 from fuzz.runner import Tally, Worker, run
+from helpers import needs_papers
 
 CORPUS = pathlib.Path(__file__).parent / "fuzz" / "corpus.txt"
 WHOLE = "EDGEKV_FUZZ_SECONDS" in os.environ  # set by .ci/run: so long, and the kinds that are slow too
@@ -27,6 +28,7 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
+@needs_papers
 def test_what_once_failed(worker: Worker) -> None:
     lines = [line for line in CORPUS.read_text().splitlines() if line and not line.startswith("#")]
     cases = [(kind, int(seed)) for kind, _, seed in (line.partition(":") for line in lines)]
@@ -35,6 +37,7 @@ def test_what_once_failed(worker: Worker) -> None:
     assert tally.n_cases == len(lines)
 
 
+@needs_papers
 def test_some_seconds_of_damage(worker: Worker) -> None:
     """Success or an EdgeKVError, whatever the input: no crash, no hang, no more than 2 GiB."""
     kinds = [kind for kind in KINDS if WHOLE or kind not in RARE]

@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX, "--kv", "int4"]
+    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX, "--kv", "q8"]
     with serving(tmp_path_factory.mktemp("page"), *options) as running:
         yield running
 

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import needs_papers
 from kernel_cases import pairs
 
 from edgekv import Session
@@ -22,6 +23,7 @@ def test_every_two_values_meet_in_few_cases() -> None:
         assert {(case[i], case[j]) for case in cases} == set(itertools.product(first, second))
 
 
+@needs_papers
 def test_each_seeded_fault_has_its_place() -> None:
     command = [sys.executable, ROOT / "tools" / "faults" / "run.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

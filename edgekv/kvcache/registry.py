@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from edgekv.errors import CacheError
@@ -76,7 +77,7 @@ def find_scheme(name: str) -> type[KVCache]:
     """Returns the scheme called ``name``, ours or another package's. Raises CacheError (field kv)."""
     if name in CACHES:
         return CACHES[name]
-    for entry in metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_")):
+    for entry in _entry_points(name=name.replace("=", "_")):
         scheme = _load(entry)
         if isinstance(scheme, str):
             raise CacheError(_refusal(entry, scheme), field="kv", value=name)
@@ -85,8 +86,15 @@ def find_scheme(name: str) -> type[KVCache]:
         raise CacheError(f"was removed: {REMOVED[name]}", field="kv", value=name)
     if name in OF_PAPERS:
         raise _missing_papers(name)
-    known = sorted({*CACHES, *(entry.name for entry in metadata.entry_points(group=ENTRY_POINTS))})
+    known = sorted({*CACHES, *(entry.name for entry in _entry_points())})
     raise CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known))
+
+
+def _entry_points(**selection: str) -> list[metadata.EntryPoint]:
+    """Returns what packages offer as schemes; of edgekv itself nothing where its papers' folder is missing."""
+    has_papers = find_spec("edgekv.papers") is not None
+    found = metadata.entry_points(group=ENTRY_POINTS, **selection)
+    return [entry for entry in found if has_papers or not entry.value.startswith("edgekv.papers")]
 
 
 def _missing_papers(name: str) -> CacheError:
@@ -96,14 +104,14 @@ def _missing_papers(name: str) -> CacheError:
 
 def schemes() -> dict[str, type[KVCache]]:
     """Returns all schemes by name, with those of other packages that can be used."""
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
+    for entry in _entry_points():
         _load(entry)
     return dict(CACHES)
 
 
 def broken_schemes() -> list[str]:
     """Returns why each scheme of another package that can't be used can't be, in a line."""
-    loaded = ((entry, _load(entry)) for entry in metadata.entry_points(group=ENTRY_POINTS))
+    loaded = ((entry, _load(entry)) for entry in _entry_points())
     return [_refusal(entry, error) for entry, error in loaded if isinstance(error, str)]
 
 

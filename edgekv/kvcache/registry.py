@@ -90,11 +90,14 @@ def find_scheme(name: str) -> type[KVCache]:
     raise CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known))
 
 
-def _entry_points(**selection: str) -> list[metadata.EntryPoint]:
+def _entry_points(name: str | None = None) -> list[metadata.EntryPoint]:
     """Returns what packages offer as schemes; of edgekv itself nothing where its papers' folder is missing."""
     has_papers = find_spec("edgekv.papers") is not None
-    found = metadata.entry_points(group=ENTRY_POINTS, **selection)
-    return [entry for entry in found if has_papers or not entry.value.startswith("edgekv.papers")]
+    return [
+        entry
+        for entry in metadata.entry_points(group=ENTRY_POINTS)
+        if name in (None, entry.name) and (has_papers or not entry.value.startswith("edgekv.papers"))
+    ]
 
 
 def _missing_papers(name: str) -> CacheError:

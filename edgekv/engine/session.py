@@ -39,7 +39,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.machine import format_bytes, memory_errors
-from edgekv.text import StreamDecoder, Tokenizer
+from edgekv.text import StreamDecoder, Tokenizer, possible_start
 from edgekv.text.template import without_places
 from edgekv.types import F32, LayerProgress, Path, TaskProgress
 from edgekv.vision.images import ImageSource
@@ -552,7 +552,7 @@ class StopMatcher:
         if matches:
             self.stopped, self._held = True, ""
             return text[: min(matches)[1]], True
-        safe = len(text) - self._possible_start(text)
+        safe = len(text) - possible_start(text, self._stops)
         self._held = text[safe:]
         return text[:safe], False
 
@@ -560,9 +560,3 @@ class StopMatcher:
         """Returns the text that is held back, once no more will come."""
         text, self._held = self._held, ""
         return text
-
-    def _possible_start(self, text: str) -> int:
-        """Returns the length of the longest suffix of ``text`` that begins a stop string."""
-        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
-        starts = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
-        return next(starts, 0)

@@ -27,6 +27,7 @@ from edgekv.errors import EdgeKVError
 from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece
 from edgekv.server.prompts import END_THINK, THINK, EncodedPrompt, RequestEncoder, ToolFormat
 from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, json_value, request_error
+from edgekv.text import possible_start
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # between comments in an idle stream, which keep proxies and clients waiting
@@ -121,7 +122,7 @@ class AnswerParser:
             self._emit_text(self._buffer[:start])
             self._buffer, self._state = self._buffer[start + len(mark) :], next_state
             return True
-        safe = len(self._buffer) - (0 if last else possible_start(self._buffer, mark))
+        safe = len(self._buffer) - (0 if last else possible_start(self._buffer, [mark]))
         self._emit_text(self._buffer[:safe])
         self._buffer = self._buffer[safe:]
         return False
@@ -214,14 +215,6 @@ def object_end(text: str) -> int:
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
         if depth == 0:
             return token.end()
-    return 0
-
-
-def possible_start(text: str, mark: str) -> int:
-    """Returns the length of the longest end of the text with which the mark begins."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
     return 0
 
 

@@ -1,6 +1,6 @@
 """Tokenizers and chat templates."""
 
 from edgekv.text.formats import load_tokenizer
-from edgekv.text.tokenizer import StreamDecoder, Tokenizer, as_text
+from edgekv.text.tokenizer import StreamDecoder, Tokenizer, as_text, possible_start
 
-__all__ = ["StreamDecoder", "Tokenizer", "as_text", "load_tokenizer"]
+__all__ = ["StreamDecoder", "Tokenizer", "as_text", "load_tokenizer", "possible_start"]

@@ -246,3 +246,10 @@ def _named(key: str, token: str | AddedToken | None, find: Callable[[str], int |
             "correct it in tokenizer_config.json or special_tokens_map.json"
         )
     return (token_id,)
+
+
+def possible_start(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest end of ``text`` that may be the beginning of one of ``marks``."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    starts = (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks))
+    return next(starts, 0)

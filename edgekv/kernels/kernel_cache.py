@@ -78,7 +78,7 @@ def folder() -> pathlib.Path | None:
 
 
 def _is_private(folder: pathlib.Path) -> bool:
-    """Whether it is this user's, who alone can write there; made if it is not there."""
+    """Makes the folder where it is not there; returns whether it is this user's, who alone can write there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         link, status = folder.lstat(), folder.stat()
@@ -143,7 +143,7 @@ def remove_outdated(folder: str, sources: str) -> None:
 
 
 def is_warm(what: str) -> bool:
-    """Whether `mark_warm` was told that all kernels for it are compiled: they are loaded when they are needed."""
+    """Returns whether `mark_warm` was told that all kernels for it are compiled: they are loaded when used."""
     file = _warm_file(what)
     return file is not None and file.exists()
 

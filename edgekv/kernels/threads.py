@@ -31,7 +31,7 @@ def serial_kernels() -> Iterator[None]:
 
 
 def is_serial() -> bool:
-    """Whether this Python thread is within `serial_kernels`."""
+    """Returns whether this Python thread is within `serial_kernels`."""
     return getattr(_local, "on", False)
 
 

@@ -51,7 +51,7 @@ Write = Callable[[str, "tuple[Codes, F32] | None"], None]
 
 
 def is_store(path: pathlib.Path) -> bool:
-    """Whether the folder is a weight store."""
+    """Returns whether the folder is a weight store."""
     return os.path.isfile(path / "store.json")
 
 
@@ -145,7 +145,7 @@ class WeightStore:
         return -unpack_zeros(arrays["zeros"], scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
-        """(rows,) float32; None: the linear has none."""
+        """Returns the biases (rows,) of a linear, float32, or None where it has none."""
         return to_float32(self._tensors[f"{name}.bias"].read()) if self._linears[name].biases else None
 
     def array(self, name: str) -> F32:
@@ -155,7 +155,7 @@ class WeightStore:
     vector = array
 
     def rows(self, table: str, ids: Ids) -> F32:
-        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        """Returns the rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self._tensors[table].read()[ids])
 
 

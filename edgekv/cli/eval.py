@@ -19,7 +19,7 @@ from edgekv.cli.options import (
     natural_int,
     number,
     option,
-    read_text,
+    read_text_option,
     switch,
     token_counts,
 )
@@ -34,8 +34,8 @@ from edgekv.eval.gate import (
     NEEDLES,
     GateLimits,
     Verdict,
-    default_ctx,
     gate,
+    gate_ctx,
     recommended,
 )
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
@@ -150,7 +150,7 @@ def eval_command(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
     requested = _lossy_schemes(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
-    options, text = load_options(arguments), read_text(arguments.text, "--text")
+    options, text = load_options(arguments), read_text_option(arguments.text, "--text")
     measured = EvalInput(model_path(arguments), options, text, pathlib.Path(arguments.text).name)
     specs = report_left_out(measured.schemes(requested, is_list_of_names(arguments.kv)))
     return (_gate if arguments.gate else _evaluate)(arguments, measured, specs)
@@ -219,7 +219,7 @@ def _lossy_schemes(kv: str | None) -> list[CacheSpec]:
 def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
     """Prints and remembers the verdicts; returns 1 if no scheme passed."""
     limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
-    ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
+    ctx = arguments.ctx or gate_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
         decoder, ctx = measured.load(ctx, bars.update)
         specs = measured.with_head_bits(specs, decoder, bars.update)
@@ -258,9 +258,9 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
             "limits": limits,
         }
         write_json(arguments.json, results | facts)
-    time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    measured_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
-    record = {**settings, "limits": dataclasses.asdict(limits), "machine": machine, "time": time}
+    record = {**settings, "limits": dataclasses.asdict(limits), "machine": machine, "time": measured_at}
     memory = Verdicts(measured.model)
     for spec, verdict in zip(specs, verdicts, strict=True):
         memory.remember(spec, verdict, record)

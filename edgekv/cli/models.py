@@ -19,7 +19,7 @@ from edgekv.cli.options import (
     load_options,
     model_path,
     option,
-    read_text,
+    read_text_option,
     size,
     switch,
 )
@@ -221,7 +221,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
     )
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
-        text = arguments.calibrate and read_text(arguments.calibrate, "--calibrate")
+        text = arguments.calibrate and read_text_option(arguments.calibrate, "--calibrate")
         rounding = None if text is None else Calibration(model, form, text)
         if arguments.output is None:
             store = model.store(form, bars.update, rounding)

@@ -267,7 +267,7 @@ def bytes_text(n: int) -> str:
     return f"{format_bytes(n)} ({n} bytes)"
 
 
-def read_text(source: str, option: str) -> str:
+def read_text_option(source: str, option: str) -> str:
     """Returns the UTF-8 text of a file, or of standard input for ``-``. Raises EdgeKVError."""
     try:
         return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))

@@ -18,7 +18,7 @@ from edgekv.cli.options import (
     load_options,
     model_path,
     option,
-    read_text,
+    read_text_option,
     sampling_params,
 )
 from edgekv.cli.power import add_power_options, energy_source
@@ -200,7 +200,7 @@ def _generate(
 def read_prompt(arguments: argparse.Namespace) -> str:
     """Returns the prompt's text from --prompt, --prompt-file or standard input."""
     if arguments.prompt is not None:
-        return read_text("-", "--prompt") if arguments.prompt == "-" else str(arguments.prompt)
+        return read_text_option("-", "--prompt") if arguments.prompt == "-" else str(arguments.prompt)
     if arguments.prompt_file is None:
         raise EdgeKVError("no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input")
-    return read_text(arguments.prompt_file, "--prompt-file")
+    return read_text_option(arguments.prompt_file, "--prompt-file")

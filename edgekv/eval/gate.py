@@ -309,7 +309,7 @@ class Verdict:
 DEFAULT_SCHEMES = tuple(name for name in PRESETS if needs_gate(CacheSpec.parse(name)))
 
 
-def default_ctx(n_tokens: int, max_positions: int) -> int:
+def gate_ctx(n_tokens: int, max_positions: int) -> int:
     """Returns the window for a text: 8192 tokens, or the model's positions, or the whole text, whichever is least.
 
     Raises ContextError for a text that is too short.

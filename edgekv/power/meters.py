@@ -197,7 +197,7 @@ def product_reader(factor: float, *paths: pathlib.Path) -> Reader:
     return lambda: factor * math.prod(file() for file in files)
 
 
-def read_text(path: pathlib.Path) -> str | None:
+def read_sysfs(path: pathlib.Path) -> str | None:
     """Reads the text of a file without blanks around it; None where it can't be read."""
     try:
         return path.read_text(errors="replace").strip("\0\n ")
@@ -356,10 +356,10 @@ class Ina3221(FileMeter):
     def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
         found: dict[str, Reader] = {}
         for folder in sorted(root.glob(cls.pattern)):
-            if cls.driver and read_text(folder / "name") != cls.driver:
+            if cls.driver and read_sysfs(folder / "name") != cls.driver:
                 continue
             for channel in cls.channels:
-                named = (read_text(folder / label.format(channel)) for label in cls.labels)
+                named = (read_sysfs(folder / label.format(channel)) for label in cls.labels)
                 rail = next(filter(None, named), cls.unlabelled)
                 paths = [folder / file.format(channel) for file in cls.files]
                 if rail != "NC" and all(path.exists() for path in paths):
@@ -420,10 +420,10 @@ class Rapl(FileMeter):
     @classmethod
     def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
         zones = [z for z in sorted(root.glob("sys/class/powercap/intel-rapl:*")) if RAPL_ZONE.fullmatch(z.name)]
-        names = {zone.name: read_text(zone / "name") or zone.name for zone in zones}
+        names = {zone.name: read_sysfs(zone / "name") or zone.name for zone in zones}
         found: dict[str, Reader] = {}
         for zone in zones:
-            parent, limit = names.get(zone.name.rpartition(":")[0]), read_text(zone / "max_energy_range_uj")
+            parent, limit = names.get(zone.name.rpartition(":")[0]), read_sysfs(zone / "max_energy_range_uj")
             range_j = int(limit) * 1e-6 if limit and limit.isdigit() else math.inf
             rail = f"{parent}/{names[zone.name]}" if parent else names[zone.name]
             found[rail] = EnergyCounter(product_reader(1e-6, zone / "energy_uj"), range_j)
@@ -546,14 +546,14 @@ class Battery(FileMeter):
 
     @classmethod
     def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
-        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_text(s / "type") == "Battery"]
+        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_sysfs(s / "type") == "Battery"]
         # A mouse's or a headset's battery has the scope Device.
-        found = [supply for supply in sorted(supplies) if read_text(supply / "scope") != "Device"]
+        found = [supply for supply in sorted(supplies) if read_sysfs(supply / "scope") != "Device"]
         return {supply.name: functools.partial(_battery_watts, supply) for supply in found}
 
 
 def _battery_watts(supply: pathlib.Path) -> float:
-    if (status := read_text(supply / "status")) != "Discharging":
+    if (status := read_sysfs(supply / "status")) != "Discharging":
         raise ValueError(f"{supply.name} is {status}")
     if (supply / "power_now").exists():
         return abs(product_reader(1e-6, supply / "power_now")())
@@ -612,17 +612,17 @@ def _find(root: Root, pattern: str) -> list[pathlib.Path]:
 def _pi_voltage(root: Root) -> Throttle | None:
     """Reads the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
     for device in _find(root, "sys/class/hwmon/hwmon*"):
-        if read_text(device / "name") == "rpi_volt":
-            return Throttle(frozenset({"under-voltage"} if read_text(device / "in0_lcrit_alarm") == "1" else ()))
+        if read_sysfs(device / "name") == "rpi_volt":
+            return Throttle(frozenset({"under-voltage"} if read_sysfs(device / "in0_lcrit_alarm") == "1" else ()))
     return None
 
 
 def _cpu_cooling(root: Root) -> Throttle | None:
     """Reads the cooling devices by which the kernel slows processors down: every Jetson, many Arm boards."""
     devices = {
-        kind: read_text(device / "cur_state")
+        kind: read_sysfs(device / "cur_state")
         for device in _find(root, "sys/class/thermal/cooling_device*")
-        if (kind := read_text(device / "type")) and CPU_COOLING.search(kind)
+        if (kind := read_sysfs(device / "type")) and CPU_COOLING.search(kind)
     }
     if not devices:
         return None
@@ -632,7 +632,7 @@ def _cpu_cooling(root: Root) -> Throttle | None:
 def _intel_counts(root: Root) -> Throttle | None:
     """Counts how often Intel processors were slowed down for their temperature."""
     path = "sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_count"
-    counts = [int(text) for file in _find(root, path) if (text := read_text(file)) and text.isdigit()]
+    counts = [int(text) for file in _find(root, path) if (text := read_sysfs(file)) and text.isdigit()]
     return Throttle(ever={"processor temperature": sum(counts)}) if counts else None
 
 
@@ -707,12 +707,12 @@ def cooling(root: Root = "/") -> list[str]:
     """Lists the fans and fan-like cooling devices that the system names."""
     found = []
     for device in _find(root, "sys/class/hwmon/hwmon*"):
-        name = read_text(device / "name") or "fan"
-        found += [f"{name} at {read_text(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
+        name = read_sysfs(device / "name") or "fan"
+        found += [f"{name} at {read_sysfs(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
     for device in _find(root, "sys/class/thermal/cooling_device*"):
-        kind, most = read_text(device / "type"), read_text(device / "max_state")
+        kind, most = read_sysfs(device / "type"), read_sysfs(device / "max_state")
         if kind and "fan" in kind.lower():
-            found.append(f"{kind} in state {read_text(device / 'cur_state')} of {most}")
+            found.append(f"{kind} in state {read_sysfs(device / 'cur_state')} of {most}")
     return found
 
 
@@ -720,9 +720,9 @@ def clock_ranges(root: Root = "/") -> list[str]:
     """Lists governor and clock range of each group of cores that are clocked together."""
     lines = []
     for policy in _find(root, "sys/devices/system/cpu/cpufreq/policy*"):
-        least, most = (read_text(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
+        least, most = (read_sysfs(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
         if least and most and least.isdigit() and most.isdigit():
-            cores, governor = read_text(policy / "affected_cpus"), read_text(policy / "scaling_governor")
+            cores, governor = read_sysfs(policy / "affected_cpus"), read_sysfs(policy / "scaling_governor")
             lines.append(f"cores {cores}: {governor}, {int(least) // 1000} to {int(most) // 1000} MHz")
     return lines
 

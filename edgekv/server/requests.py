@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from edgekv.checks import LARGEST
+from edgekv.checks import LARGEST, Count, Natural
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import (
     ConfigError,
@@ -38,11 +38,9 @@ SAMPLING = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in 
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 T = TypeVar("T", bound=Struct)
 
-Count = Annotated[int, Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Stop = Annotated[str, Meta(min_length=1)]
 Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
-Texts = str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+Texts = str | Annotated[list[str | Natural | list[Natural]], Meta(min_length=1)]
 IsText = Annotated[str, Meta(pattern=r"^(text)\Z")]
 IsFunction = Annotated[str, Meta(pattern=r"^(function)\Z")]
 
@@ -234,7 +232,7 @@ class Request(StrictStruct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_progress: bool = False
     timings_per_token: bool = False
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -304,7 +302,7 @@ class ChatRequest(Request, kw_only=True):
     names: ClassVar = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Top = 0
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -387,7 +385,7 @@ class EmbeddingRequest(StrictStruct, kw_only=True):
     model: str = ""
     input: Texts
     encoding_format: Annotated[str, Meta(pattern=r"^(float|base64)\Z")] = "float"
-    dimensions: Positive | None = None
+    dimensions: Count | None = None
     user: Any = None
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from edgekv.cli import main
 from edgekv.errors import ConfigError
-from edgekv.power import METERS, find_meter
-from edgekv.power import board as measuring
-from edgekv.power.board import (
+from edgekv.eval import board as measuring
+from edgekv.eval.board import (
     FULL,
     NO_TIME,
     QUICK,
@@ -25,6 +24,7 @@ from edgekv.power.board import (
     page,
     task_of,
 )
+from edgekv.power import METERS, find_meter
 from edgekv.power.energy import CsvLog, PowerSampler, PowerSource
 
 FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)

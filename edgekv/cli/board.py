@@ -12,8 +12,8 @@ from edgekv.cli.options import add_options, option, switch
 from edgekv.cli.power import energy_source
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
+from edgekv.eval.board import FULL, NO_TIME, QUICK, Board, Run, page
 from edgekv.files import atomic_write, require_writable, user_path
-from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Run, page
 
 MINUTES = 10.0
 

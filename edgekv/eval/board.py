@@ -271,7 +271,7 @@ class Board(msgspec.Struct):
 # Measuring
 
 
-def timed(source: PowerSource, work: Callable[[], Any]) -> Span:
+def measured_span(source: PowerSource, work: Callable[[], Any]) -> Span:
     """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
     limits = meters.join_limits(meters.read_throttle(), source.read_throttle())
     source.mark()
@@ -312,7 +312,7 @@ class Run:
         self.source.start()
         try:
             if board.idle is None:
-                board.idle = timed(self.source, lambda: time.sleep(board.plan.idle_s))
+                board.idle = measured_span(self.source, lambda: time.sleep(board.plan.idle_s))
             done = set(map(task_of, board.measured))
             for task in board.plan.tasks(board.machine["cores"]):
                 if task not in done:
@@ -377,7 +377,7 @@ class Run:
             for _ in range(PASSES):
                 probe.sample()
 
-        span = timed(self.source, work)
+        span = measured_span(self.source, work)
         return Bandwidth(n_threads, probe.best / 1e9, span)
 
     def decode(self, shape: str, kv: str, depth: int) -> Decode:
@@ -393,7 +393,7 @@ class Run:
                     break
 
         with blas_threads(1):
-            span = timed(self.source, work)
+            span = measured_span(self.source, work)
         timing = timer.timing()
         return Decode(
             shape=shape,
@@ -416,7 +416,7 @@ class Run:
         self._open(shape, kv, n)
         spec, runs = [CacheSpec.parse(kv)], list[Prefill]()
         bench_prefill(self.decoder, spec, [WARM_UP_PROMPT])
-        span = timed(self.source, lambda: runs.extend(bench_prefill(self.decoder, spec, [n])))
+        span = measured_span(self.source, lambda: runs.extend(bench_prefill(self.decoder, spec, [n])))
         speed, threads = runs[0].tokens_per_s, self._threads(is_prompt=True)
         return Prompt(shape, kv, n, PREFILL_RUNS, speed, peak_rss_bytes(), span, threads)
 

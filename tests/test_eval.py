@@ -19,7 +19,8 @@ from edgekv.checkpoint.tensors import to_float32
 from edgekv.cli import main
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
-from edgekv.engine.model import Model, Verdicts, needs_gate
+from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import CheckpointError
 from edgekv.eval.bench import BLOCKS, SchemeTimer, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate

@@ -25,7 +25,8 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.terminal import Bars, align_columns, plot, require_matplotlib, say, table, write_json
 from edgekv.engine.loading import find_device
-from edgekv.engine.model import Model, Verdicts, needs_gate
+from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import ConfigError
 from edgekv.eval.bench import Timing, bench, bench_prefill, shape_model
 from edgekv.eval.evaluate import EvalInput, Quality, evaluate

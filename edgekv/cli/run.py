@@ -25,10 +25,11 @@ from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.terminal import Bars, Terminated, print_rows, say, terminable, write_json
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
-from edgekv.engine.model import Model, Verdicts, sampling_defaults
+from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
+from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
 from edgekv.files import user_path
 from edgekv.kvcache.choice import AUTO

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from edgekv.child import START_SECONDS, BoundedChild, ChildError
-from edgekv.engine.matcher import ENCODE, ERROR, STOPPED
+from edgekv.engine.grammar_child import ENCODE, ERROR, STOPPED
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.files import read_object, user_path
 from edgekv.text import Tokenizer
@@ -142,7 +142,7 @@ class _ChildPool:
             while True:
                 if (child := self._idle.pop()).is_alive:
                     return child
-        child = BoundedChild("edgekv.engine.matcher")
+        child = BoundedChild("edgekv.engine.grammar_child")
         try:
             child.ask(self._vocabulary, START_SECONDS)
         except ChildError as error:

@@ -17,10 +17,11 @@ from edgekv.checkpoint.hub import shipped_file
 from edgekv.checks import Count, check_fields, refused
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
-from edgekv.engine.model import Model, Verdicts, sampling_defaults
+from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.runner import State
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
+from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import ConfigError, ContextError
 from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import compile_seconds

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import DEFAULT_CTX, open_caches
-from edgekv.engine.model import needs_gate
+from edgekv.engine.verdicts import needs_gate
 from edgekv.errors import ContextError
 from edgekv.eval.evaluate import Quality, copy_cache, evaluate
 from edgekv.kernels.arrays import to_host

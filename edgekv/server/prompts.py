@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgekv.engine.matcher import COMPACT
+from edgekv.engine.grammar_child import COMPACT
 from edgekv.engine.session import Session
 from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, prompt_list
 from edgekv.text import Tokenizer

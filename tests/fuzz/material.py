@@ -18,7 +18,8 @@ import vision_cases
 from PIL import Image
 
 from edgekv import Session
-from edgekv.engine.model import Model, Verdicts
+from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.eval.evaluate import Quality
 from edgekv.eval.gate import Verdict
 from edgekv.kvcache import CacheSpec

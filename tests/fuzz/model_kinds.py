@@ -26,7 +26,8 @@ from edgekv.checkpoint.quantized import unpack_tensors
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.cli import main
 from edgekv.engine.loading import SessionPlan
-from edgekv.engine.model import Model, Verdicts
+from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.kvcache import CacheSpec
 from edgekv.text import load_tokenizer
 from edgekv.text.template import find_template

@@ -117,6 +117,6 @@ def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert [path for path, text in texts.items() if "parallel=True" in text] == ["kernels/cpu/loops.py"]
     assert [path for path, text in texts.items() if "@parallel_loop" in text] == ["kernels/cpu/launch.py"]
-    assert {path for path, text in texts.items() if "PARALLEL_FOR" in text} == {"kernels/cpu/launch.py"}
-    assert texts["kernels/cpu/launch.py"].count("PARALLEL_FOR") == 2
-    assert "threads.run_parallel(PARALLEL_FOR.call, " in texts["kernels/cpu/launch.py"]
+    assert {path for path, text in texts.items() if "parallel_for" in text} == {"kernels/cpu/launch.py"}
+    assert texts["kernels/cpu/launch.py"].count("parallel_for") == 2
+    assert "threads.run_parallel(parallel_for.call, " in texts["kernels/cpu/launch.py"]

@@ -67,8 +67,8 @@ class CpuOps(NumpyOps):
             kind = ((name.partition(".")[2], self._store.form.of(name)) for name in linears)
             first.setdefault((self.arch.widths(i), *kind), i)
         row = np.zeros((1, self.arch.config.hidden_size), np.float32)
-        layers = [functools.partial(self._run_layer, i, row) for i in first.values()]
-        return [*layers, lambda: self.arch.head(self, row)]
+        calls = [functools.partial(self._run_layer, i, row) for i in first.values()]
+        return [*calls, lambda: self.arch.head(self, row)]
 
     def _run_layer(self, i: int, row: F32) -> None:
         self.arch.attention_in(self, i, row)

@@ -26,7 +26,7 @@ import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.loops import floats, load_numbers, numbers, signed_chars
+from edgekv.kernels.cpu.loops import floats, int64s, load_numbers, signed_chars
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, I8, I64, U8
 from edgekv.weights.checkpoint_weights import CheckpointWeights
@@ -221,7 +221,7 @@ def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
     columns, n_blocks, block, scratch_size = load_numbers(arguments, 4)
     targets_at, weight_at, factor_at, weights_at, ends_at, shrink_at = load_numbers(arguments + 8 * 4, 6)
     codes_at, scales_at, errors_at, scratch_at = load_numbers(arguments + 8 * 10, 4)
-    factor, weights, ends, shrink = floats(factor_at), floats(weights_at), numbers(ends_at), floats(shrink_at)
+    factor, weights, ends, shrink = floats(factor_at), floats(weights_at), int64s(ends_at), floats(shrink_at)
     scratch = scratch_at + 4 * part * scratch_size
     t, e, kept = floats(scratch), floats(scratch + 4 * columns), scratch + 8 * columns  # kept: errors by the scale
     last_four = kept + 4 * block * CANDIDATES
@@ -279,7 +279,7 @@ def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None
     """Rounds rows of a panel again; slopes: of half the sum to be small, by the errors of these columns."""
     columns, n_blocks, weight_at, slopes_at, hessian_at, ends_at = load_numbers(arguments, 6)
     codes_at, scales_at, errors_at = load_numbers(arguments + 8 * 6, 3)
-    hessian, ends = floats(hessian_at), numbers(ends_at)
+    hessian, ends = floats(hessian_at), int64s(ends_at)
     for r in range(first, last):
         slope, weight = floats(slopes_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
         codes, errors = signed_chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     CodecKernels,
     add_loop,
     address_of,
@@ -26,26 +26,26 @@ _score_halves, _add_halves = score_rows(2), add_rows(2)
 
 
 @score_loop
-def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(store)
+def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(numbers)
     keys = half + 2 * (g * capacity + t) * head_dim
-    _score_halves(q, rows, keys, head_dim, n, s, gap)
+    _score_halves(q, rows, keys, head_dim, n, s, stride)
     if head_dim % WIDTH:
-        score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), gap)
+        score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), stride)
 
 
 @add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(store)
+def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(numbers)
     values = half + 2 * (g * capacity + t) * head_dim
-    _add_halves(p, gap, rows, values, head_dim, n, out)
+    _add_halves(p, stride, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
-        add_rest(floats(p), gap, rows, halves(values), head_dim, n, floats(out))
+        add_rest(floats(p), stride, rows, halves(values), head_dim, n, floats(out))
 
 
 @put_loop
-def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(store)
+def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(numbers)
     target = (g * capacity + t0) * head_dim
     for i in range(n * head_dim):
         put(halves(half), target + i, float_to_half(get(floats(x), i)))
@@ -73,6 +73,6 @@ KERNELS = {
         _add,
         put=_put,
         encode=_encode,
-        at_once=AT_ONCE,
+        at_once=TOKENS_PER_CALL,
     )
 }

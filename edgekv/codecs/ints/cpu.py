@@ -4,13 +4,13 @@ import numpy as np
 
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     CodecKernels,
     add_loop,
     address_of,
     floats,
     halves,
-    numbers,
+    int64s,
     put_loop,
     score_loop,
     signed_chars,
@@ -24,47 +24,47 @@ _score_bytes, _add_bytes = score_rows(1), add_rows(1)
 
 
 @fast_jit
-def score_levels(q: int, rows: int, levels: int, scale: U16, head_dim: int, n: int, s: int, gap: int) -> None:
+def score_levels(q: int, rows: int, levels: int, scale: U16, head_dim: int, n: int, s: int, stride: int) -> None:
     """s (rows, n) = scores with n tokens in signed bytes, whose scales are float16."""
-    _score_bytes(q, rows, levels, head_dim, n, s, gap)
+    _score_bytes(q, rows, levels, head_dim, n, s, stride)
     if head_dim % WIDTH:
-        score_rest(floats(q), rows, signed_chars(levels), head_dim, n, floats(s), gap)
+        score_rest(floats(q), rows, signed_chars(levels), head_dim, n, floats(s), stride)
     for m in range(rows):
-        for i in range(m * gap, m * gap + n):
-            put(floats(s), i, get(floats(s), i) * as_float(get(scale, i - m * gap)))
+        for i in range(m * stride, m * stride + n):
+            put(floats(s), i, get(floats(s), i) * as_float(get(scale, i - m * stride)))
 
 
 @fast_jit
 def add_levels(
-    p: int, gap: int, rows: int, levels: int, scale: U16, head_dim: int, n: int, out: int, weights: int
+    p: int, stride: int, rows: int, levels: int, scale: U16, head_dim: int, n: int, out: int, weights: int
 ) -> None:
     """out (rows, head_dim) += p times n tokens in signed bytes; weights: room for (rows, n)."""
     for m in range(rows):
         for i in range(n):
-            put(floats(weights), m * n + i, get(floats(p), m * gap + i) * as_float(get(scale, i)))
+            put(floats(weights), m * n + i, get(floats(p), m * stride + i) * as_float(get(scale, i)))
     _add_bytes(weights, n, rows, levels, head_dim, n, out)
     if head_dim % WIDTH:
         add_rest(floats(weights), n, rows, signed_chars(levels), head_dim, n, floats(out))
 
 
 @score_loop
-def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _numbers(store)
+def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(numbers)
     token = g * capacity + t
-    score_levels(q, rows, codes + token * head_dim, halves(scale + 2 * token), head_dim, n, s, gap)
+    score_levels(q, rows, codes + token * head_dim, halves(scale + 2 * token), head_dim, n, s, stride)
 
 
 @add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _numbers(store)
+def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(numbers)
     token = g * capacity + t
     values, scales = codes + token * head_dim, halves(scale + 2 * token)
-    add_levels(p, gap, rows, values, scales, head_dim, n, out, scratch)
+    add_levels(p, stride, rows, values, scales, head_dim, n, out, scratch)
 
 
 @put_loop
-def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _numbers(store)
+def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(numbers)
     source, to = floats(x), signed_chars(codes)
     for i in range(n):
         token = g * capacity + t0 + i
@@ -92,8 +92,8 @@ def level_of(x: Scalar, step: Scalar, top: Scalar) -> Scalar:
 
 
 @fast_jit
-def _numbers(store: int) -> tuple[int, int, int, int]:
-    x = numbers(store)
+def _fields(numbers: int) -> tuple[int, int, int, int]:
+    x = int64s(numbers)
     return get(x, 0), get(x, 1), get(x, 2), get(x, 3)
 
 
@@ -103,7 +103,7 @@ KERNELS = {
         _score,
         _add,
         put=_put,
-        at_once=AT_ONCE,
-        scratch=lambda codec, rows: 4 * rows * AT_ONCE,
+        at_once=TOKENS_PER_CALL,
+        scratch=lambda codec, rows: 4 * rows * TOKENS_PER_CALL,
     )
 }

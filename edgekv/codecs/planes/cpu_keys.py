@@ -30,12 +30,12 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value, at
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     CodecKernels,
     address_of,
     chars,
     floats,
-    numbers,
+    int64s,
     prepare_loop,
     score_loop,
 )
@@ -333,19 +333,19 @@ def _chunks(b: Any, x: Value, y: Value, which: Sequence[int]) -> Value:
 
 
 @intrinsic
-def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: Any, scratch: Any) -> Any:
-    """s[m * gap + t] = the score of row m with token t of blocks; `Queries` of the rows, and `Keys`.
+def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, stride: Any, scratch: Any) -> Any:
+    """s[m * stride + t] = the score of row m with token t of blocks; `Queries` of the rows, and `Keys`.
 
     scratch: CENTRE_SCRATCH bytes.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        rows, queries, keys, s, gap, scratch = args
+        rows, queries, keys, s, stride, scratch = args
         queries, keys = Queries(*cgutils.unpack_tuple(b, queries)), Keys(*cgutils.unpack_tuple(b, keys))
         done = emit.I64(0)
         for n_rows in ROW_COUNTS:
             with emit.loop(b, done, rows, n_rows) as row:
-                args = queries.row(b, row.i), keys, at(b, s, (row.i, gap, 4)), gap, scratch
+                args = queries.row(b, row.i), keys, at(b, s, (row.i, stride, 4)), stride, scratch
                 emit.call_internal(b, f"score_planes_{n_rows}", functools.partial(_emit_scores, n_rows), *args)
             done = row.i
         return context.get_dummy_value()
@@ -355,8 +355,10 @@ def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, gap: 
     return types.none(whole, of_queries, of_keys, whole, whole, whole), build
 
 
-def _emit_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, gap: Value, scratch: Value) -> None:
-    """s (n_rows, tokens of all blocks) float32 = scores; rows are ``gap`` float32 apart."""
+def _emit_scores(
+    n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, stride: Value, scratch: Value
+) -> None:
+    """s (n_rows, tokens of all blocks) float32 = scores; rows are ``stride`` float32 apart."""
     together = CENTRE_BLOCKS[n_rows]
     with emit.loop(b, 0, at(b, keys.n_blocks, together - 1), together) as first:
         n_blocks = emit.smaller(b, b.sub(keys.n_blocks, first.i), together)
@@ -366,11 +368,11 @@ def _emit_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, s: Value, ga
         with emit.loop(b, first.i, b.add(first.i, n_blocks), 1) as block:
             centre_scores = at(b, scratch, (b.sub(block.i, first.i), 4 * N_RUNS))
             one, target = keys.blocks(b, queries.width, block.i, emit.I64(1)), at(b, s, (block.i, 4 * BLOCK))
-            _emit_block_scores(n_rows, b, queries, one, centre_scores, target, gap)
+            _emit_block_scores(n_rows, b, queries, one, centre_scores, target, stride)
 
 
 def _emit_block_scores(
-    n_rows: int, b: Any, queries: Queries, keys: Keys, centre_scores: Value, s: Value, gap: Value
+    n_rows: int, b: Any, queries: Queries, keys: Keys, centre_scores: Value, s: Value, stride: Value
 ) -> None:
     """s (n_rows, BLOCK) = centre scores of the tokens' runs + factor * scale * sums over the block's planes.
 
@@ -402,7 +404,7 @@ def _emit_block_scores(
                     for run in range(N_RUNS)
                 ]
                 for m in range(n_rows):
-                    target = at(b, s, (gap, 4, m), (place, 4 * TOKENS))
+                    target = at(b, s, (stride, 4, m), (place, 4 * TOKENS))
                     so_far = emit.branch(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
@@ -481,9 +483,9 @@ def _query_parts(prepared: int, rows: int, width: int) -> tuple[int, int, int]:
 
 
 @prepare_loop
-def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Rotates and rounds the queries (rows, head_dim) of head g, and makes their tables and integers."""
-    x = numbers(store)
+    x = int64s(numbers)
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
     query_factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
     key_scale = get(floats(get(x, AT.key_scale)), g)
@@ -549,32 +551,34 @@ def _in_two_bytes(x: F32, n: int, integers: U8, target: int) -> tuple[Scalar, in
 
 
 @score_loop
-def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+def _score(
+    numbers: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int
+) -> None:
     """Whole blocks go to s; of others the scores of all tokens go to scratch first."""
     done = 0
     while done < n:
         i, block = (t + done) % BLOCK, (t + done) // BLOCK
         if i == 0 and n - done >= BLOCK:
             n_blocks = (n - done) // BLOCK
-            _score_head(store, prepared, rows, g, block, n_blocks, s + 4 * done, gap, scratch)
+            _score_head(numbers, prepared, rows, g, block, n_blocks, s + 4 * done, stride, scratch)
             done += n_blocks * BLOCK
         else:
             n_tokens, scores = min(BLOCK - i, n - done), scratch + CENTRE_SCRATCH
-            _score_head(store, prepared, rows, g, block, 1, scores, BLOCK, scratch)
+            _score_head(numbers, prepared, rows, g, block, 1, scores, BLOCK, scratch)
             for m in range(rows):
                 for k in range(n_tokens):
-                    put(floats(s), m * gap + done + k, get(floats(scores), m * BLOCK + i + k))
+                    put(floats(s), m * stride + done + k, get(floats(scores), m * BLOCK + i + k))
             done += n_tokens
 
 
 @fast_jit
 def _score_head(
-    store: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, gap: int, scratch: int
+    numbers: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, stride: int, scratch: int
 ) -> None:
     """`score_blocks` of head g's blocks from ``block`` on."""
-    x = numbers(store)
-    width, bits, of_head = get(x, AT.width), get(numbers(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
-    first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
+    x = int64s(numbers)
+    width, bits, of_head = get(x, AT.width), get(int64s(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
+    first = get(int64s(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
     integers, sizes, factors = _query_parts(prepared, rows, width)
     queries = prepared, integers, sizes, factors, width
     keys = (
@@ -585,10 +589,10 @@ def _score_head(
         get(x, AT.centre_step) + 2 * N_CENTRES * of_head,
         n_blocks,
     )
-    score_blocks(rows, queries, keys, s, gap, scratch)
+    score_blocks(rows, queries, keys, s, stride, scratch)
 
 
-def _store_numbers(codec: Any) -> KeyNumbers:
+def _numbers(codec: Any) -> KeyNumbers:
     a, of_heads = codec.arrays, ("bits", "key_scale", "first_plane", "query_factors")
     return KeyNumbers(
         **{name: address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")},
@@ -604,10 +608,10 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
 
 
 KEYS = CodecKernels(
-    _store_numbers,
+    _numbers,
     prepare=_prepare,
     score=_score,
     prepared=_prepared_bytes,
     scratch=lambda codec, rows: CENTRE_SCRATCH + 4 * rows * BLOCK,
-    at_once=AT_ONCE,
+    at_once=TOKENS_PER_CALL,
 )

@@ -25,7 +25,7 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     CodecKernels,
     Loop,
     add_loop,
@@ -34,7 +34,7 @@ from edgekv.kernels.cpu.loops import (
     finish_loop,
     floats,
     halves,
-    numbers,
+    int64s,
 )
 from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import ROUND, get, put, widen
@@ -74,7 +74,7 @@ class Tokens(NamedTuple):
     """Blocks of tokens inside a kernel: the first token's probability and scale, and how many blocks there are."""
 
     p: Value  # float32
-    gap: Value  # float32s from a row's to the next row's
+    stride: Value  # float32s from a row's to the next row's
     scale: Value  # float16
     n_blocks: Value
 
@@ -101,7 +101,7 @@ def _emit_weights(
         blocks = [emit.smaller(b, i, last) for i in blocks]
     scaled = [
         _emit_scaled(
-            b, at(b, tokens.p, (tokens.gap, 4 * m), (block, 4 * BLOCK)), at(b, tokens.scale, (block, 2 * BLOCK))
+            b, at(b, tokens.p, (tokens.stride, 4 * m), (block, 4 * BLOCK)), at(b, tokens.scale, (block, 2 * BLOCK))
         )
         for m in range(n_rows)
         for block in blocks
@@ -146,11 +146,12 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
         n_blocks = emit.smaller(b, b.sub(tokens.n_blocks, first.i), together)
         scale = at(b, tokens.scale, (first.i, 2 * BLOCK))
         for m in range(0, n_rows, n_weight_rows):
-            some = Tokens(at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.gap, 4 * m)), tokens.gap, scale, n_blocks)
+            p = at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.stride, 4 * m))
+            part = Tokens(p, tokens.stride, scale, n_blocks)
             places = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
             write = functools.partial(_emit_weights, n_weight_rows, together)
             emit.call_internal(
-                b, f"round_weights_{n_weight_rows}", write, some, emit.F32(float(MIDDLE_CODE[bits])), *places
+                b, f"round_weights_{n_weight_rows}", write, part, emit.F32(float(MIDDLE_CODE[bits])), *places
             )
         with emit.loop(b, 0, n_blocks, 1) as block:
             weights, steps = at(b, scratch, (block.i, BLOCK)), at(b, scratch, STEPS_AT, (block.i, 4))
@@ -173,8 +174,8 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
 def _emit_block_sums(bits: int, n_rows: int, b: Any, weights: Value, steps: Value, channels: Channels) -> None:
     """out (n_rows, head_dim) += step * (weights times the block's codes) + shift, for whole columns."""
     codes, head_dim, out = channels
-    gap = WEIGHT_BLOCKS[n_rows]  # from a row's weights and step to the next row's
-    rows = [_load_row(b, at(b, weights, m * gap * BLOCK), at(b, steps, 4 * m * gap)) for m in range(n_rows)]
+    stride = WEIGHT_BLOCKS[n_rows]  # from a row's weights and step to the next row's
+    rows = [_load_row(b, at(b, weights, m * stride * BLOCK), at(b, steps, 4 * m * stride)) for m in range(n_rows)]
     line_bytes, done = b.mul(head_dim, emit.I64(4)), emit.I64(0)
     for n_columns in COLUMNS_AT_ONCE[n_rows]:
         with emit.loop(b, done, head_dim, n_columns * LANES) as channel:
@@ -313,29 +314,30 @@ def _add_blocks(context: Any, bits: Any, rows: Any, tokens: Any, channels: Any, 
 def add_loop_of(bits: int) -> Loop:
     """Returns the loop that adds the tokens of a head whose values have so many bits."""
 
-    def add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-        x = numbers(store)
+    def add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+        x = int64s(numbers)
         head_dim, scales = get(x, AT.head_dim), get(x, AT.scale) + 2 * g * get(x, AT.capacity)
         done = 0
         while done < n:
             i = (t + done) % BLOCK
-            n_tokens, p_at, p_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, scales + 2 * (t + done - i)
+            n_tokens, scale = min(BLOCK - i, n - done), scales + 2 * (t + done - i)
+            p_at, p_stride = p + 4 * done, stride
             if n_tokens < BLOCK:
                 _copy_tokens(halves(scale + 2 * i), i, n_tokens, halves(scratch + SCALES_AT), NO_SCALE)
                 scale = scratch + SCALES_AT
             else:  # all whole blocks at once
                 n_tokens = (n - done) // BLOCK * BLOCK
-            line = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
+            line = get(int64s(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
             codes, m = get(x, AT.codes) + 8 * head_dim * line, 0
             while m < rows:
                 n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
-                row_p, target = p_at + 4 * gap * m, out + 4 * m * head_dim
+                row_p, target = p_at + 4 * stride * m, out + 4 * m * head_dim
                 if n_tokens < BLOCK:
                     for r in range(n_rows):
                         copy = floats(scratch + P_AT + 4 * BLOCK * r)
-                        _copy_tokens(floats(row_p + 4 * gap * r), i, n_tokens, copy, ZERO)
-                    row_p, p_gap = scratch + P_AT, BLOCK
-                tokens = row_p, p_gap, scale, max(n_tokens // BLOCK, 1)
+                        _copy_tokens(floats(row_p + 4 * stride * r), i, n_tokens, copy, ZERO)
+                    row_p, p_stride = scratch + P_AT, BLOCK
+                tokens = row_p, p_stride, scale, max(n_tokens // BLOCK, 1)
                 _add_blocks(bits, n_rows, tokens, (codes, head_dim, target), scratch)
                 m += n_rows
             done += n_tokens
@@ -344,10 +346,10 @@ def add_loop_of(bits: int) -> Loop:
 
 
 @add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    x = numbers(store)
-    loop = get(x, AT.add_1 - 1 + get(numbers(get(x, AT.bits)), g))
-    call(loop, (store, p, gap, rows, g, t, n, out, scratch))
+def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    x = int64s(numbers)
+    loop = get(x, AT.add_1 - 1 + get(int64s(get(x, AT.bits)), g))
+    call(loop, (numbers, p, stride, rows, g, t, n, out, scratch))
 
 
 @jit
@@ -360,15 +362,15 @@ def _copy_tokens(x: F32 | U16, i: int, n: int, y: F32 | U16, zero: Scalar) -> No
 
 
 @finish_loop
-def _finish(store: int, sums: int, out: int, rows: int) -> None:
-    x = numbers(store)
+def _finish(numbers: int, sums: int, out: int, rows: int) -> None:
+    x = int64s(numbers)
     d, matrix, inverse = get(x, AT.head_dim), floats(get(x, AT.matrix)), floats(get(x, AT.inverse))
     for m in range(rows):
         row = m * d
         rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, AT.is_hadamard), floats(out), row, d)
 
 
-def _store_numbers(codec: Any) -> ValueNumbers:
+def _numbers(codec: Any) -> ValueNumbers:
     a = codec.arrays
     return ValueNumbers(
         **{name: address_of(a[name]) for name in ("codes", "scale")},
@@ -380,5 +382,5 @@ def _store_numbers(codec: Any) -> ValueNumbers:
 
 
 VALUES = CodecKernels(
-    _store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE
+    _numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=TOKENS_PER_CALL
 )

@@ -18,7 +18,7 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.compile import Scalar, fast_jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     BoundCodec,
     address_of,
     aligned_size,
@@ -27,11 +27,11 @@ from edgekv.kernels.cpu.loops import (
     call,
     float_of,
     floats,
+    int64s,
     ints,
     kernels_of,
     load_numbers,
     load_tuple,
-    numbers,
     scratch_memory,
 )
 from edgekv.kernels.cpu.rows import Decoded
@@ -40,7 +40,7 @@ from edgekv.kernels.cpu.softmax import MINUS_INFINITY, SHRINK, STATE, L, M, exp_
 from edgekv.kernels.interface import BLOCK, Segment, Visible
 from edgekv.types import F32
 
-AT_ONCE_ROWS = 16  # query rows whose scores of AT_ONCE tokens are small beside a first-level cache
+ROWS_PER_CALL = 16  # query rows whose scores of TOKENS_PER_CALL tokens are small beside a first-level cache
 
 
 class Plan(NamedTuple):
@@ -96,14 +96,14 @@ class SegmentPlan(NamedTuple):
     column: int  # of ``weights``
 
 
-PLAN_BYTES, SEGMENT_BYTES = 8 * len(Plan._fields), 8 * len(SegmentPlan._fields)
+SEGMENT_BYTES = 8 * len(SegmentPlan._fields)
 
 
 class PairPlan(NamedTuple):
     """The part of a `SegmentPlan` that stays the same from token to token, for a number of query rows."""
 
     keys: BoundCodec
-    values: npt.NDArray[np.int64]  # numbers of the store
+    values: npt.NDArray[np.int64]  # numbers of the codec
     rows: int
     addresses: tuple[int, ...]  # of the stores, then of the loops, as `SegmentPlan` begins
     block: int
@@ -183,7 +183,7 @@ def _make_pair_plan(keys: BoundCodec, values: BoundCodec, segment: Segment, rows
     return PairPlan(
         *(keys, values.numbers, rows),
         (address_of(keys.numbers), address_of(values.numbers), *(loop.address if loop else 0 for loop in loops)),
-        *(max(least, AT_ONCE) if rows <= AT_ONCE_ROWS else least, steps, width),
+        *(max(least, TOKENS_PER_CALL) if rows <= ROWS_PER_CALL else least, steps, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),
@@ -289,11 +289,11 @@ def _walk(block: int, last: int, g: int, memory: int, arguments: int, i: int) ->
 
 
 @fast_jit
-def _bound(s: F32, gap: int, n: int, rows: int, cap: Scalar) -> None:
-    """Replaces n scores x of each row, ``gap`` elements apart, by cap * tanh(x / cap)."""
+def _bound(s: F32, stride: int, n: int, rows: int, cap: Scalar) -> None:
+    """Replaces n scores x of each row, ``stride`` elements apart, by cap * tanh(x / cap)."""
     inverse = ONE / cap
     for m in range(rows):
-        for k in range(m * gap, m * gap + n):
+        for k in range(m * stride, m * stride + n):
             x = get(s, k)
             part = abs(x) * inverse
             small = exp_of_negative(-TWO * part)
@@ -307,7 +307,7 @@ def _mask(scores: F32, g: int, t: int, n: int, arguments: int, i: int) -> None:
     p = load_tuple(Plan, arguments)
     s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
     for row in range(p.rows):
-        lo, hi = get(numbers(p.lo), row % p.n_tokens), get(numbers(p.hi), row % p.n_tokens)
+        lo, hi = get(int64s(p.lo), row % p.n_tokens), get(int64s(p.hi), row % p.n_tokens)
         for k in range(n):
             position = s.position + t - s.first + k
             if s.positions:
@@ -396,36 +396,36 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     n_groups, rows, head_dim = queries.shape
     prepared = aligned_size(loops.prepared(codec, rows))
     item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
-    store, block = state.numbers, loops.block(codec)
+    numbers, block = state.numbers, loops.block(codec)
     pieces = -(-t1 // block) - t0 // block
     work = queries.size * (t1 - t0)
     splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
     memory = scratch_memory("ranges.scores", n_groups * splits * item_bytes)
     loop_addresses = loops.prepare.address if loops.prepare else 0, loops.score.address
     _score_items(
-        *(n_groups * splits, work, rows, head_dim, splits, t0, t1, block, store, queries, *loop_addresses),
+        *(n_groups * splits, work, rows, head_dim, splits, t0, t1, block, numbers, queries, *loop_addresses),
         *(address_of(s[0, 0]), s.strides[0] // 4, s.strides[1] // 4, memory, item_bytes, prepared),
     )
 
 
 @RangeKernel
 def _score_items(first: int, last: int, part: int, arguments: int) -> None:
-    rows, head_dim, splits, t0, t1, block, store, queries = load_numbers(arguments, 8)
-    prepare, score, s, gap_g, gap_m, memory, item_bytes, prepared_bytes = load_numbers(arguments + 8 * 8, 8)
+    rows, head_dim, splits, t0, t1, block, numbers, queries = load_numbers(arguments, 8)
+    prepare, score, s, head_stride, row_stride, memory, item_bytes, n_bytes = load_numbers(arguments + 8 * 8, 8)
     for item in range(first, last):
         g, split = item // splits, item % splits
         item_memory = memory + item * item_bytes
         prepared = queries + 4 * g * rows * head_dim
         if prepare:
-            call(prepare, (store, prepared, rows, g, item_memory))
+            call(prepare, (numbers, prepared, rows, g, item_memory))
             prepared = item_memory
         base = t0 // block
         n_blocks = (t1 + block - 1) // block - base
         for b in range(base + n_blocks * split // splits, base + n_blocks * (split + 1) // splits):
             t = max(t0, b * block)
             n = min(t1, (b + 1) * block) - t
-            at = s + 4 * (g * gap_g + t - t0)
-            call(score, (store, prepared, rows, g, t, n, at, gap_m, item_memory + prepared_bytes))
+            at = s + 4 * (g * head_stride + t - t0)
+            call(score, (numbers, prepared, rows, g, t, n, at, row_stride, item_memory + n_bytes))
 
 
 APPENDED_TOKENS = 8  # up to which one call encodes keys and values
@@ -470,12 +470,12 @@ def encode(codec: Any, x: F32, t0: int) -> None:
 
 @exact_kernel
 def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
-    store, put, x, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 8)
+    numbers, put, x, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 8)
     n_parts = (n + ENCODED_TOKENS - 1) // ENCODED_TOKENS
     for item in range(first, last):
         g, t = item // n_parts, item % n_parts * ENCODED_TOKENS
         row = x + 4 * (g * n + t) * head_dim
-        call(put, (store, row, min(ENCODED_TOKENS, n - t), g, t0 + t, memory + item * n_bytes))
+        call(put, (numbers, row, min(ENCODED_TOKENS, n - t), g, t0 + t, memory + item * n_bytes))
 
 
 @exact_kernel

@@ -103,7 +103,7 @@ class CodeLayout(NamedTuple):
         """Whether there are weights with zero points or offsets in this format."""
         return self.bits == 4 and not self.e2m1
 
-    def gap(self, blocks: int) -> int:
+    def row_bytes(self, blocks: int) -> int:
         """Bytes of a rounded row: its units, and its blocks' sums."""
         return -(-blocks // self.blocks) * self.unit_bytes + (
             -(-blocks // LANES) * VECTOR if self.has_corrections else 0
@@ -122,9 +122,9 @@ class Product(NamedTuple):
     y: int  # (n, outputs) float32
     panels: int  # scratch of each thread, PANEL_BYTES
     blocks: int  # of an output, and of a row; from here on what only depends on the weights
-    gap: int  # bytes from a rounded row to the next one
+    row_bytes: int  # bytes from a rounded row to the next one
     codes: int
-    row_bytes: int  # of an output's codes
+    code_bytes: int  # of an output's codes
     scales: int  # (outputs, blocks) float32
     offsets: int  # (outputs, blocks) float32; 0: none
     zeros: int  # in place of offsets zero points, two to a byte; 0: none
@@ -164,22 +164,22 @@ class RowsAt(NamedTuple):
     """Rows inside a kernel, rounded or of y: the first one's address, and the bytes from one to the next."""
 
     first: Value
-    gap: Value
+    row_bytes: Value
 
     def row(self, b: Any, m: int) -> Value:
         """Returns the address of row m."""
-        return at(b, self.first, (self.gap, m))
+        return at(b, self.first, (self.row_bytes, m))
 
     def behind(self, b: Any, *offsets: Any) -> RowsAt:
         """Returns the rows from so many bytes behind their beginnings on (`emit.at`)."""
-        return RowsAt(at(b, self.first, *offsets), self.gap)
+        return RowsAt(at(b, self.first, *offsets), self.row_bytes)
 
 
 class OutputsAt(NamedTuple):
     """Outputs inside a kernel: the first one's codes and scales; bytes of codes, and blocks, to the next one's."""
 
     codes: Value
-    row_bytes: Value
+    code_bytes: Value
     scales: Value
     blocks: Value
 
@@ -191,9 +191,9 @@ def fields(b: Any, product: Value, *names: str) -> list[Value]:
 
 def before_sums(b: Any, product: Value) -> Value:
     """Returns the bytes of a rounded row before the sums of its blocks."""
-    gap, blocks = fields(b, product, "gap", "blocks")
+    row_bytes, blocks = fields(b, product, "row_bytes", "blocks")
     vectors = b.sdiv(b.add(blocks, emit.I64(LANES - 1)), emit.I64(LANES))
-    return b.sub(gap, b.mul(vectors, emit.I64(VECTOR)))
+    return b.sub(row_bytes, b.mul(vectors, emit.I64(VECTOR)))
 
 
 def row_groups(
@@ -206,7 +206,7 @@ def row_groups(
     done = emit.I64(0)
     for count in counts:
         with emit.loop(b, done, n, count) as turn:
-            yield count, x.behind(b, (turn.i, x.gap)), y.behind(b, (turn.i, y.gap))
+            yield count, x.behind(b, (turn.i, x.row_bytes)), y.behind(b, (turn.i, y.row_bytes))
         done = turn.i
 
 
@@ -322,10 +322,10 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n, memory = args
-        codes, row_bytes, scales, blocks = fields(b, p, "codes", "row_bytes", "scales", "blocks")
+        codes, code_bytes, scales, blocks = fields(b, p, "codes", "code_bytes", "scales", "blocks")
         layout = layout_of(product)
-        codes = at(b, codes, (output, row_bytes), (start, layout.block_bytes))
-        outputs = OutputsAt(codes, row_bytes, at(b, scales, (output, blocks, 4), (start, 4)), blocks)
+        codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
+        outputs = OutputsAt(codes, code_bytes, at(b, scales, (output, blocks, 4), (start, 4)), blocks)
         emit.call_internal(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
         return context.get_dummy_value()
 
@@ -338,9 +338,9 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n_blocks, memory = args
-        n, x, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
+        n, x, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
         layout, four = layout_of(product), emit.I64(4)
-        units = RowsAt(at(b, x, (b.sdiv(start, emit.I64(layout.blocks)), layout.unit_bytes)), gap)
+        units = RowsAt(at(b, x, (b.sdiv(start, emit.I64(layout.blocks)), layout.unit_bytes)), row_bytes)
         results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, four))
         for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, units, results):
             write = functools.partial(_emit_panel_products, layout, count)
@@ -366,7 +366,7 @@ def _emit_unpack_unit(
     size = layout.vectors * layout.parts * VECTOR * PANEL // layout.blocks  # of a block's codes
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
-        places = [at(b, codes, (outputs.row_bytes, i * LANES + o)) for o in range(LANES)]
+        places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
         for v in range(layout.vectors):
             words = [
                 emit.load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places
@@ -472,7 +472,7 @@ def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, ste
         last = (p.outputs + OUTPUTS - 1) // OUTPUTS
     for tile in range(first, last):
         output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
-        _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
+        _multiply_tile(p, p.codes + output * p.code_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
         if p.correction:
             call(p.correction, (output, 0, 0, 0, place))
 
@@ -483,12 +483,12 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, codes, scales, y = args
-        x, n, gap, row_bytes, blocks, n_outputs = fields(
-            b, p, "rounded", "n", "gap", "row_bytes", "blocks", "outputs"
+        x, n, row_bytes, code_bytes, blocks, n_outputs = fields(
+            b, p, "rounded", "n", "row_bytes", "code_bytes", "blocks", "outputs"
         )
-        outputs = OutputsAt(codes, row_bytes, scales, blocks)
+        outputs = OutputsAt(codes, code_bytes, scales, blocks)
         results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
-        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
+        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, row_bytes), results):
             write = functools.partial(_emit_tile_products, layout_of(product), count)
             emit.call_internal(b, f"multiply_rows_{count}", write, rows, outputs, to)
         return context.get_dummy_value()
@@ -505,7 +505,7 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
     if n == 1:  # waits for memory, which is fastest in order
         sums, write = [], functools.partial(_emit_row_product, layout)
         for o in range(OUTPUTS):
-            places = at(b, outputs.codes, (outputs.row_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
+            places = at(b, outputs.codes, (outputs.code_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
             sums.append(
                 emit.call_internal(b, "multiply_row", write, x.first, *places, outputs.blocks, result=FLOATS)
             )
@@ -562,7 +562,7 @@ def _emit_unit(
     codes_at = at(b, outputs.codes, (block, layout.block_bytes))
     codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
     for o in range(n_outputs):
-        start = at(b, codes_at, (outputs.row_bytes, o))
+        start = at(b, codes_at, (outputs.code_bytes, o))
         if n_blocks is None:
             emit.prefetch(b, at(b, start, AHEAD), layout.vectors * VECTOR, locality=2)
         vectors = (
@@ -629,8 +629,8 @@ def _correct_tile(context: Any, product: Any, output: Any) -> Any:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output = args
-        n, rounded, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
-        sums = RowsAt(at(b, rounded, before_sums(b, p)), gap)
+        n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
+        sums = RowsAt(at(b, rounded, before_sums(b, p)), row_bytes)
         results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
         corrections = _corrections_at(b, p, output, emit.I64(0))
         for count, x, to in row_groups(b, n, CORRECTION_ROW_COUNTS, sums, results):
@@ -646,10 +646,10 @@ def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, 
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n_blocks, memory = args
-        n, rounded, gap, n_outputs, y = fields(b, p, "n", "rounded", "gap", "outputs", "y")
+        n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
         table = at(b, memory, CORRECTIONS_AT)
         _emit_panel_table(b, _corrections_at(b, p, output, start), n_blocks, table)
-        sums = RowsAt(at(b, rounded, before_sums(b, p), (start, 4)), gap)
+        sums = RowsAt(at(b, rounded, before_sums(b, p), (start, 4)), row_bytes)
         results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
         for count, x, to in row_groups(b, n, PANEL_ROW_COUNTS, sums, results):
             _emit_panel_corrections(count, b, x, n_blocks, table, to)
@@ -700,12 +700,12 @@ def _emit_tile_corrections(n: int, b: Any, x: RowsAt, outputs: CorrectionsAt, y:
 def _emit_panel_table(b: Any, outputs: CorrectionsAt, n: Value, table: Value) -> None:
     """table [block][output] float32 = corrections of a panel's blocks 0..n."""
     has_zeros = b.icmp_signed("!=", outputs.zeros, emit.I64(0))
-    zeros_gap = b.select(has_zeros, _bytes_of_zeros(b, outputs.blocks), emit.I64(0))
+    zeros_bytes = b.select(has_zeros, _bytes_of_zeros(b, outputs.blocks), emit.I64(0))
     with emit.loop(b, 0, PANEL, LANES) as output:
         floats_before = b.mul(b.mul(output.i, outputs.blocks), emit.I64(4))
         some = CorrectionsAt(
             at(b, outputs.offsets, floats_before),
-            at(b, outputs.zeros, (output.i, zeros_gap)),
+            at(b, outputs.zeros, (output.i, zeros_bytes)),
             at(b, outputs.scales, floats_before),
             outputs.blocks,
         )
@@ -738,18 +738,18 @@ def _emit_corrections(
     b: Any, n_outputs: int, outputs: CorrectionsAt, block: Value, n: Value | None
 ) -> list[Value]:
     """Returns for each output the corrections of n blocks from an even one on; None: of LANES blocks."""
-    gap, before = b.mul(outputs.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
+    output_bytes, before = b.mul(outputs.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
 
     def floats(start: Value, o: int) -> Value:
-        return emit.load_some(b, FLOATS, at(b, start, before, (gap, o)), 0, n)
+        return emit.load_some(b, FLOATS, at(b, start, before, (output_bytes, o)), 0, n)
 
     def of_zeros() -> list[Value]:
-        start, zeros_gap = at(b, outputs.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, outputs.blocks)
+        start, zeros_bytes = at(b, outputs.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, outputs.blocks)
         n_bytes = None if n is None else _bytes_of_zeros(b, n)
         kind, order = emit.vector(emit.I8, LANES // 2), [i // 2 + i % 2 * LANES // 2 for i in range(LANES)]
         corrections = []
         for o in range(n_outputs):
-            both = emit.load_some(b, kind, at(b, start, (zeros_gap, o)), 0, n_bytes)
+            both = emit.load_some(b, kind, at(b, start, (zeros_bytes, o)), 0, n_bytes)
             low, high = b.and_(both, emit.constant(kind, 15)), b.lshr(both, emit.constant(kind, 4))
             codes = b.zext(emit.lanes(b, low, order, high), INTS)
             away = b.sitofp(b.sub(emit.constant(INTS, CODE_OF_ZERO), codes), FLOATS)
@@ -759,7 +759,7 @@ def _emit_corrections(
     def of_offsets() -> list[Value]:
         if n is None:
             for o in range(n_outputs):
-                emit.prefetch(b, at(b, outputs.offsets, before, (gap, o + OUTPUTS * TILES_AHEAD)), VECTOR)
+                emit.prefetch(b, at(b, outputs.offsets, before, (output_bytes, o + OUTPUTS * TILES_AHEAD)), VECTOR)
         return [floats(outputs.offsets, o) for o in range(n_outputs)]
 
     return emit.branch(b, b.icmp_signed("!=", outputs.zeros, emit.I64(0)), of_zeros, of_offsets)

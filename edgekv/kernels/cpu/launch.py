@@ -18,7 +18,7 @@ MIN_PARALLEL_WORK = 1 << 19
 
 
 @parallel_loop
-def PARALLEL_FOR(n_parts: int, n_items: int, function: int, arguments: int) -> None:
+def parallel_for(n_parts: int, n_items: int, function: int, arguments: int) -> None:
     """Calls function(first, last, part, arguments) for each of ``n_parts`` parts of the items, on Numba's threads.
 
     Kernels are called by address, since Numba compiles twice whatever a parallel loop calls.
@@ -48,7 +48,7 @@ class RangeKernel(Loop):
             self.call(0, n_items, 0, arguments)
         else:
             given = n_threads, n_items, self.address, arguments
-            threads.run_parallel(PARALLEL_FOR.call, *given, n_threads=n_threads)
+            threads.run_parallel(parallel_for.call, *given, n_threads=n_threads)
 
 
 exact_kernel = functools.partial(RangeKernel, fastmath=False)

@@ -13,8 +13,8 @@ from edgekv.kernels.cpu.loops import (
     exact_loop,
     float_of,
     floats,
+    int64s,
     load_numbers,
-    numbers,
     scratch_memory,
 )
 from edgekv.kernels.cpu.scalar import get, put
@@ -167,12 +167,12 @@ def _route(
 ) -> None:
     """Fills experts, tokens and weights; memory: each token's experts, each expert's next pair, weights."""
     m = n * per_token
-    chosen, places, own_weights = numbers(memory), numbers(memory + 8 * m), floats(memory + 8 * (m + count))
+    chosen, places, own_weights = int64s(memory), int64s(memory + 8 * m), floats(memory + 8 * (m + count))
     for e in range(count):
         put(places, e, 0)
     for token in range(n):
         row, first, last = floats(logits + 4 * token * count), token * per_token, (token + 1) * per_token
-        _put_largest(row, count, numbers(memory + 8 * first), per_token)
+        _put_largest(row, count, int64s(memory + 8 * first), per_token)
         largest, total = get(row, get(chosen, first)), ZERO
         for i in range(first, last):
             e = get(chosen, i)
@@ -194,8 +194,8 @@ def _route(
         e = get(chosen, i)
         place = get(places, e)
         put(places, e, place + 1)
-        put(numbers(experts), place, e)
-        put(numbers(tokens), place, i // per_token)
+        put(int64s(experts), place, e)
+        put(int64s(tokens), place, i // per_token)
         put(floats(weights), place, get(own_weights, i))
 
 
@@ -223,6 +223,6 @@ def _add_channels(first: int, last: int, part: int, arguments: int) -> None:
     results, tokens, weights, total, m, channels = load_numbers(arguments, 6)
     for pair in range(m):
         result, weight = floats(results + 4 * pair * channels), get(floats(weights), pair)
-        row = floats(total + 4 * get(numbers(tokens), pair) * channels)
+        row = floats(total + 4 * get(int64s(tokens), pair) * channels)
         for i in range(first, last):
             put(row, i, get(row, i) + weight * get(result, i))

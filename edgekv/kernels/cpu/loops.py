@@ -1,20 +1,20 @@
 """Loops that are called by address, so that one walk over the tokens serves every codec.
 
 All arguments are whole numbers: addresses, sizes and counts. Keys are read by `prepare` and `score`, values by
-`add` and `finish`. ``store`` is the address of a codec's numbers (`CodecKernels.store`), ``g`` a KV head, ``rows``
-the number of its queries: of each head that shares it, all query tokens.
+`add` and `finish`. ``numbers`` is the address of a codec's numbers (`CodecKernels.numbers`), ``g`` a KV head,
+``rows`` the number of its queries: of each head that shares it, all query tokens.
 
-    prepare(store, q, rows, g, prepared)
+    prepare(numbers, q, rows, g, prepared)
         writes queries (rows, head_dim) float32 to ``prepared`` in the form that `score` reads
-    score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
-        sets s[m * gap + i] to the score of row m with token t + i; `CodecKernels.at_once` bounds n_tokens
-    add(store, p, gap, rows, g, t, n_tokens, out, scratch)
-        adds p[m * gap + i] times token t + i to row m of out (rows, width)
-    finish(store, sums, out, rows)
+    score(numbers, prepared, rows, g, t, n_tokens, s, stride, scratch)
+        sets s[m * stride + i] to the score of row m with token t + i; `CodecKernels.at_once` bounds n_tokens
+    add(numbers, p, stride, rows, g, t, n_tokens, out, scratch)
+        adds p[m * stride + i] times token t + i to row m of out (rows, width)
+    finish(numbers, sums, out, rows)
         adds sums (rows, width), rotated back, to out (rows, head_dim)
-    decode(store, g, t, n, tile, scratch)
+    decode(numbers, g, t, n, tile, scratch)
         writes tokens t..t + n of head g to tile (n, head_dim) float32, which `edgekv.kernels.cpu.tile` reads
-    put(store, x, n, g, t0, scratch)
+    put(numbers, x, n, g, t0, scratch)
         stores x (n, head_dim) as tokens t0.. of head g, of codecs that take tokens one by one
 """
 
@@ -39,7 +39,7 @@ from edgekv.kernels.interface import find_codec_kernels
 from edgekv.types import F32
 
 ALIGNMENT = 64
-AT_ONCE = 256  # tokens of a block of attention
+TOKENS_PER_CALL = 256  # tokens of a block of attention
 
 
 class Loop:
@@ -89,14 +89,14 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 class CodecKernels:
     """The loops of one kind of codec, and the sizes that they need.
 
-    store: (codec) -> the numbers that loops get, addresses of arrays among them, which live as long as the codec.
+    numbers: (codec) -> what loops get, addresses of arrays among them, which live as long as the codec.
     block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once: tokens that
     one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64. prepared, scratch:
     (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the sums of ``add``.
     encode: (codec, x (G, n, D), t0), stores x as tokens t0.. in place of `Codec.encode`.
     """
 
-    store: Callable[[Any], tuple[int, ...]]
+    numbers: Callable[[Any], tuple[int, ...]]
     score: Loop | None = None
     add: Loop | None = None
     prepare: Loop | None = None
@@ -136,7 +136,7 @@ class BoundCodec:
 
     def __init__(self, loops: CodecKernels, codec: Any) -> None:
         self.loops, self.pair = loops, cast(Any, None)
-        self.numbers = np.array(loops.store(codec), np.int64)
+        self.numbers = np.array(loops.numbers(codec), np.int64)
 
 
 def bind(codec: Any) -> BoundCodec:
@@ -234,5 +234,5 @@ def _pointer(kind: Any) -> Any:
 
 # The memory at an address, for `scalar.get` and `scalar.put`.
 floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
-chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
+chars, words32, ints, int64s = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
 signed_chars, doubles = _pointer(types.int8), _pointer(types.float64)

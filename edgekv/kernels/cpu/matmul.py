@@ -40,8 +40,8 @@ from edgekv.kernels.cpu.loops import (
     aligned_size,
     exact_loop,
     floats,
+    int64s,
     load_numbers,
-    numbers,
     scratch_memory,
 )
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
@@ -75,7 +75,8 @@ class QuantizedWeights(NamedTuple):
         codes, scales = address_of(self.codes), address_of(self.scales)
         offsets, zeros = (0 if each is None else address_of(each) for each in (self.offsets, self.zeros))
         correction = CORRECTION.address if corrections else 0
-        return blocks, layout.gap(blocks), codes, layout.block_bytes * blocks, scales, offsets, zeros, correction
+        sizes = blocks, layout.row_bytes(blocks)
+        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction
 
 
 ZERO = np.float32(0)
@@ -90,10 +91,10 @@ def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) ->
     """Rounds rows first..last of x, padded with zeros; block: elements of one, of_unit: blocks of a unit."""
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
-        row, target = p.x + 4 * m * p.columns, p.rounded + m * p.gap
+        row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b)
-        tail = p.rounded + p.n * p.gap + 4 * block * m
+        tail = p.rounded + p.n * p.row_bytes + 4 * block * m
         for b in range(n_whole, n_units * of_unit):
             for i in range(block):
                 column = b * block + i
@@ -176,8 +177,8 @@ class QuantizedMatmul:
     def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
         """Takes the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
         self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
-        (blocks, gap), block = self._at[:2], weights.layout.block
-        self._outputs, self._row_bytes = len(weights.scales) // n_experts, gap + 4 * block
+        (blocks, row_bytes), block = self._at[:2], weights.layout.block
+        self._outputs, self._row_bytes = len(weights.scales) // n_experts, row_bytes + 4 * block
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
@@ -195,10 +196,10 @@ class QuantizedMatmul:
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
         n_threads = n_threads or threads.count()
         is_panel, n_tiles = tiles_of(n, outputs)
-        row_bytes = aligned_size(n * self._row_bytes)
-        memory = scratch_memory("products", row_bytes + n_threads * PANEL_BYTES)
+        rows_bytes = aligned_size(n * self._row_bytes)
+        memory = scratch_memory("products", rows_bytes + n_threads * PANEL_BYTES)
         y = np.empty((n, outputs), np.float32)
-        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + row_bytes, *self._at
+        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + rows_bytes, *self._at
         given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
         if experts is not None:
             whole, experts = given, np.ascontiguousarray(experts)
@@ -231,18 +232,18 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(numbers(given), N_PRODUCTS)):
+        for i in range(get(int64s(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_NUMBERS)
-            p, start = product_at(product, place), get(numbers(place), FIRST_ROW)
+            p, start = product_at(product, place), get(int64s(place), FIRST_ROW)
             a, b = max(first - start, 0), min(last - start, p.n)
             if a < b:
                 prepare_rows(a, b, p, block, of_unit)
 
     @RangeKernel
     def multiply(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(numbers(given), N_PRODUCTS)):
+        for i in range(get(int64s(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_NUMBERS)
-            start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
+            start, n = get(int64s(place), FIRST_TILE), get(int64s(place), TILES)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
                 multiply_tiles(a, b, part, product_at(product, place), place, step)
@@ -259,7 +260,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
 
     experts (m,): each row's expert, ascending. row_bytes: bytes of a rounded row and its scratch for a block.
     """
-    p, own_experts = product_at(Product, first_part), numbers(experts)
+    p, own_experts = product_at(Product, first_part), int64s(experts)
     first = n_products = n_tiles = 0
     while first < m:
         n = 1
@@ -279,21 +280,21 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             y=p.y + 4 * p.outputs * first,
             panels=p.panels,
             blocks=p.blocks,
-            gap=p.gap,
-            codes=p.codes + p.row_bytes * outputs,
             row_bytes=p.row_bytes,
+            codes=p.codes + p.code_bytes * outputs,
+            code_bytes=p.code_bytes,
             scales=p.scales + 4 * p.blocks * outputs,
             offsets=offsets,
             zeros=zeros,
             correction=p.correction,
         )
         put_product(own, place)
-        put(numbers(place), FIRST_ROW, first)
-        put(numbers(place), FIRST_TILE, n_tiles)
-        put(numbers(place), TILES, tiles)
+        put(int64s(place), FIRST_ROW, first)
+        put(int64s(place), FIRST_TILE, n_tiles)
+        put(int64s(place), TILES, tiles)
         first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
-    put(numbers(given), N_PRODUCTS, n_products)
-    put(numbers(given), N_TILES, n_tiles)
+    put(int64s(given), N_PRODUCTS, n_products)
+    put(int64s(given), N_TILES, n_tiles)
 
 
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass

@@ -14,7 +14,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.loops import AT_ONCE, CodecKernels, add_loop, floats, numbers, score_loop
+from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CodecKernels, add_loop, floats, int64s, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put, widen
 from edgekv.types import F32, I8, U16
 
@@ -37,18 +37,18 @@ def score_rows(size: int, alike: bool = False) -> Any:
     name = f"score_{'alike' if alike else 'rows'}_{size}"
 
     @intrinsic
-    def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> Any:
-        """Sets s[m * gap + t] to q[m] times keys[t], without the channels behind the last whole vector."""
+    def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any) -> Any:
+        """Sets s[m * stride + t] to q[m] times keys[t], without the channels behind the last whole vector."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            q, rows, keys, head_dim, n, s, gap = args
+            q, rows, keys, head_dim, n, s, stride = args
             done = emit.I64(0)
             for together in row_counts:
                 with emit.loop(b, done, rows, together) as turn:
                     queries = b.add(q, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
-                    target = b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
+                    target = b.add(s, b.mul(turn.i, b.mul(stride, emit.I64(4))))
                     write = functools.partial(_score, size, together, tokens[together])
-                    emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, gap)
+                    emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, stride)
                 done = turn.i
             return context.get_dummy_value()
 
@@ -61,19 +61,19 @@ def add_rows(size: int) -> Any:
     """Returns an intrinsic that adds up weighted rows of numbers of ``size`` bytes."""
 
     @intrinsic
-    def add(context: Any, p: Any, gap: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> Any:
-        """Adds p[m * gap + t] times values[t] to out[m], without the channels behind the last whole vector."""
+    def add(context: Any, p: Any, stride: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> Any:
+        """Adds p[m * stride + t] times values[t] to out[m], without the channels behind the last whole vector."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            p, gap, rows, values, head_dim, n, out = args
+            p, stride, rows, values, head_dim, n, out = args
             done = emit.I64(0)
             for together in ROW_COUNTS:
                 with emit.loop(b, done, rows, together) as turn:
-                    weights = b.add(p, b.mul(turn.i, b.mul(gap, emit.I64(4))))
+                    weights = b.add(p, b.mul(turn.i, b.mul(stride, emit.I64(4))))
                     target = b.add(out, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     write = functools.partial(_add, size, together)
                     emit.call_internal(
-                        b, f"add_rows_{size}_{together}", write, weights, gap, values, head_dim, n, target
+                        b, f"add_rows_{size}_{together}", write, weights, stride, values, head_dim, n, target
                     )
                 done = turn.i
             return context.get_dummy_value()
@@ -94,7 +94,7 @@ def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
 
 
 def _score(
-    size: int, n_rows: int, tokens: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any
+    size: int, n_rows: int, tokens: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any
 ) -> None:
     row_bytes, query_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     done = emit.I64(0)
@@ -115,14 +115,16 @@ def _score(
                 ]
             for m in range(n_rows):
                 scores = emit.totals(b, turn.values[m * n_tokens : (m + 1) * n_tokens])
-                place = b.add(tile.i, b.mul(gap, emit.I64(m)))
+                place = b.add(tile.i, b.mul(stride, emit.I64(m)))
                 emit.store(b, scores, b.add(s, b.mul(place, emit.I64(4))))
         done = tile.i
 
 
-def _add(size: int, n_rows: int, b: Any, p: Any, gap: Any, values: Any, head_dim: Any, n: Any, out: Any) -> None:
+def _add(
+    size: int, n_rows: int, b: Any, p: Any, stride: Any, values: Any, head_dim: Any, n: Any, out: Any
+) -> None:
     row_bytes, out_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
-    gap_bytes, done = b.mul(gap, emit.I64(4)), emit.I64(0)
+    stride_bytes, done = b.mul(stride, emit.I64(4)), emit.I64(0)
     for n_columns in (COLUMNS[n_rows], 1):
         with emit.loop(b, done, head_dim, n_columns * N) as tile:
             first, target = b.add(values, b.mul(tile.i, emit.I64(size))), b.add(out, b.mul(tile.i, emit.I64(4)))
@@ -139,7 +141,7 @@ def _add(size: int, n_rows: int, b: Any, p: Any, gap: Any, values: Any, head_dim
                 xs = [_load(b, size, value, size * N * c) for c in range(n_columns)]
                 weight = b.add(p, b.mul(turn.i, emit.I64(4)))
                 ws = [
-                    emit.splat(b, emit.load(b, emit.F32, b.add(weight, b.mul(gap_bytes, emit.I64(m)))), N)
+                    emit.splat(b, emit.load(b, emit.F32, b.add(weight, b.mul(stride_bytes, emit.I64(m)))), N)
                     for m in range(n_rows)
                 ]
                 pairs = ((w, x) for w in ws for x in xs)
@@ -155,58 +157,58 @@ score_singles, add_singles = score_rows(4), add_rows(4)
 
 
 @fast_jit
-def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
-    """Adds to s (rows, n), whose rows are ``gap`` apart, the channels behind the last whole vector."""
+def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s: F32, stride: int) -> None:
+    """Adds to s (rows, n), whose rows are ``stride`` apart, the channels behind the last whole vector."""
     for m in range(rows):
         for t in range(n):
-            score = get(s, m * gap + t)
+            score = get(s, m * stride + t)
             for d in range(head_dim // WIDTH * WIDTH, head_dim):
                 score += get(q, m * head_dim + d) * as_float(get(keys, t * head_dim + d))
-            put(s, m * gap + t, score)
+            put(s, m * stride + t, score)
 
 
 @fast_jit
-def add_rest(p: F32, gap: int, rows: int, values: U16 | I8 | F32, head_dim: int, n: int, out: F32) -> None:
+def add_rest(p: F32, stride: int, rows: int, values: U16 | I8 | F32, head_dim: int, n: int, out: F32) -> None:
     """Adds to out (rows, head_dim) the channels behind the last whole vector."""
     for m in range(rows):
         for d in range(head_dim // WIDTH * WIDTH, head_dim):
             total = get(out, m * head_dim + d)
             for t in range(n):
-                total += get(p, m * gap + t) * as_float(get(values, t * head_dim + d))
+                total += get(p, m * stride + t) * as_float(get(values, t * head_dim + d))
             put(out, m * head_dim + d, total)
 
 
 @score_loop
-def _score_decoded(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    single, capacity, head_dim = rows_at(store)
+def _score_f32(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    single, capacity, head_dim = rows_at(numbers)
     keys = single + 4 * (g * capacity + t) * head_dim
-    score_singles(q, rows, keys, head_dim, n, s, gap)
+    score_singles(q, rows, keys, head_dim, n, s, stride)
     if head_dim % WIDTH:
-        score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), gap)
+        score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), stride)
 
 
 @add_loop
-def _add_decoded(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    single, capacity, head_dim = rows_at(store)
+def _add_f32(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    single, capacity, head_dim = rows_at(numbers)
     values = single + 4 * (g * capacity + t) * head_dim
-    add_singles(p, gap, rows, values, head_dim, n, out)
+    add_singles(p, stride, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
-        add_rest(floats(p), gap, rows, floats(values), head_dim, n, floats(out))
+        add_rest(floats(p), stride, rows, floats(values), head_dim, n, floats(out))
 
 
 @jit
-def rows_at(store: int) -> tuple[int, int, int]:
+def rows_at(numbers: int) -> tuple[int, int, int]:
     """Returns the address, capacity and head_dim of rows that a codec stores as they are."""
-    x = numbers(store)
+    x = int64s(numbers)
     return get(x, 0), get(x, 1), get(x, 2)
 
 
 KERNELS = {
     "decoded": CodecKernels(
         lambda tokens: (tokens.address, tokens.capacity, tokens.head_dim),
-        _score_decoded,
-        _add_decoded,
-        at_once=AT_ONCE,
+        _score_f32,
+        _add_f32,
+        at_once=TOKENS_PER_CALL,
     )
 }
 """The loops of `Decoded`."""

@@ -11,7 +11,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import RangeKernel, rows_view
-from edgekv.kernels.cpu.loops import floats, load_numbers, numbers
+from edgekv.kernels.cpu.loops import floats, int64s, load_numbers
 from edgekv.kernels.cpu.scalar import ROUND, get, maximum, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, I64
@@ -50,8 +50,8 @@ def _softmax_rows(first: int, last: int, part: int, arguments: int) -> None:
     for item in range(first, last):
         g, m = item // n_rows, item % n_rows
         row = g * stride_g + m * stride_m
-        start = min(max(get(numbers(lo), m), 0), n_columns)
-        end = min(max(get(numbers(hi), m), start), n_columns)
+        start = min(max(get(int64s(lo), m), 0), n_columns)
+        end = min(max(get(int64s(hi), m), start), n_columns)
         fill(s, row, row + start, ZERO)
         _softmax_row(s, row + start, row + end)
         fill(s, row + end, row + n_columns, ZERO)

@@ -13,14 +13,14 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit
 from edgekv.kernels.cpu.emit import at
 from edgekv.kernels.cpu.loops import (
-    AT_ONCE,
+    TOKENS_PER_CALL,
     CodecKernels,
     Loop,
     add_loop,
     call,
     floats,
     halves,
-    numbers,
+    int64s,
     score_loop,
 )
 from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_singles, score_rest, score_singles
@@ -28,53 +28,53 @@ from edgekv.kernels.cpu.scalar import as_float, get, put
 
 TILE = 32  # tokens: 16 KiB at 128 channels
 decode_loop = Loop
-HEADER = 8 * 2  # bytes of a store before the numbers that ``decode`` gets: the decode loop's address, head_dim
+HEADER = 8 * 2  # bytes before the numbers that ``decode`` gets: the decode loop's address, head_dim
 
 
 def tiled(
-    store: Callable[[Any], tuple[int, ...]],
+    numbers: Callable[[Any], tuple[int, ...]],
     decode: Loop,
     scratch: Callable[[Any], int] = lambda codec: 0,
     **more: Any,
 ) -> CodecKernels:
     """Returns the kernels of a codec that is read by way of decoded tiles.
 
-    store: (codec) -> the numbers that ``decode`` gets. scratch: (codec) -> bytes of scratch that it gets.
+    numbers: (codec) -> the numbers that ``decode`` gets. scratch: (codec) -> bytes of scratch that it gets.
     """
 
-    def store_numbers(codec: Any) -> tuple[int, ...]:
-        return decode.address, codec.head_dim, *store(codec)
+    def all_numbers(codec: Any) -> tuple[int, ...]:
+        return decode.address, codec.head_dim, *numbers(codec)
 
     def scratch_bytes(codec: Any, rows: int) -> int:
         return 4 * TILE * int(codec.head_dim) + scratch(codec)
 
     return CodecKernels(
-        store_numbers, TILE_SCORES, TILE_SUMS, decode=decode, scratch=scratch_bytes, at_once=AT_ONCE, **more
+        all_numbers, tile_scores, tile_sums, decode=decode, scratch=scratch_bytes, at_once=TOKENS_PER_CALL, **more
     )
 
 
 @score_loop
-def TILE_SCORES(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, tile: int) -> None:
-    """s (rows, n) = scores of queries (rows, head_dim) with tokens t..t + n; gap: float32 from row to row of s."""
-    decode, head_dim = get(numbers(store), 0), get(numbers(store), 1)
+def tile_scores(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, tile: int) -> None:
+    """s (rows, n) = scores of queries (rows, head_dim) with tokens t..t + n; stride: float32 between rows of s."""
+    decode, head_dim = get(int64s(numbers), 0), get(int64s(numbers), 1)
     for i in range(0, n, TILE):
         n_tokens, scores = min(TILE, n - i), s + 4 * i
-        call(decode, (store + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
-        score_singles(q, rows, tile, head_dim, n_tokens, scores, gap)
+        call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
+        score_singles(q, rows, tile, head_dim, n_tokens, scores, stride)
         if head_dim % WIDTH:
-            score_rest(floats(q), rows, floats(tile), head_dim, n_tokens, floats(scores), gap)
+            score_rest(floats(q), rows, floats(tile), head_dim, n_tokens, floats(scores), stride)
 
 
 @add_loop
-def TILE_SUMS(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, tile: int) -> None:
-    """out (rows, head_dim) += p (rows, n) times tokens t..t + n; rows of p are ``gap`` float32 apart."""
-    decode, head_dim = get(numbers(store), 0), get(numbers(store), 1)
+def tile_sums(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, tile: int) -> None:
+    """out (rows, head_dim) += p (rows, n) times tokens t..t + n; rows of p are ``stride`` float32 apart."""
+    decode, head_dim = get(int64s(numbers), 0), get(int64s(numbers), 1)
     for i in range(0, n, TILE):
         n_tokens, weights = min(TILE, n - i), p + 4 * i
-        call(decode, (store + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
-        add_singles(weights, gap, rows, tile, head_dim, n_tokens, out)
+        call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
+        add_singles(weights, stride, rows, tile, head_dim, n_tokens, out)
         if head_dim % WIDTH:
-            add_rest(floats(weights), gap, rows, floats(tile), head_dim, n_tokens, floats(out))
+            add_rest(floats(weights), stride, rows, floats(tile), head_dim, n_tokens, floats(out))
 
 
 BITS = 2, 4, 8

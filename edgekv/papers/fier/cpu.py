@@ -8,7 +8,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic
-from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, halves, int64s, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
@@ -23,9 +23,9 @@ ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
 
 
 @score_loop
-def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
     """Scores tokens of whole groups: t and n are multiples of the group."""
-    x = numbers(store)
+    x = int64s(numbers)
     head_dim, n_groups, group = get(x, 0), get(x, 1), get(x, 2)
     signs, levels, queries = get(x, 3), halves(get(x, 4)), floats(q)
     per_group = group // WORD_TOKENS
@@ -36,7 +36,7 @@ def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: i
         for m in range(rows):
             base = _fold(queries, m * head_dim, levels, level, head_dim, floats(scratch))
             for w in range(per_group):
-                column = m * gap + b * group - t + w * WORD_TOKENS
+                column = m * stride + b * group - t + w * WORD_TOKENS
                 bits = signs + WORD_BYTES * (word + w * head_dim)
                 _score_word(bits, scratch, head_dim, base, s + 4 * column)
 
@@ -91,14 +91,14 @@ def _mask(b: Any, bits: Any) -> Any:
     return b.icmp_unsigned("!=", tested, emit.constant(each.type, 0))
 
 
-def _store(index: Any) -> tuple[int, ...]:
+def _numbers(index: Any) -> tuple[int, ...]:
     addresses = (address_of(index.arrays[name]) for name in ("signs", "levels"))
     return index.head_dim, index.n_blocks, index.block, *addresses
 
 
 KERNELS = {
     "sign_index": CodecKernels(
-        _store,
+        _numbers,
         score=_score,
         block=lambda index: max(BLOCK, index.block),
         scratch=lambda index, rows: 4 * index.head_dim,

@@ -13,8 +13,8 @@ from edgekv.kernels.cpu.loops import (
     CodecKernels,
     address_of,
     floats,
+    int64s,
     load_numbers,
-    numbers,
     prepare_loop,
     put_loop,
     score_loop,
@@ -41,9 +41,9 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
 
 
 @prepare_loop
-def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Writes the signs of R q, then a scale for each row, then scratch for one row of R q."""
-    x = numbers(store)
+    x = int64s(numbers)
     n_words, n_bits, head_dim, n_tau = get(x, 2), get(x, 4), get(x, 5), get(x, 7)
     codes, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     for m in range(rows):
@@ -55,20 +55,22 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
 
 
 @score_loop
-def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
-    x = numbers(store)
+def _score(
+    numbers: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int
+) -> None:
+    x = int64s(numbers)
     codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
     queries, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     key = (g * n_blocks + t // BLOCK) * n_words * BLOCK + t % BLOCK
     for j in range(0, n_words * BLOCK, WORDS_PER_LINE):
         emit.prefetch_element(codes, key + PREFETCH_BLOCKS * n_words * BLOCK + j)
     for m in range(rows):
-        _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * gap, n)
+        _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * stride, n)
 
 
 @put_loop
-def _put(store: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
-    x = numbers(store)
+def _put(numbers: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
+    x = int64s(numbers)
     codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
     n_bits, head_dim, projected = get(x, 4), get(x, 5), floats(scratch)
     centre, centred = floats(get(x, 8)), floats(scratch + 4 * n_bits)
@@ -81,7 +83,7 @@ def _put(store: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
             put(codes, index, _pack_word(projected, w * WORD_BITS))
 
 
-def _store_numbers(codec: Any) -> tuple[int, ...]:
+def _numbers(codec: Any) -> tuple[int, ...]:
     signs, projection = codec.arrays["signs"], codec.projection
     sizes = codec.bits, codec.head_dim
     return (
@@ -108,7 +110,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 KERNELS = {
     "signs": CodecKernels(
-        _store_numbers,
+        _numbers,
         prepare=_prepare,
         score=_score,
         put=_put,

@@ -3,14 +3,14 @@
 from typing import Any
 
 from edgekv.kernels.cpu.compile import fast_jit, jit
-from edgekv.kernels.cpu.loops import address_of, floats, numbers
+from edgekv.kernels.cpu.loops import address_of, floats, int64s
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 
 
 @decode_loop
-def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    head_dim, codes, step, low, capacity, group, n_bits = _numbers(store)
+def _decode_keys(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    head_dim, codes, step, low, capacity, group, n_bits = _fields(numbers)
     n_bytes, steps, done = head_dim * n_bits // 8, scratch + 4 * head_dim, 0
     while done < n:
         n_tokens, token = min(n - done, group - (t + done) % group), g * capacity + t + done
@@ -23,23 +23,23 @@ def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
 
 
 @decode_loop
-def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    _read_values(store, g, t, n, tile, scratch)
+def _decode_values(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    _read_values(numbers, g, t, n, tile, scratch)
 
 
 @decode_loop
-def _decode_balanced(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode_balanced(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes keys, and divides them by the balance by which they were multiplied."""
-    _read_values(store, g, t, n, tile, scratch)
-    head_dim, balance, to = get(numbers(store), 0), floats(get(numbers(store), 7)), floats(tile)
+    _read_values(numbers, g, t, n, tile, scratch)
+    head_dim, balance, to = get(int64s(numbers), 0), floats(get(int64s(numbers), 7)), floats(tile)
     for i in range(0, n * head_dim, head_dim):
         for d in range(head_dim):
             put(to, i + d, get(to, i + d) / get(balance, g * head_dim + d))
 
 
 @fast_jit
-def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    head_dim, codes, step, low, capacity, n_spans, n_bits = _numbers(store)
+def _read_values(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    head_dim, codes, step, low, capacity, n_spans, n_bits = _fields(numbers)
     n_bytes, steps = head_dim * n_bits // 8, scratch + 4 * TILE * n_spans
     for k in range(n_spans):
         first = (g * n_spans + k) * capacity + t
@@ -50,12 +50,12 @@ def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) ->
 
 
 @jit
-def _numbers(store: int) -> tuple[int, int, int, int, int, int, int]:
-    x = numbers(store)
+def _fields(numbers: int) -> tuple[int, int, int, int, int, int, int]:
+    x = int64s(numbers)
     return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, 6)
 
 
-def _store(codec: Any, *shape: int) -> tuple[int, ...]:
+def _numbers(codec: Any, *shape: int) -> tuple[int, ...]:
     addresses = (address_of(codec.arrays[name]) for name in ("codes", "step", "low"))
     return codec.head_dim, *addresses, *shape, 8 * codec.n_bytes // codec.head_dim
 
@@ -66,13 +66,13 @@ def _span_bytes(codec: Any) -> int:
 
 KERNELS = {
     "kivi_keys": tiled(
-        lambda codec: _store(codec, codec.capacity, codec.group),
+        lambda codec: _numbers(codec, codec.capacity, codec.group),
         _decode_keys,
         lambda codec: 8 * int(codec.head_dim),
     ),
-    "kivi_values": tiled(lambda codec: _store(codec, codec.capacity, codec.spans), _decode_values, _span_bytes),
+    "kivi_values": tiled(lambda codec: _numbers(codec, codec.capacity, codec.spans), _decode_values, _span_bytes),
     "token_keys": tiled(
-        lambda codec: (*_store(codec, codec.capacity, codec.spans), address_of(codec.balance)),
+        lambda codec: (*_numbers(codec, codec.capacity, codec.spans), address_of(codec.balance)),
         _decode_balanced,
         _span_bytes,
     ),

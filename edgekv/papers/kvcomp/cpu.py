@@ -13,7 +13,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import exact_kernel
-from edgekv.kernels.cpu.loops import address_of, chars, halves, load_numbers, numbers, words, words32
+from edgekv.kernels.cpu.loops import address_of, chars, halves, int64s, load_numbers, words, words32
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 from edgekv.kernels.interface import BLOCK
@@ -69,35 +69,35 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
 
 
 @decode_loop
-def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode_keys(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes keys: low and step are per channel of a block."""
-    _read(True, store, g, t, n, tile, scratch)
+    _read(True, numbers, g, t, n, tile, scratch)
 
 
 @decode_loop
-def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode_values(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes values: low and step are per token."""
-    _read(False, store, g, t, n, tile, scratch)
+    _read(False, numbers, g, t, n, tile, scratch)
 
 
 @fast_jit
-def _read(per_channel: bool, store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _read(per_channel: bool, numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes n tokens, which may lie in several blocks, into tile (n, head_dim)."""
-    x = numbers(store)
+    x = int64s(numbers)
     head_dim, capacity, block, low_at, step_at = get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
     n_ends = max(TILE, head_dim)
     low, step, codes = scratch, scratch + 4 * n_ends, scratch + 8 * n_ends
     done = 0
     while done < n:
         n_tokens = min(n - done, block - (t + done) % block)
-        n_run = _decode_runs(store, g, t + done, n_tokens, chars(codes))
+        n_run = _decode_runs(numbers, g, t + done, n_tokens, chars(codes))
         first, n_read = g * capacity + t + done, n_tokens
         if per_channel:
             first, n_read = (g * (capacity // block) + (t + done) // block) * head_dim, head_dim
         widen_ends(low_at + 2 * first, n_read, low)
         widen_ends(step_at + 2 * first, n_read, step)
         for i in range(0, n_tokens, n_run):
-            source, to = codes + i // n_run * run_gap(head_dim), tile + 4 * (done + i) * head_dim
+            source, to = codes + i // n_run * run_stride(head_dim), tile + 4 * (done + i) * head_dim
             length = min(n_run, n_tokens - i)
             if per_channel:
                 decode_channels(source, head_dim, 8, length, low, step, to)
@@ -107,18 +107,18 @@ def _read(per_channel: bool, store: int, g: int, t: int, n: int, tile: int, scra
 
 
 @jit
-def run_gap(head_dim: int) -> int:
+def run_stride(head_dim: int) -> int:
     """Returns the bytes from one run of decoded tokens to the next."""
     return RUN_TOKENS * head_dim + OVERRUN
 
 
 @jit
-def _decode_runs(store: int, g: int, t: int, n: int, codes: U8) -> Scalar:
+def _decode_runs(numbers: int, g: int, t: int, n: int, codes: U8) -> Scalar:
     """Decodes n <= BLOCK tokens of one block of head g, from token t on, in RUNS runs of tokens.
 
-    The codes of run r begin at codes[r * run_gap(head_dim)]. Returns how many tokens a run has.
+    The codes of run r begin at codes[r * run_stride(head_dim)]. Returns how many tokens a run has.
     """
-    x = numbers(store)
+    x = int64s(numbers)
     head_dim, capacity, block = get(x, 0), get(x, 1), get(x, 2)
     stream, offsets, bits = chars(get(x, 5)), words32(get(x, 6)), halves(get(x, 7) + 2 * g * capacity)
     table, plain_bits = words(get(x, 8)), get(x, 10)
@@ -135,7 +135,7 @@ def _decode_runs(store: int, g: int, t: int, n: int, codes: U8) -> Scalar:
     p2 = p1 + np.uint64(_total(bits, t + n1, n2 - n1))
     p3 = p2 + np.uint64(_total(bits, t + n2, n3 - n2))
     w0 = np.uint64(0)
-    w1 = np.uint64(run_gap(head_dim))
+    w1 = np.uint64(run_stride(head_dim))
     w2, w3 = w1 + w1, w1 + w1 + w1
     e0, e1 = w0 + np.uint64(n1 * head_dim), w1 + np.uint64((n2 - n1) * head_dim)
     e2, e3 = w2 + np.uint64((n3 - n2) * head_dim), w3 + np.uint64((n - n3) * head_dim)
@@ -206,7 +206,7 @@ def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
     return types.none(array, types.uint64, types.uint64), build
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+def _numbers(codec: Any) -> tuple[int, ...]:
     pool, offsets, bits, table, plain, plain_bits, low, step = codec.store()
     coded = (address_of(array) for array in (pool, offsets, bits, table, plain))
     return codec.head_dim, codec.capacity, codec.block, address_of(low), address_of(step), *coded, plain_bits
@@ -222,6 +222,6 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 
 KERNELS = {
-    "huffman_keys": tiled(_store, _decode_keys, _scratch, encode=_encode),
-    "huffman_values": tiled(_store, _decode_values, _scratch, encode=_encode),
+    "huffman_keys": tiled(_numbers, _decode_keys, _scratch, encode=_encode),
+    "huffman_values": tiled(_numbers, _decode_values, _scratch, encode=_encode),
 }

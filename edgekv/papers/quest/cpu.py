@@ -3,16 +3,16 @@
 import numpy as np
 
 from edgekv.codecs.f16 import cpu as f16
-from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, numbers, prepare_loop
+from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, int64s, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 ZERO = np.float32(0)
 
 
 @prepare_loop
-def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _split(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Writes each query's positive part, which meets the largest keys, and behind it its negative part."""
-    width, queries, target = get(numbers(store), 2), floats(q), floats(prepared)
+    width, queries, target = get(int64s(numbers), 2), floats(q), floats(prepared)
     head_dim = width // 2
     for m in range(rows):
         for d in range(head_dim):

@@ -7,7 +7,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import intrinsic
-from edgekv.kernels.cpu.loops import address_of, floats, halves, numbers
+from edgekv.kernels.cpu.loops import address_of, floats, halves, int64s
 from edgekv.kernels.cpu.scalar import as_float, get
 from edgekv.kernels.cpu.softmax import fill
 from edgekv.kernels.cpu.tile import TILE, WIDE, channel_ends, decode_loop, tiled, token_ends, widen_ends
@@ -62,15 +62,15 @@ _decode_planes, _decode_channel_planes = _plane_decoder(per_channel=False), _pla
 
 
 @decode_loop
-def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes low + step * code, with low and step of each token, of all tokens, or of each channel."""
-    x = numbers(store)
+    x = int64s(numbers)
     head_dim, n_bits, capacity = get(x, 0), get(x, 1), get(x, 2)
-    gap_head, gap_token, per_channel = get(x, 6), get(x, 7), get(x, 8)
+    head_stride, token_stride, per_channel = get(x, 6), get(x, 7), get(x, 8)
     planes = get(x, 3) + (g * capacity + t) * n_bits * ((head_dim + BYTE_BITS - 1) // BYTE_BITS)
-    n_ends, first = head_dim if per_channel else TILE, g * gap_head + t * gap_token
+    n_ends, first = head_dim if per_channel else TILE, g * head_stride + t * token_stride
     low, step = scratch, scratch + 4 * n_ends
-    if per_channel or gap_token:
+    if per_channel or token_stride:
         n_read = head_dim if per_channel else n
         widen_ends(get(x, 4) + 2 * first, n_read, low)
         widen_ends(get(x, 5) + 2 * first, n_read, step)
@@ -83,13 +83,13 @@ def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None
         _decode_planes(planes, n_bits, head_dim, n, low, step, tile)
 
 
-def _store(codec: Any) -> tuple[int, ...]:
-    """Returns the numbers of a store; where heads or tokens share low and step, the distance of these is 0."""
+def _numbers(codec: Any) -> tuple[int, ...]:
+    """Returns the numbers of a codec; where heads or tokens share low and step, the distance of these is 0."""
     planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
     heads, n = low.shape
-    gaps = (n, 0, 1) if codec.group == "channel" else (n if heads > 1 else 0, 1 if n > 1 else 0, 0)
+    strides = (n, 0, 1) if codec.group == "channel" else (n if heads > 1 else 0, 1 if n > 1 else 0, 0)
     ends = address_of(low), address_of(step)
-    return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *gaps
+    return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *strides
 
 
-KERNELS = {"levels": tiled(_store, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}
+KERNELS = {"levels": tiled(_numbers, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}

@@ -1,7 +1,6 @@
 """Adapters: small .safetensors files with what was trained for one KV scheme and one checkpoint.
 
-tau, or key_scale        F32 (), (n_layers,) or (n_layers, heads): a parameter of the scheme, see SETTINGS
-projection, centre       F32 (n_layers, ...): further parameters of h1b, see LEARNED
+a name without a dot     F32 () or (n_layers, ...): a parameter of the scheme, which its `load_adapter` checks
 a checkpoint's tensor    its replacement, under the same name (V_proj; the whole c_attn of a GPT-2)
 `__metadata__`           format, version, base (the checkpoint's identity), scheme; and provenance
 """
@@ -25,19 +24,14 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import F32
 
 FORMAT, VERSION = "edgekv-adapter", "1"
-SETTINGS = {"tau": "n_heads", "key_scale": "n_kv_heads"}
-"""The parameter that a scheme learns, and the config's field with its number of heads. tau: the softmax
-temperature of h1b's query heads; key_scale: the scale of onebit's estimated scores per KV head."""
-LEARNED = ("projection", "centre")
-"""h1b's projection R (n_layers, sketch_bits, head_dim), and mean keys (n_layers, n_kv_heads, head_dim)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """An opened adapter; its weights are mapped and not read.
 
-    base: the identity of its checkpoint. scheme: the name of its KV scheme. parameters: one of SETTINGS, and those
-    of LEARNED that it has, as stored. weights: the names of the checkpoint's tensors that it replaces.
+    base: the identity of its checkpoint. scheme: the name of its KV scheme. parameters: the scheme's, as stored.
+    weights: the names of the checkpoint's tensors that it replaces.
     """
 
     tensors: Tensors
@@ -61,20 +55,16 @@ class Adapter:
             if DTYPES.get(tensor.dtype) not in FLOATS:
                 accepted = ["F64", "F32", "F16", "BF16"]
                 raise ConfigError(f"{path}: tensor {tensor.name!r} is {tensor.dtype}", accepted=accepted)
-        settings = [name for name in SETTINGS if name in tensors]
-        if len(settings) != 1:
+        parameters = {name: to_float32(tensors[name].read()) for name in tensors if "." not in name}
+        if not parameters:
             raise ConfigError(
-                f"{path}: has {len(settings)} of the tensors {', '.join(SETTINGS)}; it must have one"
+                f"{path}: has no parameter of the scheme {metadata['scheme']}; write the adapter again"
             )
-        setting, value = settings[0], to_float32(tensors[settings[0]].read())
-        if not (np.isfinite(value) & (value > 0)).all():
-            raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
-        learned = {name: to_float32(tensors[name].read()) for name in LEARNED if name in tensors}
-        for name, array in learned.items():
-            if array.ndim != 3 or not np.isfinite(array).all():
-                raise ConfigError(f"{path}: {name} is {array.shape}; accepted: layers first of 3 axes, finite")
-        weights = tuple(name for name in tensors if name not in (setting, *learned))
-        return cls(tensors, metadata["base"], metadata["scheme"], {setting: value} | learned, weights)
+        for name, array in parameters.items():
+            if not np.isfinite(array).all():
+                raise ConfigError(f"{path}: {name} has values that are not finite; train the adapter again")
+        weights = tuple(name for name in tensors if name not in parameters)
+        return cls(tensors, metadata["base"], metadata["scheme"], parameters, weights)
 
     @property
     def path(self) -> Path:
@@ -88,8 +78,8 @@ class Adapter:
 
     @property
     def identity(self) -> str:
-        """The identity of the adapted checkpoint: the base's own if the adapter has one of SETTINGS only."""
-        if not self.weights and len(self.parameters) == 1:
+        """The identity of the adapted checkpoint: the base's own if the adapter has numbers of heads alone."""
+        if not self.weights and all(array.ndim <= 2 for array in self.parameters.values()):
             return self.base
         return hashlib.sha256((self.base + self.content_hash).encode()).hexdigest()[:16]
 
@@ -131,14 +121,9 @@ class Adapter:
         """Raises ConfigError if the parameters don't fit the model's shape."""
         if config.recurrences:
             raise self._error(f"an adapter is for models whose layers all attend; {config.model_type} has others")
-        n_layers = config.n_layers
         for name, array in self.parameters.items():
-            if name in SETTINGS:
-                accepted = (), (n_layers,), (n_layers, getattr(config, SETTINGS[name]))
-                if array.shape not in accepted:
-                    raise self._error(f"{name} has shape {array.shape}; accepted: {', '.join(map(str, accepted))}")
-            elif len(array) != n_layers:
-                raise self._error(f"{name} is of {len(array)} layers; accepted: {n_layers}")
+            if array.ndim and len(array) != config.n_layers:
+                raise self._error(f"{name} has shape {array.shape}; accepted: () or ({config.n_layers}, ...)")
 
     def adapt(self, caches: Sequence[Any]) -> None:
         """Sets the parameters of each layer's cache."""

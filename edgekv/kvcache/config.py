@@ -118,11 +118,9 @@ def bad_option(scheme: str, name: str, value: object, *accepted: object) -> Cach
 
 def require_only(wanted: str, given: Iterable[str], scheme: str, source: str) -> None:
     """Raises CacheError (field adapter) unless an adapter brings one parameter, ``wanted``, and no other."""
-    unknown = sorted({wanted} ^ set(given))
-    if unknown:
-        raise CacheError(
-            f"{source}: {scheme} takes {wanted} and nothing else, not {', '.join(unknown)}", field="adapter"
-        )
+    if unknown := sorted({wanted} ^ set(given)):
+        problem = f"{source}: {scheme} takes {wanted} and nothing else, not {', '.join(unknown)}"
+        raise CacheError(problem, field="adapter")
 
 
 def are_factors(x: F32) -> bool:
@@ -130,12 +128,16 @@ def are_factors(x: F32) -> bool:
     return bool(((x >= MIN_FACTOR) & (x <= MAX_FACTOR)).all())
 
 
-def require_factors(name: str, x: F32, source: str) -> None:
-    """Raises CacheError (field adapter) unless all of an adapter's x, of any shape, are factors of scores."""
+def require_shape(name: str, x: F32, source: str, *shapes: tuple[int, ...]) -> None:
+    """Raises CacheError (field adapter) unless a layer's parameter x of an adapter has one of the shapes."""
+    if x.shape not in shapes:
+        problem = f"{source}: {name} has shape {x.shape} in a layer"
+        raise CacheError(problem, field="adapter", accepted=[str(shape) for shape in shapes])
+
+
+def require_factors(name: str, x: F32, n_heads: int, source: str) -> None:
+    """Raises CacheError (field adapter) unless x, of a layer or of its heads, are factors of scores."""
+    require_shape(name, x, source, (), (1,), (n_heads,))
     if not are_factors(x):
-        accepted = f"{MIN_FACTOR:g} to {MAX_FACTOR:g}"
-        raise CacheError(
-            f"{source}: {name} is {x.min():g} to {x.max():g}",
-            field="adapter",
-            accepted=[accepted],
-        )
+        problem = f"{source}: {name} is {x.min():g} to {x.max():g}"
+        raise CacheError(problem, field="adapter", accepted=[f"{MIN_FACTOR:g} to {MAX_FACTOR:g}"])

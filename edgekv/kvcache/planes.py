@@ -201,7 +201,7 @@ class Planes(SinkWindowCache):
     def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:
         """Takes ``key_scale``: () of all layers, or (1,) or (n_kv_heads,) of this one."""
         require_only("key_scale", parameters, self.name, source)
-        require_factors("key_scale", parameters["key_scale"], source)
+        require_factors("key_scale", parameters["key_scale"], len(self.keys.key_scale), source)
         self.exact_prefill = False
         self.keys.key_scale[:] = parameters["key_scale"]
         self.adapted_by = source

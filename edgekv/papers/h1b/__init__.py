@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from edgekv.codecs.codec import Codec
 from edgekv.codecs.f16 import F16
-from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache.cache import Geometry
@@ -30,6 +29,7 @@ from edgekv.kvcache.config import (
     one_of,
     require_factors,
     require_only,
+    require_shape,
     seed,
 )
 from edgekv.kvcache.policies import FullCache
@@ -134,15 +134,9 @@ class H1B(FullCache):
         """
         learned = {name: parameters[name] for name in ("projection", "centre") if name in parameters}
         require_only("tau", parameters.keys() - learned.keys(), self.name, source)
-        require_factors("tau", parameters["tau"], source)
-        shapes = {"projection": self.sketch.projection.shape, "centre": self.sketch.centre.shape}
+        require_factors("tau", parameters["tau"], self.tau.size, source)
         for name, x in learned.items():
-            if x.shape != shapes[name]:
-                raise CacheError(
-                    f"{source}: {name} has shape {x.shape} in a layer",
-                    field="adapter",
-                    accepted=[str(shapes[name])],
-                )
+            require_shape(name, x, source, getattr(self.sketch, name).shape)
         self.sketch.set_learned(learned.get("projection"), learned.get("centre"))
         self.exact_prefill = False
         if self.config.tau:

@@ -56,7 +56,7 @@ BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
-    """Whether weights of the format named ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
+    """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
         return exact is not None
     own = FORMATS[exact]

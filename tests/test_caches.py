@@ -11,7 +11,7 @@ from helpers import SCHEMES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
-from edgekv.kvcache.policies import SinkWindowCache, ring_tokens
+from edgekv.kvcache.policies import SinkWindowCache, rolling_tokens
 from edgekv.kvcache.recurrent import RecurrentState
 from edgekv.models.config import ShortConv
 from edgekv.server.engine import cache_bytes
@@ -218,7 +218,7 @@ def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]
 def dense_bytes(geometry: Geometry) -> int:
     """Returns the bytes in f16 of all tokens that the scheme keeps."""
     window = geometry.sliding_window
-    kept = geometry.capacity if window is None else ring_tokens(window)
+    kept = geometry.capacity if window is None else rolling_tokens(window)
     return kept * geometry.n_kv_heads * geometry.head_dim * 4
 
 

@@ -93,6 +93,8 @@ def test_lists() -> None:
 def test_an_option_of_another_scheme_says_whose_it_is() -> None:
     with raises(CacheError, field="kv", match="mixed_bits applies to: planes, onebit"):
         CacheSpec.parse("dense:mixed_bits=true")
+    with raises(CacheError, field="kv", match="'p' is not one of its options"):
+        CacheSpec.parse("h1b:p=0")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.config import declared
+from edgekv.kvcache.config import accepted_by
 
 HEADS, TOKENS = (4, 2, 64), 230
 NUMBERS = ("-1", "nan", "inf", "-inf", "1e400", "9" * 40, "9" * 5000, "x", "", "0x10", "None")
@@ -31,7 +31,7 @@ def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[An
             CacheSpec.parse(f"{name}:{field.name}={text}")
         assert str(error.value).startswith(f"kv='{name}:{field.name}={text[:20]}")
         assert error.value.field == "kv"
-        assert list(error.value.accepted or ()) == [str(each) for each in declared(field).phrases]
+        assert list(error.value.accepted or ()) == [str(each) for each in accepted_by(field).phrases]
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 300
     wrong: dict[type, tuple[object, ...]] = {int: (True, "1", 1.0, None), float: (True, "1", None, [1.0])}
@@ -43,7 +43,7 @@ def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[An
 @EACH
 def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[Any]) -> None:
     """They may be refused for another option, the layer or the budget."""
-    scheme, accepts = SCHEMES[name], declared(field)
+    scheme, accepts = SCHEMES[name], accepted_by(field)
     q, k, v = draw(HEADS, TOKENS)
     for value in accepts.extremes:
         assert accepts.accepts(value)

@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
-from edgekv.kvcache.policies import SlidingCache, ring_tokens
+from edgekv.kvcache.policies import RollingCache, rolling_tokens
 from edgekv.models import architecture
 
 H, G, D, CAPACITY = 4, 2, 32, 1500
@@ -48,7 +48,7 @@ def read(cache: KVCache, first: int, stop: int) -> np.ndarray:
 def test_equals_attention_over_the_window(window: int, backend: object) -> None:
     """A prompt, pieces and single tokens, several times round the ring."""
     cache = layer("dense:dtype=f32", window, backend())
-    assert isinstance(cache, SlidingCache)
+    assert isinstance(cache, RollingCache)
     cache.prefill(Q[:, :700], K[:, :700], V[:, :700])
     for first, stop in ((700, 701), (701, 1000), (1000, 1001), (1001, 1002), (1002, CAPACITY)):
         np.testing.assert_allclose(read(cache, first, stop), expected(first, stop, window), atol=2e-5)
@@ -58,16 +58,16 @@ def test_equals_attention_over_the_window(window: int, backend: object) -> None:
 def test_bytes_are_those_of_the_window() -> None:
     for kv in ("dense", "kivi2", "onebit"):
         spec, cache = CacheSpec.parse(kv), layer(kv, 100, numpy_kernels())
-        assert cache.nbytes == cache.planned_bytes() == ring_tokens(100) * G * D * 4
+        assert cache.nbytes == cache.planned_bytes() == rolling_tokens(100) * G * D * 4
         assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.config).planned_bytes()
-    assert not isinstance(layer("dense", 1200, numpy_kernels()), SlidingCache)  # the ring would be the larger
-    assert not isinstance(layer("kivi2", 700, numpy_kernels()), SlidingCache)
-    assert not isinstance(layer("h2o", 100, numpy_kernels()), SlidingCache)
+    assert not isinstance(layer("dense", 1200, numpy_kernels()), RollingCache)  # the ring would be the larger
+    assert not isinstance(layer("kivi2", 700, numpy_kernels()), RollingCache)
+    assert not isinstance(layer("h2o", 100, numpy_kernels()), RollingCache)
 
 
 @pytest.mark.parametrize("window", [12, 300])
 def test_rewinds_within_what_is_kept(window: int) -> None:
-    cache, more = layer("dense:dtype=f32", window, numba_kernels(1)), ring_tokens(window) - window
+    cache, more = layer("dense:dtype=f32", window, numba_kernels(1)), rolling_tokens(window) - window
     cache.prefill(Q[:, :1200], K[:, :1200], V[:, :1200])
     assert cache.truncate(1200 - more) == 1200 - more
     np.testing.assert_allclose(read(cache, 1200 - more, 1250), expected(1200 - more, 1250, window), atol=2e-5)
@@ -83,7 +83,7 @@ def test_counters_of_a_file_may_lie() -> None:
         cache.n_seen, cache.n_lost = n_seen, n_lost
         return cache.counters_valid()
 
-    lost = 1000 - ring_tokens(100)
+    lost = 1000 - rolling_tokens(100)
     assert taken(1000, lost)
     assert taken(990, lost)
     assert taken(50, 0)
@@ -127,7 +127,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
         assert sum(cache.nbytes for cache in session.caches) == sizes[-1]
     np.testing.assert_allclose(results[0], results[1], atol=2e-4, rtol=0)
     assert architecture(LONG).config.layer_windows == (40, None, 40, None)
-    assert sizes[0] == sizes[1] // 2 + sizes[1] // 1024 * ring_tokens(40)
+    assert sizes[0] == sizes[1] // 2 + sizes[1] // 1024 * rolling_tokens(40)
 
 
 def test_sessions_are_saved(gemma: pathlib.Path, tmp_path: pathlib.Path) -> None:

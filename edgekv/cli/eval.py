@@ -41,7 +41,7 @@ from edgekv.eval.gate import (
 )
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.kvcache.choice import EXACT, published_results
-from edgekv.kvcache.registry import PRESETS, broken_schemes, suited
+from edgekv.kvcache.registry import PRESETS, broken_schemes, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
 LEAST_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
@@ -68,7 +68,7 @@ def is_list_of_names(kv: str | None) -> bool:
 
 
 def report_left_out(suited_and_reasons: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
-    """Returns the schemes that `suited` found, and prints why others were left out."""
+    """Returns the schemes that `select_specs` found, and prints why others were left out."""
     for reason in suited_and_reasons[1]:
         say(f"left out: {reason}")
     return suited_and_reasons[0]
@@ -314,7 +314,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         form, n_layers = model.weight_format(arguments.weights), model.config.n_layers
         if capacity > model.config.max_positions and not arguments.shape:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
-        specs = report_left_out(suited(requested, model.config, capacity, is_list_of_names(arguments.kv)))
+        specs = report_left_out(select_specs(requested, model.config, capacity, is_list_of_names(arguments.kv)))
         needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + spare) for spec in specs}
         require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)

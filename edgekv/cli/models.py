@@ -30,7 +30,7 @@ from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
-from edgekv.kvcache.registry import PRESETS, suited
+from edgekv.kvcache.registry import PRESETS, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
@@ -251,7 +251,7 @@ def warm_command(arguments: argparse.Namespace) -> int:
     arguments.kv = None
     options = load_options(arguments)
     config = open_model(model_path(arguments), options).config
-    specs = report_left_out(suited(requested, config, default_ctx(config), named))
+    specs = report_left_out(select_specs(requested, config, default_ctx(config), named))
     with Bars() as bars:
         for spec in specs:
             settings = vars(options) | {"kv": spec}

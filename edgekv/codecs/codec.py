@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
@@ -22,9 +23,9 @@ Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 class Codec(abc.ABC):
     """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels.
 
-    A codec must define ``kind``, `layout`, `token_bytes`, `encode` and `decode`; in NumPy they define what every
-    backend computes. Backends call these, slowly, unless ``backends`` names a module for theirs (cpu, cuda) whose
-    ``KERNELS[kind]``, the `CodecKernels` of that backend, encode and read the packed form.
+    A codec must define ``kind``, `layout`, `token_bytes`, `encode`, and `decode`, or `scores` or `sums`; in NumPy
+    they define what every backend computes. Backends call these, slowly, unless ``backends`` names a module for
+    theirs (cpu, cuda) whose ``KERNELS[kind]``, that backend's `CodecKernels`, encode and read the packed form.
     """
 
     kind: ClassVar[str]
@@ -90,6 +91,16 @@ def round_up_to_f16(x: F32) -> U16:
     half = x.astype(np.float16)
     bits: U16 = half.view(np.uint16) + (half.astype(np.float32) < x).astype(np.uint16)
     return bits
+
+
+def to_half(x: F32) -> U16:
+    """Returns the bits of the nearest float16 of x, of the shape of x."""
+    return x.astype(np.float16).view(np.uint16)
+
+
+def to_finite_half(x: npt.NDArray[np.floating]) -> U16:
+    """Returns the bits of the nearest finite float16 of x >= 0, of the shape of x."""
+    return to_half(np.minimum(x, LARGEST_F16).astype(np.float32))
 
 
 def from_half(bits: U16) -> F32:

@@ -31,7 +31,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.kvcache.registry import suited
+from edgekv.kvcache.registry import select_specs
 from edgekv.machine import all_cores, blas_threads, machine_info, memory_errors
 from edgekv.types import F32, F64, LayerProgress, Path, TaskProgress
 
@@ -193,7 +193,7 @@ class EvalInput:
         device.require(CacheSpec.parse(REFERENCE))
         for spec in specs if named else ():
             device.require(spec)
-        return suited([spec for spec in specs if device.available(spec)], config, default_ctx(config), named)
+        return select_specs([spec for spec in specs if device.available(spec)], config, default_ctx(config), named)
 
     def load(self, ctx: int | None, progress: TaskProgress | None) -> tuple[Decoder, int]:
         """Loads the decoder; returns it and its window: ``ctx`` tokens, or a session's default."""

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from edgekv.kernels import arrays
+from edgekv.kernels.arrays import Memory
 from edgekv.types import F32, I32, I64, Array
 
 BLOCK = 64
@@ -72,7 +75,27 @@ class Segment(NamedTuple):
 
 
 Visible = tuple[I64, I64]
-"""(lo, hi), each (n,): query token j sees the positions lo[j] .. hi[j]."""
+"""(lo, hi), each (n,): query token j sees the positions lo[j] up to but not including hi[j]."""
+
+
+class Workspace:
+    """Scratch buffers by name and dtype, which grow when needed; each holds until its name is used again."""
+
+    def __init__(self, memory: Memory = arrays) -> None:
+        self.memory = memory
+        self._buffers: dict[tuple[str, Any], Array] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """Returns a C-contiguous array of the shape and undefined contents, valid until its name is used again."""
+        size, key = math.prod(shape), (name, dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[key] = self.memory.empty((size,), dtype)
+        return buffer[:size].reshape(shape)
+
+    def buffers(self) -> list[Array]:
+        """Returns all buffers, each of shape (size,)."""
+        return list(self._buffers.values())
 
 
 class Kernels(Protocol):
@@ -97,8 +120,8 @@ class Kernels(Protocol):
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment. ``sinks`` (H,),
         where given, is a score more for each head's queries, of no token and without a value: the weights of the
-        tokens then sum to less than 1. ``cap``, where given, makes a token's score cap * tanh(score / cap), as in
-        Gemma 2.
+        tokens then sum to less than 1; CUDA raises ValueError for them. ``cap``, where given, makes a score
+        cap * tanh(score / cap), as in Gemma 2.
         """
 
     def append(self, keys: Stored, values: Stored, k: F32, v: F32, t0: int) -> None:
@@ -110,7 +133,7 @@ class Kernels(Protocol):
     def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
         """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
-        Of a page_index t0 and t1 are pages.
+        Of an index of keys t0 and t1 are its units.
         """
 
     def project(self, x: F32, matrix: F32) -> F32:

@@ -12,9 +12,10 @@ import numpy as np
 
 from edgekv.codecs.codec import Layout
 from edgekv.errors import CacheError
-from edgekv.kernels import Kernels, arrays
-from edgekv.kernels.arrays import Memory, contiguous
+from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.interface import Segment, Visible
+from edgekv.kernels.interface import Workspace as Workspace
 from edgekv.types import F32, Array
 
 
@@ -53,26 +54,6 @@ EXAMPLE = Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=1 << 16)
 def layout_bytes(layout: Layout) -> int:
     """Returns the bytes of all arrays of a layout."""
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
-
-
-class Workspace:
-    """Scratch buffers by name, which grow when needed and which all layers of a session share."""
-
-    def __init__(self, memory: Memory = arrays) -> None:
-        self.memory = memory
-        self._buffers: dict[str, Array] = {}
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Returns a C-contiguous array of the shape and undefined contents, valid until its name is used again."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = self.memory.empty((size,), dtype)
-        return buffer[:size].reshape(shape)
-
-    def buffers(self) -> list[Array]:
-        """Returns all buffers, each of shape (size,)."""
-        return list(self._buffers.values())
 
 
 @dataclasses.dataclass(frozen=True)

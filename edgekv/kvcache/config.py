@@ -41,10 +41,10 @@ class Config:
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value := value.item())
             if not accepts(field, value):
-                raise bad_option(self.scheme, field.name, value, *declared(field).phrases)
+                raise bad_option(self.scheme, field.name, value, *accepted_by(field).phrases)
 
 
-def declared(field: dataclasses.Field[Any]) -> Accepts:
+def accepted_by(field: dataclasses.Field[Any]) -> Accepts:
     """Returns what an option accepts: all values of its type where it has no declaration, as in other packages."""
     default = field.default
     finite = "a finite number" if type(default) is float else f"a {type(default).__name__}"
@@ -56,7 +56,7 @@ def declared(field: dataclasses.Field[Any]) -> Accepts:
 def accepts(field: dataclasses.Field[Any], value: object) -> bool:
     """Returns whether an option accepts a value of any type."""
     kinds = (int, float) if type(field.default) is float else (type(field.default),)
-    return type(value) in kinds and declared(field).accepts(value)
+    return type(value) in kinds and accepted_by(field).accepts(value)
 
 
 def _option(default: Any, phrases: Iterable[object], accepts: Callable[[Any], bool], *extremes: Any) -> Any:

@@ -154,7 +154,9 @@ class PlanesConfig(Config):
 
 
 class Planes(SinkWindowCache):
-    """q . k ~ (P q) . c + key_scale * f * (P q) . x: x are the levels of r = P k - c in k_bits an element.
+    """A cache of keys and values in a few bits per element, between exact tokens at both ends.
+
+    q . k ~ (P q) . c + key_scale * f * (P q) . x, where x are the levels of r = P k - c in k_bits an element.
 
     With D = head_dim and D' = D rounded up to a multiple of 64: k_bits * D'/8 + 2 + (D'/2 + 2) * 5/64 bytes of
     keys and v_bits * D/8 + 2 of values per packed token and KV head (73.2 at D = 128 with 2 and 2 bits), and 4

@@ -156,9 +156,9 @@ class SinkWindowCache(CodecStore):
         super().__init__(geometry, config)
         self.sizes = self.exact_sizes(config)
         g, d, sink = geometry.n_kv_heads, geometry.head_dim, min(geometry.capacity, self.sizes.sink)
-        self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.residual_length)
-        self.bulk_capacity -= self.bulk_capacity % self.sizes.block
-        self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, config)
+        self.packed_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.residual_length)
+        self.packed_capacity -= self.packed_capacity % self.sizes.block
+        self.key_codec, self.value_codec = self.codecs(geometry, self.packed_capacity, config)
         recent = min(geometry.capacity, self.sizes.residual_length + self.sizes.block)
         self._stores = {
             "sink_key": F16(g, sink, d),
@@ -211,7 +211,7 @@ class SinkWindowCache(CodecStore):
     def _extend_chunk(self, keys: F32, values: F32) -> None:
         """Packs whole blocks of recent and new tokens at once; the rest becomes the recent tokens."""
         total, block = self.n_recent + keys.shape[1], self.sizes.block
-        surplus = min(total - self.sizes.residual_length, self.bulk_capacity - self.n_packed)
+        surplus = min(total - self.sizes.residual_length, self.packed_capacity - self.n_packed)
         packed = max(0, surplus // block * block)
         for codec, store, new in (
             (self.key_codec, self._stores["recent_key"], keys),
@@ -265,8 +265,8 @@ class SinkWindowCache(CodecStore):
         self.n_recent += n
 
     def needs_flush(self) -> bool:
-        block = self.sizes.block
-        return self.n_recent >= self.sizes.residual_length + block and self.n_packed + block <= self.bulk_capacity
+        block, room = self.sizes.block, self.packed_capacity - self.n_packed
+        return self.n_recent >= self.sizes.residual_length + block and block <= room
 
     def flush(self) -> None:
         if not self.needs_flush():
@@ -290,7 +290,7 @@ class SinkWindowCache(CodecStore):
             super().counters_valid()
             and self.n_sink == min(self.n_seen, s.sink)
             and self.n_packed % s.block == self.n_stored % s.block == 0
-            and self.n_packed <= self.n_stored <= self.bulk_capacity
+            and self.n_packed <= self.n_stored <= self.packed_capacity
             and self.n_recent == n_exact <= self._recent_capacity
         )
 
@@ -314,26 +314,26 @@ class SinkWindowCache(CodecStore):
         return max(0, n // self.sizes.block * self.sizes.block)
 
 
-def ring_tokens(window: int) -> int:
+def rolling_tokens(window: int) -> int:
     """Returns the slots of a layer with this sliding window: whole blocks, with room for tokens to be rewound."""
     return -(-(window + min(window, MAX_SPARE_TOKENS)) // BLOCK) * BLOCK
 
 
-class SlidingCache(FullCache):
-    """A ring of `ring_tokens` slots with the latest tokens: position p lies in slot p modulo their number."""
+class RollingCache(FullCache):
+    """A ring of `rolling_tokens` slots with the latest tokens: position p lies in slot p modulo their number."""
 
     name = "rolling"
 
     def __init__(self, geometry: Geometry, config: Any, codecs: WindowCodecs) -> None:
         self.window = geometry.sliding_window or geometry.capacity
-        self.size, self._codecs = ring_tokens(self.window), codecs
+        self.size, self._codecs = rolling_tokens(self.window), codecs
         super().__init__(geometry, config)
         self.n_lost = 0  # tokens whose slots were taken by later ones
 
     def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
         return self._codecs(geometry.n_kv_heads, self.size, geometry.head_dim)
 
-    def cut(self, n_tokens: int) -> SlidingCache:
+    def cut(self, n_tokens: int) -> RollingCache:
         small = copy.copy(self)
         small.size = min(n_tokens, self.size)
         small.key_codec, small.value_codec = small.codecs(self.geometry, self.config)

@@ -11,9 +11,9 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
-from edgekv.kvcache.config import accepts, bad_option, declared
+from edgekv.kvcache.config import accepted_by, accepts, bad_option
 from edgekv.kvcache.planes import OneBit, Planes
-from edgekv.kvcache.policies import Dense, SlidingCache
+from edgekv.kvcache.policies import Dense, RollingCache
 from edgekv.models.config import ModelConfig
 
 ENTRY_POINTS = "edgekv.schemes"
@@ -37,8 +37,10 @@ RENAMED = {
     **{"by_need": "mixed_bits", "k_spread": "key_channel_scales"},
 }
 """The earlier name of an option -> its present one."""
-RETIRED = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678"), "text": ("f16",)}
-"""A removed option -> its values that are still accepted, as they change nothing."""
+_TEXT: dict[str, tuple[str, ...]] = {"text": ("f16",)}
+_STAGES: dict[str, tuple[str, ...]] = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678")}
+RETIRED = {"planes": _STAGES, "onebit": _STAGES, **dict.fromkeys(("visual1", "visual=planes"), _TEXT)}
+"""A scheme -> its removed options -> their values that are still accepted, as they change nothing."""
 REMOVED = {
     "bitplane": "reading the likely tokens in a second stage gained nothing; use q4",
     "steps": "a bound in bytes now chooses the bits; give the budget (kv_budget, --kv-budget) alone",
@@ -180,7 +182,7 @@ class CacheSpec:
         for item in filter(None, rest.split(",")):
             option, equals, value = item.partition("=")
             if option not in fields:
-                if value in RETIRED.get(option, ()):
+                if value in RETIRED.get(scheme.name, {}).get(option, ()):
                     continue
                 option = RENAMED.get(option, option)
             if option not in fields or not equals:
@@ -250,13 +252,13 @@ class CacheSpec:
         ]
 
     def layer(self, geometry: Geometry) -> KVCache:
-        """Returns a layer's cache: a `SlidingCache` where the layer slides and that is allowed and smaller."""
+        """Returns a layer's cache: a `RollingCache` where the layer slides and that is allowed and smaller."""
         cache = self.scheme(geometry, self.config)
         codecs = self.scheme.window_codecs(self.config)
         if codecs is None or geometry.sliding_window is None:
             return cache
-        sliding = SlidingCache(geometry, self.config, codecs)
-        return sliding if sliding.planned_bytes() < cache.planned_bytes() else cache
+        rolling = RollingCache(geometry, self.config, codecs)
+        return rolling if rolling.planned_bytes() < cache.planned_bytes() else cache
 
     def planned_bytes(self, model: ModelConfig, capacity: int) -> int:
         """Returns the bytes of all layers' caches for ``capacity`` tokens."""
@@ -268,7 +270,7 @@ class CacheSpec:
         return self.scheme(shape, self.config).planned_bytes() / n_heads / FACTS_TOKENS
 
 
-def suited(
+def select_specs(
     specs: Sequence[CacheSpec], model: ModelConfig, capacity: int, named: bool
 ) -> tuple[list[CacheSpec], list[str]]:
     """Returns the schemes that this model can run with, and a line on each of the others.
@@ -304,5 +306,5 @@ def _read(name: str, field: dataclasses.Field[Any], text: str) -> Any:
     except (KeyError, ValueError):
         value = None
     if not accepts(field, value):
-        raise bad_option(name, field.name, text, *declared(field).phrases)
+        raise bad_option(name, field.name, text, *accepted_by(field).phrases)
     return value

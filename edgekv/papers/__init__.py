@@ -14,6 +14,7 @@ import numpy as np
 
 from edgekv.codecs.codec import from_half as from_half
 from edgekv.codecs.codec import round_up_to_f16
+from edgekv.codecs.codec import to_half as to_half
 from edgekv.errors import CacheError
 from edgekv.kernels.interface import LARGEST_F16
 from edgekv.types import F32, U8, U16
@@ -44,11 +45,6 @@ def unpack_codes(codes: U8, head_dim: int) -> F32:
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
     parts: U8 = (codes[..., None, :] >> shifts) & np.uint8(2**n_bits - 1)
     return parts.reshape(*codes.shape[:-1], head_dim).astype(np.float32)
-
-
-def to_half(x: F32) -> U16:
-    """Returns x rounded to float16, as bits."""
-    return x.astype(np.float16).view(np.uint16)
 
 
 def affine_levels(x: F32, axis: int, low: U16, step: U16, n_levels: int, step_of: Callable[[F32], F32]) -> U8:

@@ -24,7 +24,7 @@ from edgekv.machine import all_cores, available_memory_bytes, machine_info
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I64, Threads
 from edgekv.weights.formats import ROUTER, WeightFormat
-from edgekv.weights.ops import NumpyOps, gated, groups
+from edgekv.weights.ops import NumpyOps, apply_gate, groups
 from edgekv.weights.store import WeightStore
 
 DECODE_PAIRS = 32  # pairs of a token and an expert up to which products take the threads of decoding
@@ -126,7 +126,7 @@ class CpuOps(NumpyOps):
         """Returns activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if kind not in layers.SIGMOIDS:
             return super().gated_linear(x, name, kind)
-        return layers.gated(self.linear(x, name), kind)
+        return layers.apply_gate(self.linear(x, name), kind)
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
         """Returns x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
@@ -139,9 +139,9 @@ class CpuOps(NumpyOps):
         if experts.clamped:
             inner = layers.clamped_gate(both, *experts.clamped)
         elif config.activation in layers.SIGMOIDS:
-            inner = layers.gated(both, config.activation)
+            inner = layers.apply_gate(both, config.activation)
         else:
-            inner = gated(config, both)
+            inner = apply_gate(config, both)
         results = self.expert_products(inner, of, f"{i}.experts_down")
         return layers.add_results(x, results, tokens, weights)
 

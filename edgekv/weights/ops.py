@@ -124,7 +124,7 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     return chosen, weights
 
 
-def gated(config: ModelConfig, both: F32) -> F32:
+def apply_gate(config: ModelConfig, both: F32) -> F32:
     """Returns the gated half (m, channels) of an expert's gates and inputs ``both`` (m, 2 * channels)."""
     gate, up = np.split(both, 2, axis=1)
     if config.experts and config.experts.clamped:
@@ -266,7 +266,7 @@ class NumpyOps(WeightOps):
         order = np.argsort(chosen, axis=None, kind="stable")
         of = chosen.reshape(-1)[order]
         both = self.expert_products(y[order // experts.per_token], of, f"{i}.experts_up")
-        results = self.expert_products(gated(self.arch.config, both), of, f"{i}.experts_down")
+        results = self.expert_products(apply_gate(self.arch.config, both), of, f"{i}.experts_down")
         by_token = np.empty_like(results)
         by_token[order] = results
         added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]

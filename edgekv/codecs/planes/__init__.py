@@ -48,12 +48,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from edgekv.codecs.codec import Codec, Layout, from_half, in_package
+from edgekv.codecs.codec import Codec, Layout, from_half, in_package, to_finite_half
 from edgekv.kernels import BLOCK, Kernels
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.interface import LARGEST_F16
 from edgekv.types import F32, I64, U8, U16, Array
 
 RUN = 16
@@ -274,7 +272,7 @@ def _encode_means(x: F32, codes: U8, step: U16) -> None:
     for i in range(1, n):
         mean += x[..., i, :]
     mean *= np.float32(1 / n)
-    step[...] = to_half(np.abs(mean).max(axis=-1) / np.float32(8))
+    step[...] = to_finite_half(np.abs(mean).max(axis=-1) / np.float32(8))
     width = step.view(np.float16).astype(np.float32)[..., None]
     levels = np.clip(np.floor(mean / np.where(width == 0, 1, width)) + 8, 0, 15).astype(np.float32)
     packed = levels.astype(np.uint8)
@@ -303,7 +301,7 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
         size = (step * np.float32(2.0 ** (bits - 2 - p)))[..., None]
         left -= np.where(sign, size, -size)
     along = (x * level).sum(axis=2)
-    scale[:, t0 : t0 + n] = to_half(square / np.where(along == 0, 1, along))
+    scale[:, t0 : t0 + n] = to_finite_half(square / np.where(along == 0, 1, along))
 
 
 def _in_groups(columns: U8) -> U8:
@@ -408,7 +406,7 @@ class InterleavedValues(Codec):
 
     def _levels(self, block: int) -> F32:
         """Returns the levels (n_kv_heads, BLOCK, head_dim) of a block: codes less their middle."""
-        heads = ((_unpacked(codes[:, block]), MIDDLE_CODE[codes.shape[2] // 2]) for _, codes in self._codes())
+        heads = ((_unpack(codes[:, block]), MIDDLE_CODE[codes.shape[2] // 2]) for _, codes in self._codes())
         return np.concatenate([codes.astype(np.float32) - middle for codes, middle in heads])
 
 
@@ -426,7 +424,7 @@ def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     g, n, d = x.shape
     bits = codes.shape[2] // 2
     levels, step = gauss_levels(x, bits)
-    scale[:, t0 : t0 + n] = to_half(step)
+    scale[:, t0 : t0 + n] = to_finite_half(step)
     blocks = levels.reshape(g, n // BLOCK, BLOCK, d)
     line, lower_bits = 0, bits
     for field in FIELDS[bits]:
@@ -450,7 +448,7 @@ def gauss_levels(x: F32, bits: int) -> tuple[U8, np.ndarray[tuple[int, ...], np.
     return codes.astype(np.uint8), square / np.where(along == 0, 1, along)
 
 
-def _unpacked(codes: U8) -> U8:
+def _unpack(codes: U8) -> U8:
     """Returns the codes (G, BLOCK, D) of a packed block (G, 2 * bits, D, 4)."""
     g, n_lines, d, _ = codes.shape
     unpacked, line = np.zeros_like(codes, shape=(g, BLOCK, d)), 0
@@ -461,9 +459,3 @@ def _unpacked(codes: U8) -> U8:
         unpacked = unpacked << field | tokens.reshape(g, BLOCK, d)
         line += 2 * field
     return unpacked
-
-
-def to_half(x: npt.NDArray[np.floating]) -> U16:
-    """Returns the bits of the nearest finite float16 of x >= 0, of the shape of x."""
-    bits: U16 = np.minimum(x, LARGEST_F16).astype(np.float32).astype(np.float16).view(np.uint16)
-    return bits

@@ -467,7 +467,7 @@ class KeyNumbers(NamedTuple):
     query_factors: int  # (G, head_dim), of the queries before they are rotated
 
 
-AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
+INDEX = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 
 @jit
@@ -486,15 +486,15 @@ def _query_parts(prepared: int, rows: int, width: int) -> tuple[int, int, int]:
 def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Rotates and rounds the queries (rows, head_dim) of head g, and makes their tables and integers."""
     x = int64s(numbers)
-    width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
-    query_factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
-    key_scale = get(floats(get(x, AT.key_scale)), g)
+    width, head_dim, matrix = get(x, INDEX.width), get(x, INDEX.head_dim), floats(get(x, INDEX.matrix))
+    query_factors = floats(get(x, INDEX.query_factors) + 4 * g * head_dim)
+    key_scale = get(floats(get(x, INDEX.key_scale)), g)
     integers, sizes, factors = _query_parts(prepared, rows, width)
     rotated, rounded = floats(factors + 4 * rows), floats(factors + 4 * (rows + width))
     for m in range(rows):
         for d in range(head_dim):
             put(rounded, d, get(floats(q), m * head_dim + d) * get(query_factors, d))
-        rotate_row(rounded, 0, head_dim, matrix, matrix, get(x, AT.is_hadamard), width, rotated, 0)
+        rotate_row(rounded, 0, head_dim, matrix, matrix, get(x, INDEX.is_hadamard), width, rotated, 0)
         step = _round_query(rotated, width, rounded)
         _put_tables(rounded, width, chars(prepared), 4 * m * width)
         size, total = _in_two_bytes(rotated, width, chars(integers), 2 * m * width)
@@ -577,16 +577,17 @@ def _score_head(
 ) -> None:
     """`score_blocks` of head g's blocks from ``block`` on."""
     x = int64s(numbers)
-    width, bits, of_head = get(x, AT.width), get(int64s(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
-    first = get(int64s(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
+    width, bits = get(x, INDEX.width), get(int64s(get(x, INDEX.bits)), g)
+    of_head = g * get(x, INDEX.n_blocks) + block
+    first = get(int64s(get(x, INDEX.first_plane)), g) * get(x, INDEX.n_blocks) + block * bits
     integers, sizes, factors = _query_parts(prepared, rows, width)
     queries = prepared, integers, sizes, factors, width
     keys = (
-        get(x, AT.planes) + first * width * BLOCK // 8,
+        get(x, INDEX.planes) + first * width * BLOCK // 8,
         bits,
-        get(x, AT.scale) + 2 * BLOCK * of_head,
-        get(x, AT.centres) + of_head * N_CENTRES * width // 2,
-        get(x, AT.centre_step) + 2 * N_CENTRES * of_head,
+        get(x, INDEX.scale) + 2 * BLOCK * of_head,
+        get(x, INDEX.centres) + of_head * N_CENTRES * width // 2,
+        get(x, INDEX.centre_step) + 2 * N_CENTRES * of_head,
         n_blocks,
     )
     score_blocks(rows, queries, keys, s, stride, scratch)

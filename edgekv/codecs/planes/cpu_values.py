@@ -289,7 +289,7 @@ class ValueNumbers(NamedTuple):
     add_4: int
 
 
-AT = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
+INDEX = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
 
 
 @intrinsic
@@ -316,7 +316,7 @@ def add_loop_of(bits: int) -> Loop:
 
     def add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
         x = int64s(numbers)
-        head_dim, scales = get(x, AT.head_dim), get(x, AT.scale) + 2 * g * get(x, AT.capacity)
+        head_dim, scales = get(x, INDEX.head_dim), get(x, INDEX.scale) + 2 * g * get(x, INDEX.capacity)
         done = 0
         while done < n:
             i = (t + done) % BLOCK
@@ -327,8 +327,8 @@ def add_loop_of(bits: int) -> Loop:
                 scale = scratch + SCALES_AT
             else:  # all whole blocks at once
                 n_tokens = (n - done) // BLOCK * BLOCK
-            line = get(int64s(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
-            codes, m = get(x, AT.codes) + 8 * head_dim * line, 0
+            line = get(int64s(get(x, INDEX.first_plane)), g) * get(x, INDEX.n_blocks) + (t + done) // BLOCK * bits
+            codes, m = get(x, INDEX.codes) + 8 * head_dim * line, 0
             while m < rows:
                 n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
                 row_p, target = p_at + 4 * stride * m, out + 4 * m * head_dim
@@ -348,7 +348,7 @@ def add_loop_of(bits: int) -> Loop:
 @add_loop
 def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = int64s(numbers)
-    loop = get(x, AT.add_1 - 1 + get(int64s(get(x, AT.bits)), g))
+    loop = get(x, INDEX.add_1 - 1 + get(int64s(get(x, INDEX.bits)), g))
     call(loop, (numbers, p, stride, rows, g, t, n, out, scratch))
 
 
@@ -364,10 +364,10 @@ def _copy_tokens(x: F32 | U16, i: int, n: int, y: F32 | U16, zero: Scalar) -> No
 @finish_loop
 def _finish(numbers: int, sums: int, out: int, rows: int) -> None:
     x = int64s(numbers)
-    d, matrix, inverse = get(x, AT.head_dim), floats(get(x, AT.matrix)), floats(get(x, AT.inverse))
+    d, matrix, inverse = get(x, INDEX.head_dim), floats(get(x, INDEX.matrix)), floats(get(x, INDEX.inverse))
     for m in range(rows):
         row = m * d
-        rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, AT.is_hadamard), floats(out), row, d)
+        rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, INDEX.is_hadamard), floats(out), row, d)
 
 
 def _numbers(codec: Any) -> ValueNumbers:

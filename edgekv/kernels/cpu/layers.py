@@ -50,7 +50,7 @@ def activation(x: F32, kind: str) -> F32:
     return out
 
 
-def gated(x: F32, kind: str) -> F32:
+def apply_gate(x: F32, kind: str) -> F32:
     """Returns an activation of SIGMOIDS of the first half of x (n, 2 * m), times the second half: (n, m)."""
     n, m = x.shape[0], x.shape[1] // 2
     out, (a, b) = np.empty((n, m), np.float32), SIGMOIDS[kind]

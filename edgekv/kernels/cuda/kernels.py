@@ -31,7 +31,7 @@ from edgekv.kernels.cuda.driver import (
     counter,
 )
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec
-from edgekv.kernels.interface import Segment, Visible, find_codec_kernels
+from edgekv.kernels.interface import Segment, Visible, Workspace, find_codec_kernels
 from edgekv.types import I64
 
 THREADS, TILE = 128, 64
@@ -249,7 +249,9 @@ class CudaKernels:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._scratch: dict[str, Array] = {}
+        self._workspace = Workspace(driver)
+        self.scratch = self._workspace.array
+        self._done_counts: dict[int, Array] = {}
         self._constants: dict[tuple[Any, ...], Array] = {}
 
     def constant(self, x: Array | npt.NDArray[Any]) -> Array:
@@ -263,17 +265,9 @@ class CudaKernels:
             self._constants[key] = self.driver.upload(x)
         return self._constants[key]
 
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Returns a buffer for one launch, with undefined contents."""
-        size = int(np.prod(shape))
-        buffer = self._scratch.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._scratch[name] = self.driver.empty((size,), dtype)
-        return buffer[:size].reshape(shape)
-
     def buffers(self) -> list[Array]:
         """Returns the arrays (size,) that launches use beside their operands."""
-        return [*self._scratch.values(), *self._constants.values()]
+        return [*self._workspace.buffers(), *self._constants.values(), *self._done_counts.values()]
 
     def splits(self, rounds: int, n_ranges: int, blocks: int = 8, reserved: int = 0) -> int:
         """Returns how many blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` other blocks.
@@ -438,9 +432,9 @@ class CudaKernels:
 
     def _done(self, n_kv_heads: int) -> Array:
         """Returns counts (n_kv_heads,) of the blocks that are done: zeros, which every launch leaves as zeros."""
-        if "attend.done" not in self._scratch or self._scratch["attend.done"].size < n_kv_heads:
-            self._scratch["attend.done"] = self.driver.zeros((n_kv_heads,), np.uint32)
-        return self._scratch["attend.done"]
+        if n_kv_heads not in self._done_counts:
+            self._done_counts[n_kv_heads] = self.driver.zeros((n_kv_heads,), np.uint32)
+        return self._done_counts[n_kv_heads]
 
     def _attend_through_scores(
         self, parts: list[Part], visible: Visible, out: Array, weights: Array | None

@@ -62,7 +62,7 @@ class SignIndex(Index):
         return self.n_kv_heads * self.head_dim * (self.block // 8 + 4)
 
     def encode(self, keys: Array, b0: int, b1: int) -> None:
-        """levels (G, groups, 2, D), float16 bits: a centre and a step. signs (G, words, D), uint32.
+        """Writes levels (G, groups, 2, D), float16 bits: a centre and a step; and signs (G, words, D), uint32.
 
         Centre and step are the mean and the mean absolute deviation from it, each added up in the order of the
         tokens, or with minmax the middle and half the range. Bit i of word w of channel d says whether token

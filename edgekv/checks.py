@@ -90,10 +90,10 @@ def checked_value(name: str, value: Any, kind: Any) -> Any:
     try:
         return _converted(value, kind)
     except TypeError:
-        raise refused(name, value, _accepted(kind)) from None
+        raise refusal(name, value, _accepted(kind)) from None
 
 
-def refused(name: str, value: object, accepted: str) -> EdgeKVError:
+def refusal(name: str, value: object, accepted: str) -> EdgeKVError:
     """Returns the error of a parameter with a wrong value."""
     return ERRORS.get(name, ConfigError)(field=name, value=value, accepted=[accepted])
 

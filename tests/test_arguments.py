@@ -112,7 +112,7 @@ def snapshot(session: Session) -> tuple[Any, ...]:
     )
 
 
-def refused(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
+def refuses(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
     before = snapshot(session)
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
@@ -127,7 +127,7 @@ def test_a_wrong_argument_changes_nothing(
     session: Session, method: str, name: str, values: tuple[Any, ...]
 ) -> None:
     """Bytes of the caches and all: what follows is what would have followed."""
-    refused(session, getattr(session, method), name, values, GIVEN.get(method, {}))
+    refuses(session, getattr(session, method), name, values, GIVEN.get(method, {}))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_wrong_argument_of_a_chat(session: Session, method: str, name: str, va
     session = session.fork()
     chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()), "Be brief.")
     list(chat.ask("Tom", max_new_tokens=2))
-    refused(session, getattr(chat, method), name, values, {"text": "Lily"} if method == "ask" else {})
-    refused(session, chat.set_system, "text", NO_TEXT, {})
-    refused(session, chat.ask, "images", (*NO_LIST, "a.png", ["a.png"]), {"text": "Lily"})
+    refuses(session, getattr(chat, method), name, values, {"text": "Lily"} if method == "ask" else {})
+    refuses(session, chat.set_system, "text", NO_TEXT, {})
+    refuses(session, chat.ask, "images", (*NO_LIST, "a.png", ["a.png"]), {"text": "Lily"})
 
 
 @pytest.mark.parametrize(("_", "name", "values"), cases({"params": SETTINGS}))

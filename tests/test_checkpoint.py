@@ -19,7 +19,7 @@ from edgekv.checkpoint.tensors import DTYPES, MappedTensor, Tensors, TensorWrite
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 
 
-def refused(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointError, **given: Any) -> EdgeKVError:
+def refuses(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointError, **given: Any) -> EdgeKVError:
     """Asserts that opening the checkpoint fails in one line that has these parts."""
     with pytest.raises(kind) as error:
         open_checkpoint(path, **given)
@@ -77,7 +77,7 @@ LYING_HEADERS: dict[str, tuple[Any, int, int | None]] = {  # header, bytes of da
 def test_lying_headers(tmp_path: Path) -> None:
     for header, n, length in LYING_HEADERS.values():
         path = raw_file(tmp_path / "a.safetensors", header, bytes(n), length)
-        refused(path, path, "download")
+        refuses(path, path, "download")
 
 
 def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,16 +85,16 @@ def test_files_that_are_cut_or_can_not_be_opened(tmp_path: Path, monkeypatch: py
     save_file({"w": sample("F32")}, path)
     for size in (path.stat().st_size - 1, 40, 8, 3, 0):
         os.truncate(path, size)
-        refused(path, path, "download")
-    refused(tmp_path / "absent", "absent", "No such file")
+        refuses(path, path, "download")
+    refuses(tmp_path / "absent", "absent", "No such file")
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "pipe", "not a regular file")
+    refuses(tmp_path / "pipe", "pipe", "not a regular file")
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("os.open", refuse)  # root may read a file of mode 0
-    refused(tmp_path / "secret.safetensors", "secret.safetensors", "Permission denied")
+    refuses(tmp_path / "secret.safetensors", "secret.safetensors", "Permission denied")
 
 
 def resident(kind: str) -> int:
@@ -157,7 +157,7 @@ def test_a_folder_with_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     source = open_checkpoint("~/m", config="~/m/config.json")
     assert (source.path, source.folder) == (Path("~/m"), folder)
     save_file({"v": sample("F32")}, folder / "more.safetensors")
-    refused(folder, "more.safetensors", "weights.safetensors", "index")
+    refuses(folder, "more.safetensors", "weights.safetensors", "index")
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -172,12 +172,12 @@ def test_shards(tmp_path: Path) -> None:
         found["d"]
     one_line(error, "'d'", "2 shards")
     save_file({"a": sample("F32"), "c": sample("I8")}, tmp_path / SECOND)
-    refused(tmp_path, "'a'", FIRST, SECOND)  # in both
+    refuses(tmp_path, "'a'", FIRST, SECOND)  # in both
     save_file({"a": sample("F32")}, tmp_path / FIRST)
     save_file({"c": sample("I8")}, tmp_path / SECOND)
-    refused(tmp_path, "'b'", FIRST)  # in none
+    refuses(tmp_path, "'b'", FIRST)  # in none
     (tmp_path / SECOND).unlink()
-    refused(tmp_path, "1 of 2 shards", SECOND)
+    refuses(tmp_path, "1 of 2 shards", SECOND)
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:
@@ -185,30 +185,30 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     save_file({"a": sample("F32")}, tmp_path / "outside.safetensors")
     for shard in ("../outside.safetensors", "/etc/outside.safetensors", "sub/in.safetensors", ".."):
         write_index(folder, {"a": shard})
-        refused(folder, shard)
+        refuses(folder, shard)
     for homes in (None, {}, [1], {"a": 3}):
         write_index(folder, homes)
-        refused(folder, "index.json", "weight_map")
+        refuses(folder, "index.json", "weight_map")
     (folder / "model.safetensors.index.json").write_text("{")
-    refused(folder, "index.json", "not valid JSON")
+    refuses(folder, "index.json", "not valid JSON")
 
 
 def test_nothing_to_open(tmp_path: Path) -> None:
-    refused(tmp_path, tmp_path, "model.safetensors")
+    refuses(tmp_path, tmp_path, "model.safetensors")
     for name in ("pytorch_model.bin", "consolidated.00.pth"):
         (tmp_path / name).write_bytes(b"x")
         for path in (tmp_path, tmp_path / name):
-            refused(path, name, "safetensors", "convert")
+            refuses(path, name, "safetensors", "convert")
         (tmp_path / name).unlink()
 
 
 def test_a_bare_file_finds_its_config(tmp_path: Path) -> None:
     path = tmp_path / "bare.safetensors"
     save_file({"w": sample("F32")}, path)
-    error = refused(path, path, "config.json", "__metadata__", "config=", kind=ConfigError)
+    error = refuses(path, path, "config.json", "__metadata__", "config=", kind=ConfigError)
     assert error.field == "config"
     save_file({"w": sample("F32")}, path, metadata={"config": "{"})
-    refused(path, path, "__metadata__", kind=ConfigError)
+    refuses(path, path, "__metadata__", kind=ConfigError)
     save_file({"w": sample("F32")}, path, metadata={"config": json.dumps({"from": "metadata"})})
     source = open_checkpoint(path)
     assert (source.folder, source.config_path, source.config) == (None, None, {"from": "metadata"})
@@ -223,10 +223,10 @@ def test_damaged_configs(tmp_path: Path) -> None:
     write_folder(tmp_path, {"model.safetensors": {"w": sample("F32")}})
     for content in (b"{", b"", b"\xff\xfe", b"[" * 200_000):
         (tmp_path / "config.json").write_bytes(content)
-        refused(tmp_path, tmp_path / "config.json", "not valid JSON", kind=ConfigError)
+        refuses(tmp_path, tmp_path / "config.json", "not valid JSON", kind=ConfigError)
     for content, part in ((b"[1]", "list"), (b"null", "NoneType"), (b" " * (5 << 20), "5,242,880")):
         (tmp_path / "config.json").write_bytes(content)
-        refused(tmp_path, tmp_path / "config.json", part, kind=ConfigError)
+        refuses(tmp_path, tmp_path / "config.json", part, kind=ConfigError)
     for path in (tmp_path / "absent.json", tmp_path):
         with pytest.raises(ConfigError) as error:
             read_config(path)
@@ -236,7 +236,7 @@ def test_damaged_configs(tmp_path: Path) -> None:
 def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:
     model, words = write_folder(tmp_path / "m", {"model.safetensors": {"w": sample("F32")}}), tmp_path / "t"
     words.mkdir()
-    refused(model, words, "tokenizer.json", kind=TokenizerError, tokenizer=words)
+    refuses(model, words, "tokenizer.json", kind=TokenizerError, tokenizer=words)
     (words / "tokenizer.model").write_bytes(b"x")
     for given in (words, words / "tokenizer.model"):
         assert open_checkpoint(model, tokenizer=given).tokenizer_folder == words

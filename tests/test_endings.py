@@ -89,19 +89,19 @@ def test_kernels_are_kept_in_a_folder_of_this_user_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
-    def kept() -> pathlib.Path | None:
+    def keep() -> pathlib.Path | None:
         kernel_cache._root.cache_clear()
         found = kernel_cache.folder.__wrapped__()
         return found and found.parent
 
-    assert kept() == given
+    assert keep() == given
     given.chmod(0o775)
-    assert kept() == home / "edgekv" / "kernels"
+    assert keep() == home / "edgekv" / "kernels"
     assert [path.stat().st_mode & 0o777 for path in (home / "edgekv").rglob("*")] == [0o700, 0o700]
     (home / "edgekv" / "kernels").chmod(0o777)
-    assert kept() == tmp_path / f"edgekv-numba-{os.getuid()}"
+    assert keep() == tmp_path / f"edgekv-numba-{os.getuid()}"
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # all of them are somebody else's
-    assert kept() is None
+    assert keep() is None
     monkeypatch.undo()
     kernel_cache._root.cache_clear()
 

@@ -170,7 +170,7 @@ def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> No
 # GGUF files: damaged, cut off, or of what edgekv does not support
 
 
-def refused(path: pathlib.Path, data: bytes, match: str, kind: type[EdgeKVError] = CheckpointError) -> None:
+def refuses(path: pathlib.Path, data: bytes, match: str, kind: type[EdgeKVError] = CheckpointError) -> None:
     path.write_bytes(data)
     with pytest.raises(kind, match=match) as error:
         Model.open(path)
@@ -182,11 +182,11 @@ def refused(path: pathlib.Path, data: bytes, match: str, kind: type[EdgeKVError]
 def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "damaged.gguf"
     for size in (4, 20, 300, len(whole) // 2, len(whole) - 1):
-        refused(path, whole[:size], "download it again")
-    refused(path, b"PK\x03\x04" + whole[4:], "no GGUF file")
-    refused(path, b"", "no GGUF file")
-    refused(path, whole[:4] + b"\x63" + whole[5:], "correct GGUF file")
-    refused(path, whole.replace(b"llama", b"mamba"), "'mamba' is not supported; supported: llama", ConfigError)
+        refuses(path, whole[:size], "download it again")
+    refuses(path, b"PK\x03\x04" + whole[4:], "no GGUF file")
+    refuses(path, b"", "no GGUF file")
+    refuses(path, whole[:4] + b"\x63" + whole[5:], "correct GGUF file")
+    refuses(path, whole.replace(b"llama", b"mamba"), "'mamba' is not supported; supported: llama", ConfigError)
     for key, value, match in (
         ("tokenizer.ggml.pre", "tekken", "cuts texts like 'tekken'"),
         ("tokenizer.ggml.model", "bert", "tokenizer 'bert' is not supported"),
@@ -197,7 +197,7 @@ def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
             for name, text in ({"tokenizer.ggml.model": "gpt2"} | strange).items():
                 writer.add_string(name, text)
 
-        refused(path, write_vocabulary(tmp_path, fill).read_bytes(), match, TokenizerError)
+        refuses(path, write_vocabulary(tmp_path, fill).read_bytes(), match, TokenizerError)
     with raises(CheckpointError, field="model"):
         Model.open(tmp_path / "absent.gguf")
     path.write_bytes(whole)

@@ -58,13 +58,13 @@ class HeldCopy:
         self.pool.release(self.source)
         self._begun, self.go_on, copy = threading.Event(), threading.Event(), Session.copy_from
 
-        def held(session: Session, other: Session) -> None:
+        def hold(session: Session, other: Session) -> None:
             if not self._begun.is_set():
                 self._begun.set()
                 assert self.go_on.wait(60)
             copy(session, other)
 
-        monkeypatch.setattr(Session, "copy_from", held)
+        monkeypatch.setattr(Session, "copy_from", hold)
         self.threads = concurrent.futures.ThreadPoolExecutor(2)
         self.copied = self.threads.submit(self.pool.acquire, [*self.prompt(45), 7])
         assert self._begun.wait(60)

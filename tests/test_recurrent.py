@@ -186,7 +186,7 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
     arrays = {f"{k}/{name}": a for k, c in enumerate(session.caches) for name, a in c.state().arrays.items()}
     slots = len(state.extra["snapshots"])
 
-    def refused(change: dict[str, Any], arrays: dict[str, np.ndarray] = arrays) -> None:
+    def refuses(change: dict[str, Any], arrays: dict[str, np.ndarray] = arrays) -> None:
         content = json.loads(json.dumps(file.content))
         for part, value in change.items():
             content["layers"][i][part] = value
@@ -195,15 +195,15 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
             Session.restore(tmp_path / "bad", loaded)
 
     for wrong in ([0] * (slots - 1), [9999] + [0] * (slots - 1), [5, 5] + [0] * (slots - 2), 3):
-        refused({"fitted": {"version": 1, "snapshots": wrong}})
+        refuses({"fitted": {"version": 1, "snapshots": wrong}})
     for each in ({"version": 2, "snapshots": [0] * slots}, {}, None):
-        refused({"fitted": each})
-    refused({"counters": {"n_seen": 311, "n_lost": 0}})
+        refuses({"fitted": each})
+    refuses({"counters": {"n_seen": 311, "n_lost": 0}})
     for name in (f"{i}/window", f"{i}/snapshots.window"):
         bad = arrays[name].copy()
         bad.reshape(-1)[0] = np.nan
         for each in (bad, arrays[name].astype(np.float64), np.repeat(arrays[name], 2, axis=-1)):
-            refused({}, arrays | {name: each})
+            refuses({}, arrays | {name: each})
 
 
 def test_what_has_no_way_with_such_layers(model: pathlib.Path) -> None:

@@ -325,7 +325,7 @@ def test_a_tokenizer_json_learns_its_bos_from_the_files_beside_it(copy: Callable
 # Missing and damaged files
 
 
-def refused(folder: pathlib.Path, *words: str) -> None:
+def refuses(folder: pathlib.Path, *words: str) -> None:
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(folder)
     message = str(caught.value)
@@ -335,28 +335,28 @@ def refused(folder: pathlib.Path, *words: str) -> None:
 
 
 def test_files_that_are_no_tokenizer(tmp_path: pathlib.Path) -> None:
-    refused(tmp_path, str(tmp_path))
-    refused(tmp_path / "missing", "missing")
+    refuses(tmp_path, str(tmp_path))
+    refuses(tmp_path / "missing", "missing")
     for content in (b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\noid sha256"):
         (tmp_path / "tokenizer.model").write_bytes(content)
-        refused(tmp_path, "tokenizer.model", "copy it again")
+        refuses(tmp_path, "tokenizer.model", "copy it again")
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-    refused(tmp_path, "tokenizer.model", "tokenizer.json")
+    refuses(tmp_path, "tokenizer.model", "tokenizer.json")
     for decoder in (None, tokenizers.decoders.WordPiece()):
         library = tokenizers.Tokenizer(BPE({"a": 0}, []))
         if decoder is not None:
             library.decoder = decoder
         library.save(str(tmp_path / "tokenizer.json"))
-        refused(tmp_path, "tokenizer.json", "decoder of type", "ByteLevel")
+        refuses(tmp_path, "tokenizer.json", "decoder of type", "ByteLevel")
 
 
 def test_gpt2_without_merges_or_end(copy: Callable[[str], pathlib.Path]) -> None:
     folder = copy("gpt2")
     vocab = json.loads((folder / "vocab.json").read_text())
     write_json(folder, vocab={piece: i for piece, i in vocab.items() if piece != "<|endoftext|>"})
-    refused(folder, "<|endoftext|>", "tokenizer.json")
+    refuses(folder, "<|endoftext|>", "tokenizer.json")
     (folder / "merges.txt").unlink()
-    refused(folder, "merges.txt", "vocab.json")
+    refuses(folder, "merges.txt", "vocab.json")
 
 
 REPLACED = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
@@ -376,7 +376,7 @@ def test_pipelines_that_take_all_memory(copy: Callable[[str], pathlib.Path]) -> 
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}, "charsmap is damaged"),
     ):
         file.write_text(json.dumps(whole | {part: value}))
-        refused(folder, "tokenizer.json", word)
+        refuses(folder, "tokenizer.json", word)
 
 
 @pytest.mark.parametrize(
@@ -391,4 +391,4 @@ def test_pipelines_that_take_all_memory(copy: Callable[[str], pathlib.Path]) -> 
     ],
 )
 def test_contradictions(copy: Callable[[str], pathlib.Path], files: dict[str, object], words: list[str]) -> None:
-    refused(write_json(copy("sentencepiece"), **files), *words)
+    refuses(write_json(copy("sentencepiece"), **files), *words)

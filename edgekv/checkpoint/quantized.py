@@ -161,7 +161,7 @@ class GroupedTensor(QuantizedTensor):
             raise module.parts[0].error(f"has {columns} columns, which {groups} groups do not divide")
         group, group_of = columns // groups, module.group_of(columns, groups)
         name = f"{kind} {bits}-bit" + ("" if group_of is None else " act-order")
-        super().__init__(module.parts, module.name, name, (rows, columns), self._unpacked)
+        super().__init__(module.parts, module.name, name, (rows, columns), self._unpack)
         self._numbers, self._scales, self._zeros = numbers, scales, zeros
         self._columns = np.arange(columns) // group if group_of is None else group_of
         self._block = next((size for size in BLOCKS if group % size == 0 or groups == 1), 0)
@@ -171,7 +171,7 @@ class GroupedTensor(QuantizedTensor):
             size, end = "" if self._block == 128 else "-32", "" if centred or not fits else "-zeros"
             self.exact_format = self.nearest_format = f"int{bits if fits else 8}{size}{end}"
 
-    def _unpacked(self, lo: int, hi: int) -> F32:
+    def _unpack(self, lo: int, hi: int) -> F32:
         return self._codes(lo, hi) * self._scaled(lo, hi)
 
     def _codes(self, lo: int, hi: int) -> Codes:
@@ -338,9 +338,9 @@ class MxFp4Tensor(QuantizedTensor):
     def __init__(self, parts: list[Tensor], module: str, codes: U8, exponents: U8, shared: int) -> None:
         self._codes, self._exponents = codes, exponents
         shape = len(codes), MX_BLOCK * codes.shape[1]
-        super().__init__(parts, module, "MXFP4", shape, self._unpacked, shared)
+        super().__init__(parts, module, "MXFP4", shape, self._unpack, shared)
 
-    def _unpacked(self, lo: int, hi: int) -> F32:
+    def _unpack(self, lo: int, hi: int) -> F32:
         whole, scales = self.blocks(lo, hi)
         values: F32 = (whole * scales[..., None]).reshape(hi - lo, -1)
         return values

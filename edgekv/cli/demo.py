@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.hub import shipped_file
-from edgekv.checks import refused
+from edgekv.checks import refusal
 from edgekv.cli.options import add_options, option
 from edgekv.cli.terminal import Bars, align_columns
 from edgekv.engine.decoder import Decoder
@@ -69,7 +69,7 @@ class Demo:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
         longest = min(len(tokens), decoder.config.max_positions) - WRITTEN
         if not LEAST_CTX <= ctx <= longest:
-            raise refused("ctx", ctx, f"{LEAST_CTX} to {longest}, as text and model go")
+            raise refusal("ctx", ctx, f"{LEAST_CTX} to {longest}, as text and model go")
         self.reader = Reader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]

@@ -82,7 +82,7 @@ def _published(name: str) -> dict[str, float | None]:
 def schemes_text() -> str:
     """Returns a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
 
-    def shown(value: Any, style: str, unit: str = "") -> str:
+    def show(value: Any, style: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{style}}{unit}"
 
     rows = [["kv", "bytes", "KL", "speed", "what is kept"]]
@@ -92,8 +92,8 @@ def schemes_text() -> str:
         row = [
             name,
             f"{spec.bytes_per_token():.1f}",
-            shown(published["kl"], ".2g"),
-            shown(published["attention"], ".1f", "x"),
+            show(published["kl"], ".2g"),
+            show(published["attention"], ".1f", "x"),
         ]
         rows.append([*row, spec.scheme.summary])
     results = published_results()

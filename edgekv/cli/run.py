@@ -27,7 +27,7 @@ from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.runner import require_room
-from edgekv.engine.sampling import continued
+from edgekv.engine.sampling import continue_sampler
 from edgekv.engine.session import Session
 from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
@@ -139,7 +139,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     settings = {
         "images": images,
         "max_new_tokens": arguments.max_new_tokens or LENGTH + SPARE,
-        "sampling": continued(session.last_sampler, sampling),
+        "sampling": continue_sampler(session.last_sampler, sampling),
         "stop": arguments.stop,
         "json_schema": schema,
     }

@@ -39,18 +39,18 @@ class Calibration:
         config = model.config
         if not any(form.of(name).bits == 4 for name in model.arch.linears()):
             advice = "choose {weights:int4-32} or {weights:int4}, or leave {calibrate} out"
-            raise _refused(f"these are to be {form.name}", advice)
+            raise _refusal(f"these are to be {form.name}", advice)
         if not isinstance(model.weights, CheckpointWeights):
-            raise _refused(f"{model.path} is a store, rounded already; give the original checkpoint")
+            raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
         if any(config.layer_recurrences) or config.experts is not None:
-            raise _refused(f"{config.model_type} has layers that carry a state, or experts; leave it out")
+            raise _refusal(f"{config.model_type} has layers that carry a state, or experts; leave it out")
         if model.adapter:
-            raise _refused(f"{model.adapter.path} was trained for another cache; give one of them")
+            raise _refusal(f"{model.adapter.path} was trained for another cache; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
         most = min(MAX_TOKENS, max(MIN_TOKENS, MAX_WORK // elements))
         self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
         if not len(self._windows):
-            raise _refused(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
+            raise _refusal(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
         self.note = f"{self._windows.size} tokens {digest}"
         identity = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
@@ -68,7 +68,7 @@ class Calibration:
             decoder.head(decoder.read_together(np.concatenate([x, x]), n))
 
 
-def _refused(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
+def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
     what = "a text rounds a checkpoint's dense layers to 4 bits, and is read with a plain cache"
     return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
 

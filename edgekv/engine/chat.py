@@ -160,7 +160,7 @@ class Chat:
             return None
         _, token = require_vision(self.session.model)
         with self.session.exclusive():
-            rows, report = self.session.vision.placed([token] * len(new), new, None)
+            rows, report = self.session.vision.place_images([token] * len(new), new, None)
         self._images |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
         return report
 

@@ -79,10 +79,10 @@ class Grammar(Constraint):
         except BaseException as error:
             self._child.close()  # it may wait for an answer that will not come
             if isinstance(error, ChildError):
-                raise _refused(error) from None
+                raise _refusal(error) from None
             raise
         if reply[:1] == ERROR:
-            raise _refused(reply[1:].decode(errors="replace"))
+            raise _refusal(reply[1:].decode(errors="replace"))
         self._stopped, self._mask = reply[:1] == STOPPED, reply[1:]
 
 
@@ -95,7 +95,7 @@ class JsonSchema(Grammar):
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refused(error) from None
+            raise _refusal(error) from None
         super().__init__(text, tokenizer, vocab_size)
 
 
@@ -107,7 +107,7 @@ def read_schema(path: str) -> dict[str, Any]:
         raise ConfigError(str(error), field="json_schema", value=path, accepted=["a JSON file"]) from None
 
 
-def _refused(reason: object) -> ConfigError:
+def _refusal(reason: object) -> ConfigError:
     message = " ".join(str(reason).partition("\n<state>")[0].split())  # without llguidance's internal state
     return ConfigError(f"the JSON schema can't be followed: {message[:400] or 'unknown'}; correct or simplify it")
 

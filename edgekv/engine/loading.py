@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub import shipped_file
-from edgekv.checks import Count, check_fields, refused
+from edgekv.checks import Count, check_fields, refusal
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
 from edgekv.engine.model import Model, sampling_defaults
@@ -110,10 +110,10 @@ class Options:
         if self.overflow not in OVERFLOWS:
             raise ConfigError("unknown", field="overflow", value=self.overflow, accepted=OVERFLOWS)
         if self.slots > 1 and self.draft not in ("none", "auto"):
-            raise refused("draft", self.draft, "none or auto, with more than one slot")
+            raise refusal("draft", self.draft, "none or auto, with more than one slot")
         for name in self.loras:
             if not LORA_NAME.fullmatch(name):
-                raise refused("loras", name, "names of 1 to 64 letters, digits, dots and dashes")
+                raise refusal("loras", name, "names of 1 to 64 letters, digits, dots and dashes")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:

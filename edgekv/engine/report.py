@@ -143,7 +143,7 @@ class RunReport:
         return "\n".join(f"{topic:<12}{text}" for topic, text in self.rows())
 
 
-def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
+def add_measurements(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
     """Completes the report with the present bytes and the notes of plan, images and cache; returns it."""
     caches = state.caches
     report.cache_bytes = sum(cache.nbytes for cache in attending(caches))

@@ -98,7 +98,7 @@ class SamplingParams:
         return bool(self.frequency_penalty or self.presence_penalty)
 
 
-def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen: Mapping[int, int]) -> Any:
+def adjust_logits(logits: Any, params: SamplingParams, history: Sequence[int], chosen: Mapping[int, int]) -> Any:
     """Returns logits (vocab,) with penalties and biases applied; the argument is not changed.
 
     history: ids of prompt and output. chosen: how often each token was sampled. Logits of a device stay there.
@@ -204,7 +204,7 @@ class Sampler:
         """
         if logits.shape != (self.vocab_size,):
             raise EdgeKVError(f"logits have shape {logits.shape}: this sampler is for {self.vocab_size} tokens")
-        changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
+        changed = adjust_logits(logits if masked is None else masked, self.params, history, self._counts)
         token = self._choose(changed)
         if self.params.counts:
             self._counts[token] += 1
@@ -294,7 +294,7 @@ def open_sampler(
     return sampling if isinstance(sampling, Sampler) else Sampler(sampling, vocab_size)
 
 
-def continued(last: Sampler | None, params: SamplingParams) -> SamplingParams | Sampler:
+def continue_sampler(last: Sampler | None, params: SamplingParams) -> SamplingParams | Sampler:
     """Returns the last text's sampler, whose random numbers go on, if it has these settings; else the settings."""
     return last if last is not None and last.params == params else params
 

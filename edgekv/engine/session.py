@@ -29,7 +29,7 @@ from edgekv.engine.loading import (
     open_tokenizer,
     warm_up,
 )
-from edgekv.engine.report import FinishReason, RunReport, measured
+from edgekv.engine.report import FinishReason, RunReport, add_measurements
 from edgekv.engine.runner import Runner, State
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
@@ -257,7 +257,7 @@ class Session:
             require_placeholder(prompt, pieces, self.vision.image_token)
             first = self.tokenizer.bos_id if self.tokenizer and bos else None
             with self.exclusive():
-                return self.vision.placed(pieces, images, first)
+                return self.vision.place_images(pieces, images, first)
         if token is not None:
             check_places(pieces, token, 0)
         return pieces, None
@@ -401,7 +401,7 @@ class Session:
 
     def report(self) -> RunReport:
         """Returns counts, times and bytes of the last `generate`."""
-        return measured(self._report, self._state, self._runner.decoder, self.plan.notes)
+        return add_measurements(self._report, self._state, self._runner.decoder, self.plan.notes)
 
     @checked()
     def rewind(self, n_tokens: Natural) -> None:

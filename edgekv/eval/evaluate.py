@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
-from edgekv.checks import refused
+from edgekv.checks import refusal
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import (
     Options,
@@ -79,7 +79,7 @@ def evaluate(
     """
     windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
     if not windows or ctx < 2:
-        raise refused("ctx", ctx, f"2 or more; the text has {len(tokens)} tokens, and must fill a window")
+        raise refusal("ctx", ctx, f"2 or more; the text has {len(tokens)} tokens, and must fill a window")
     with memory_errors("measuring", decoder.backend.free_bytes):
         exact = [_hidden(decoder, window, CacheSpec.parse(REFERENCE), 0)[0] for window in windows]
         base = _compare(decoder, windows, exact, exact)

@@ -91,7 +91,7 @@ class Vision:
         self.encoder = Encoder(onnx, threads, self.preprocess.output)
         self.projector = Projector(weights, str(model.raw_config.get("projector_hidden_act", "gelu")))
 
-    def placed(
+    def place_images(
         self, prompt: Prompt, images: Sequence[ImageSource], bos: int | None
     ) -> tuple[Prompt, ImagesReport]:
         """Puts images in place of a prompt's image tokens; without any, they come first, after ``bos``.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 
-from tables import MODELS, OURS, ROOT, TOKENS, WHEN, measured, published
+from tables import MODELS, OURS, ROOT, TOKENS, WHEN, published, read_measurements
 
 from edgekv import CacheSpec
 from edgekv.kvcache import schemes
@@ -18,7 +18,7 @@ LEAST = 1e-5  # nats: rounding
 
 def points() -> dict[str, tuple[float, float]]:
     """Returns percent of f16's bytes and KL of the measured lossy schemes, by name."""
-    found = measured(MODEL)
+    found = read_measurements(MODEL)
     exact = found[str(CacheSpec.parse("dense"))]["cache_bytes"]
     specs = [
         spec

@@ -73,7 +73,7 @@ def commands_text() -> str:
     for name, sub in subcommands(build_parser()):
         about = sub.description or ""
         lines += [f"## edgekv {name}", "", f"{about[:1].upper()}{about[1:]}." if about else "", ""]
-        rows = [(_shown(action), _help(sub, action)) for action in sub._actions if action.help and _shown(action)]
+        rows = [(_show(action), _help(sub, action)) for action in sub._actions if action.help and _show(action)]
         if rows:
             lines += ["| option | |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows), ""]
     return "\n".join(lines)
@@ -88,7 +88,7 @@ def subcommands(top: argparse.ArgumentParser, before: str = "") -> Iterator[tupl
                 yield from subcommands(sub, f"{before}{name} ")
 
 
-def _shown(action: argparse.Action) -> str:
+def _show(action: argparse.Action) -> str:
     """Returns the option as it is typed; "" for --help and for what chooses a command."""
     if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
         return ""

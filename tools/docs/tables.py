@@ -81,7 +81,7 @@ def meters_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def measured(model: str) -> dict[str, dict[str, Any]]:
+def read_measurements(model: str) -> dict[str, dict[str, Any]]:
     """Returns what `edgekv eval` found on held-out novels, by scheme as it is written today."""
     runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
     return {_present(row["kv"]): row for run in runs for row in run["results"]}
@@ -104,7 +104,7 @@ def published() -> dict[str, Any]:
     return {
         "quality_on": f"{MODELS[0]}, {TOKENS:,} tokens of {TEXT}",
         "speed_on": f"layers of Llama 2 7B at {TOKENS:,} tokens, x86-64",
-        "kl": {kv: row["kl"] for name, row in measured(MODELS[0]).items() if (kv := _short(name))},
+        "kl": {kv: row["kl"] for name, row in read_measurements(MODELS[0]).items() if (kv := _short(name))},
         "attention": {kv: ms["f16"] / each for kv, each in ms.items()},
         "worst_kl": worst_kl(),
     }
@@ -140,7 +140,7 @@ def papers_table() -> str:
 
 
 def _rows(kvs: dict[str, str], last: str) -> str:
-    quality, speed = [measured(model) for model in MODELS], published()["attention"]
+    quality, speed = [read_measurements(model) for model in MODELS], published()["attention"]
     rows = [
         f"| `--kv` | bytes | {' | '.join(f'KL, {model}' for model in MODELS)} | speed | {last} |",
         "|---|---:|---:|---:|---:|---|",

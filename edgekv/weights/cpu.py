@@ -134,28 +134,28 @@ class CpuOps(NumpyOps):
         experts = config.experts_of(i)
         assert experts is not None
         logits = self.linear(y, f"{i}.router")
-        of, tokens, weights = layers.route(logits, experts.per_token, experts.renormalized)
-        both = self.expert_products(y.take(tokens, axis=0), of, f"{i}.experts_up")
+        expert_ids, tokens, weights = layers.route(logits, experts.per_token, experts.renormalized)
+        both = self.expert_products(y.take(tokens, axis=0), expert_ids, f"{i}.experts_up")
         if experts.clamped:
             inner = layers.clamped_gate(both, *experts.clamped)
         elif config.activation in layers.SIGMOIDS:
             inner = layers.apply_gate(both, config.activation)
         else:
             inner = apply_gate(config, both)
-        results = self.expert_products(inner, of, f"{i}.experts_down")
+        results = self.expert_products(inner, expert_ids, f"{i}.experts_down")
         return layers.add_results(x, results, tokens, weights)
 
-    def expert_products(self, rows: F32, of: I64, name: str) -> F32:
+    def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
         """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
-        for expert, _ in groups(of) if self._is_cold else ():
+        for expert, _ in groups(expert_ids) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
         if name not in self._experts:
-            return super().expert_products(rows, of, name)
+            return super().expert_products(rows, expert_ids, name)
         n_threads = self._threads.decode if len(rows) <= DECODE_PAIRS else self._threads.prompt
-        result = self._experts[name](rows, n_threads, of)
+        result = self._experts[name](rows, n_threads, expert_ids)
         bias = self._store.bias(name)
         if bias is not None:
-            result += bias.reshape(self._linears[name].n_experts, -1)[of]
+            result += bias.reshape(self._linears[name].n_experts, -1)[expert_ids]
         return result
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:

@@ -26,9 +26,9 @@ def _gelu(x: F32) -> F32:
     return (0.5 * x * (1.0 + erf)).astype(np.float32)
 
 
-def _sigmoid(x: F32, of: F32 | float = 1.0) -> F32:
+def _sigmoid(x: F32, factor: F32 | float = 1.0) -> F32:
     with np.errstate(over="ignore"):  # exp(-x) -> inf gives the right limit, 0
-        return (of / (1.0 + np.exp(-x))).astype(np.float32)
+        return (factor / (1.0 + np.exp(-x))).astype(np.float32)
 
 
 def _gelu_tanh(x: F32) -> F32:
@@ -37,7 +37,7 @@ def _gelu_tanh(x: F32) -> F32:
 
 
 ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
-    "silu": lambda x: _sigmoid(x, of=x),
+    "silu": lambda x: _sigmoid(x, factor=x),
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
     "relu": lambda x: np.maximum(x, 0.0),
@@ -48,7 +48,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
     """Returns GPT-OSS's gate * sigmoid(alpha * gate) * (up + 1) (n, channels), gate <= limit, |up| <= limit."""
     gate = np.minimum(gate, np.float32(limit))
-    result: F32 = _sigmoid(np.float32(alpha) * gate, of=gate) * (
+    result: F32 = _sigmoid(np.float32(alpha) * gate, factor=gate) * (
         np.clip(up, -np.float32(limit), np.float32(limit)) + 1
     )
     return result
@@ -132,11 +132,11 @@ def apply_gate(config: ModelConfig, both: F32) -> F32:
     return ACTIVATIONS[config.activation](gate) * up
 
 
-def groups(of: I64) -> Iterator[tuple[int, slice]]:
+def groups(expert_ids: I64) -> Iterator[tuple[int, slice]]:
     """Yields each expert of the pairs ``of`` (m,), ascending, and the slice of its pairs."""
-    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]
+    borders = [0, *(np.flatnonzero(np.diff(expert_ids)) + 1).tolist(), len(expert_ids)]
     for a, b in itertools.pairwise(borders):
-        yield int(of[a]), slice(a, b)
+        yield int(expert_ids[a]), slice(a, b)
 
 
 class WeightOps(Ops, Protocol):
@@ -264,21 +264,21 @@ class NumpyOps(WeightOps):
         assert experts is not None
         chosen, weights = choose(self.linear(y, f"{i}.router"), experts)
         order = np.argsort(chosen, axis=None, kind="stable")
-        of = chosen.reshape(-1)[order]
-        both = self.expert_products(y[order // experts.per_token], of, f"{i}.experts_up")
-        results = self.expert_products(apply_gate(self.arch.config, both), of, f"{i}.experts_down")
+        expert_ids = chosen.reshape(-1)[order]
+        both = self.expert_products(y[order // experts.per_token], expert_ids, f"{i}.experts_up")
+        results = self.expert_products(apply_gate(self.arch.config, both), expert_ids, f"{i}.experts_down")
         by_token = np.empty_like(results)
         by_token[order] = results
         added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]
         summed: F32 = np.add(x, added, dtype=np.float32)
         return summed
 
-    def expert_products(self, rows: F32, of: I64, name: str) -> F32:
+    def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
         """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
         matrices, bias = self._matrix(name), self.weights.bias(name)
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)
-        for expert, pairs in groups(of):
+        for expert, pairs in groups(expert_ids):
             own = slice(expert * n, (expert + 1) * n)
             result[pairs] = self._multiply(rows[pairs], matrices[own])
             if bias is not None:

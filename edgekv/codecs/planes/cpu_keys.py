@@ -156,17 +156,17 @@ def _emit_centre_dots(b: Any, rows: Sequence[Value], width: Value, half: Value, 
     """
     n_parts = 2 if BYTE_PRODUCTS else 1  # high and low bytes have sums of their own
     zeros = [emit.constant(INTS, 0)] * (n_parts * len(rows) * N_CENTRES)
-    with emit.loop(b, 0, half, CODE_BYTES, zeros) as turn:
-        factors = [_load_integers(b, row, turn.i, width, half) for row in rows]
-        sums = list(turn.values)
+    with emit.loop(b, 0, half, CODE_BYTES, zeros) as loop:
+        factors = [_load_integers(b, row, loop.i, width, half) for row in rows]
+        sums = list(loop.values)
         for centre in range(N_CENTRES):
-            low, high = _codes_of_centre(b, emit.load(b, CODES, at(b, codes, turn.i, (half, centre))))
+            low, high = _codes_of_centre(b, emit.load(b, CODES, at(b, codes, loop.i, (half, centre))))
             for m, row in enumerate(factors):
                 for part, (of_low, of_high) in enumerate(row):
                     i = (part * len(rows) + m) * N_CENTRES + centre
                     sums[i] = _add_code_products(b, high, of_high, _add_code_products(b, low, of_low, sums[i]))
-        turn.following = sums
-    sums = turn.values
+        loop.following = sums
+    sums = loop.values
     if BYTE_PRODUCTS:
         eight = emit.constant(INTS, 8)
         both = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)

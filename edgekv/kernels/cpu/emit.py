@@ -379,7 +379,7 @@ def prefetch_element(context: Any, array: Any, index: Any) -> Any:
     return types.none(array, types.intp), build
 
 
-class Turn:
+class Iteration:
     """A pass of a `loop`: its counter i, values from the pass before, and following ones for the next."""
 
     def __init__(self, i: Value, values: list[Value]) -> None:
@@ -389,10 +389,10 @@ class Turn:
 @contextmanager
 def loop(
     builder: Any, start: Value | int, stop: Value | int, step: int, values: Sequence[Value] = ()
-) -> Iterator[Turn]:
+) -> Iterator[Iteration]:
     """Writes a loop: the body runs for start, start + step, ... as long as a whole step fits below stop.
 
-    ``values`` are those before the first pass; after the loop, the turn's values are those after the last.
+    ``values`` are those before the first pass; after the loop, the iteration's values are those after the last.
     """
     start, stop = (I64(end) if isinstance(end, int) else end for end in (start, stop))
     head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
@@ -400,12 +400,12 @@ def loop(
     builder.branch(head)
     builder.position_at_end(head)
     phis = [builder.phi(x.type) for x in (start, *values)]
-    turn = Turn(phis[0], phis[1:])
-    following = builder.add(turn.i, I64(step))
+    iteration = Iteration(phis[0], phis[1:])
+    following = builder.add(iteration.i, I64(step))
     builder.cbranch(builder.icmp_signed("<=", following, stop), body, after)
     builder.position_at_end(body)
-    yield turn
-    for phi, first, then in zip(phis, (start, *values), (following, *turn.following), strict=True):
+    yield iteration
+    for phi, first, then in zip(phis, (start, *values), (following, *iteration.following), strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(then, builder.block)
     builder.branch(head)

@@ -205,9 +205,9 @@ def row_groups(
     """
     done = emit.I64(0)
     for count in counts:
-        with emit.loop(b, done, n, count) as turn:
-            yield count, x.behind(b, (turn.i, x.row_bytes)), y.behind(b, (turn.i, y.row_bytes))
-        done = turn.i
+        with emit.loop(b, done, n, count) as loop:
+            yield count, x.behind(b, (loop.i, x.row_bytes)), y.behind(b, (loop.i, y.row_bytes))
+        done = loop.i
 
 
 @intrinsic
@@ -352,10 +352,10 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
 
 def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: OutputsAt, n: Value, memory: Value) -> None:
     """Unpacks n blocks of PANEL outputs into ``memory``."""
-    with emit.loop(b, 0, n, layout.blocks) as turn:
-        _emit_unpack_unit(layout, b, outputs, memory, turn.i, None)
+    with emit.loop(b, 0, n, layout.blocks) as loop:
+        _emit_unpack_unit(layout, b, outputs, memory, loop.i, None)
     if layout.blocks > 1:
-        with emit.loop(b, turn.i, at(b, n, layout.blocks - 1), layout.blocks) as last:
+        with emit.loop(b, loop.i, at(b, n, layout.blocks - 1), layout.blocks) as last:
             _emit_unpack_unit(layout, b, outputs, memory, last.i, b.sub(n, last.i))
 
 
@@ -390,16 +390,16 @@ def _emit_panel_products(
     panel_scales = at(b, memory, SCALES_AT)
     end = at(b, n_blocks, layout.blocks - 1)  # what a unit lacks is 0
     zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
-    with emit.loop(b, 0, end, layout.blocks, zeros) as turn:
-        unit = b.sdiv(turn.i, emit.I64(layout.blocks))
+    with emit.loop(b, 0, end, layout.blocks, zeros) as loop:
+        unit = b.sdiv(loop.i, emit.I64(layout.blocks))
         of_unit = x.behind(b, (unit, layout.unit_bytes))
         units = [of_unit.row(b, m) for m in range(n)]
         codes = at(b, memory, (unit, layout.vectors * layout.parts * VECTOR * PANEL))
-        scales = at(b, panel_scales, (turn.i, 4 * PANEL))
+        scales = at(b, panel_scales, (loop.i, 4 * PANEL))
         for i in range(layout.blocks):
-            turn.following = _emit_block_products(layout, b, i, units, codes, scales, turn.following)
+            loop.following = _emit_block_products(layout, b, i, units, codes, scales, loop.following)
     is_first = b.icmp_signed("==", start, emit.I64(0))
-    for i, total in enumerate(turn.values):
+    for i, total in enumerate(loop.values):
         m, vector = divmod(i, PANEL_VECTORS)
         target = at(b, y.row(b, m), VECTOR * vector)
         with b.if_else(is_first) as (then, otherwise):
@@ -429,20 +429,20 @@ def _emit_block_products(
         start = emit.splat(b, emit.load(b, emit.I32, unit, layout.sums_at + 4 * first), LANES)
         dots += [start] * PANEL_VECTORS
     for vector in range(layout.vectors * layout.parts):
-        with emit.loop(b, first, first + lanes, 4, dots) as turn:
-            lane_codes = at(b, codes, (turn.i, VECTOR * PANEL_VECTORS))
+        with emit.loop(b, first, first + lanes, 4, dots) as loop:
+            lane_codes = at(b, codes, (loop.i, VECTOR * PANEL_VECTORS))
             for j in range(4):
                 offset = (vector * LANES + j) * VECTOR * PANEL_VECTORS
                 words = [emit.load(b, INTS, lane_codes, offset + VECTOR * i) for i in range(PANEL_VECTORS)]
                 following = []
                 for m, unit in enumerate(units):
-                    place = at(b, unit, (turn.i, 4))
+                    place = at(b, unit, (loop.i, 4))
                     four = emit.splat(b, emit.load(b, emit.I32, place, vector * VECTOR + 4 * j), LANES)
                     for i, word in enumerate(words):
-                        so_far = turn.following[m * PANEL_VECTORS + i]
+                        so_far = loop.following[m * PANEL_VECTORS + i]
                         following.append(add_products(b, layout.bits, word, four, so_far))
-                turn.following = following
-        dots = turn.values
+                loop.following = following
+        dots = loop.values
     result = []
     for m, unit in enumerate(units):
         row_scale = emit.splat(b, emit.load(b, emit.F32, unit, layout.scales_at + 4 * first), LANES)
@@ -499,8 +499,8 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
 def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
     """y (n, OUTPUTS) = n rows times a tile."""
     scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
-    with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
-        ahead = at(b, outputs.scales, turn.i, (scale_bytes, OUTPUTS * TILES_AHEAD))
+    with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as loop:
+        ahead = at(b, outputs.scales, loop.i, (scale_bytes, OUTPUTS * TILES_AHEAD))
         emit.prefetch(b, ahead, emit.LINE, locality=2)
     if n == 1:  # waits for memory, which is fastest in order
         sums, write = [], functools.partial(_emit_row_product, layout)
@@ -534,11 +534,11 @@ def _emit_sums(
     """
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
     for at_a_time in sorted({units, 1}, reverse=True):
-        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
-            turn.following = turn.values
+        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as loop:
+            loop.following = loop.values
             for i in range(at_a_time):
-                turn.following = unit(at(b, turn.i, i * layout.blocks), turn.following, None)
-        first, sums = turn.i, turn.values
+                loop.following = unit(at(b, loop.i, i * layout.blocks), loop.following, None)
+        first, sums = loop.i, loop.values
     if layout.blocks > 1:  # what is no whole unit
         with emit.loop(b, first, at(b, blocks, layout.blocks - 1), layout.blocks, sums) as last:
             last.following = unit(last.i, last.values, b.sub(blocks, last.i))
@@ -688,9 +688,9 @@ def _emit_tile_corrections(n: int, b: Any, x: RowsAt, outputs: CorrectionsAt, y:
         return result
 
     zeros = [emit.constant(FLOATS, 0.0)] * (n * OUTPUTS)
-    with emit.loop(b, 0, outputs.blocks, LANES, zeros) as turn:
-        turn.following = add_blocks(turn.i, turn.values, None)
-    with emit.loop(b, turn.i, at(b, outputs.blocks, LANES - 1), LANES, turn.values) as last:
+    with emit.loop(b, 0, outputs.blocks, LANES, zeros) as loop:
+        loop.following = add_blocks(loop.i, loop.values, None)
+    with emit.loop(b, loop.i, at(b, outputs.blocks, LANES - 1), LANES, loop.values) as last:
         last.following = add_blocks(last.i, last.values, b.sub(outputs.blocks, last.i))
     for m in range(n):
         added, target = emit.totals(b, last.values[m * OUTPUTS : (m + 1) * OUTPUTS]), y.row(b, m)

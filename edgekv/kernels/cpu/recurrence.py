@@ -209,19 +209,19 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
         def token(t: Any, before: list[Any]) -> list[Any]:
             """The token's decay and changes; before: those of the one before it."""
             query = b.add(queries, b.mul(t, token_bytes))
-            with emit.loop(b, emit.I64(0), key_dim, 1, [emit.constant(VECTOR, 0)] * (2 * len(parts))) as turn:
+            with emit.loop(b, emit.I64(0), key_dim, 1, [emit.constant(VECTOR, 0)] * (2 * len(parts))) as loop:
                 if before:
-                    row = row_after(turn.i, b.sub(query, token_bytes), before)
+                    row = row_after(loop.i, b.sub(query, token_bytes), before)
                 else:
-                    place = b.add(rows, b.mul(turn.i, row_bytes))
+                    place = b.add(rows, b.mul(loop.i, row_bytes))
                     row = [emit.load(b, VECTOR, place, 4 * LANES * part) for part in parts]
-                q = splat(b.add(query, b.mul(turn.i, emit.I64(4))))
-                k = splat(b.add(query, b.mul(b.add(n_keys, turn.i), emit.I64(4))))
+                q = splat(b.add(query, b.mul(loop.i, emit.I64(4))))
+                k = splat(b.add(query, b.mul(b.add(n_keys, loop.i), emit.I64(4))))
                 pairs = [(x, k) for x in row] + [(x, q) for x in row]
-                turn.following = [
-                    emit.multiply_add(b, *pair, x) for pair, x in zip(pairs, turn.values, strict=True)
+                loop.following = [
+                    emit.multiply_add(b, *pair, x) for pair, x in zip(pairs, loop.values, strict=True)
                 ]
-            known, found = turn.values[: len(parts)], turn.values[len(parts) :]
+            known, found = loop.values[: len(parts)], loop.values[len(parts) :]
             decay, beta, same = (splat(b.add(rates, b.mul(t, emit.I64(12))), 4 * i) for i in range(3))
             v, o = b.add(values, b.mul(t, token_bytes)), b.add(outs, b.mul(b.mul(t, n_values), emit.I64(4)))
             changes = []
@@ -232,11 +232,11 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
                 emit.store(b, result, o, 4 * LANES * part)
             return [decay, *changes]
 
-        with emit.loop(b, emit.I64(1), n, 1, token(emit.I64(0), [])) as turn:
-            turn.following = token(turn.i, turn.values)
+        with emit.loop(b, emit.I64(1), n, 1, token(emit.I64(0), [])) as loop:
+            loop.following = token(loop.i, loop.values)
         last = b.add(queries, b.mul(b.sub(n, emit.I64(1)), token_bytes))
         with emit.loop(b, emit.I64(0), key_dim, 1) as row:
-            row_after(row.i, last, turn.values)
+            row_after(row.i, last, loop.values)
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, y, matrix, rates, out, places), build

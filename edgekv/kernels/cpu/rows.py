@@ -44,12 +44,12 @@ def score_rows(size: int, alike: bool = False) -> Any:
             q, rows, keys, head_dim, n, s, stride = args
             done = emit.I64(0)
             for together in row_counts:
-                with emit.loop(b, done, rows, together) as turn:
-                    queries = b.add(q, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
-                    target = b.add(s, b.mul(turn.i, b.mul(stride, emit.I64(4))))
+                with emit.loop(b, done, rows, together) as loop:
+                    queries = b.add(q, b.mul(loop.i, b.mul(head_dim, emit.I64(4))))
+                    target = b.add(s, b.mul(loop.i, b.mul(stride, emit.I64(4))))
                     write = functools.partial(_score, size, together, tokens[together])
                     emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, stride)
-                done = turn.i
+                done = loop.i
             return context.get_dummy_value()
 
         return types.none(*[types.intp] * 7), build
@@ -68,14 +68,14 @@ def add_rows(size: int) -> Any:
             p, stride, rows, values, head_dim, n, out = args
             done = emit.I64(0)
             for together in ROW_COUNTS:
-                with emit.loop(b, done, rows, together) as turn:
-                    weights = b.add(p, b.mul(turn.i, b.mul(stride, emit.I64(4))))
-                    target = b.add(out, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
+                with emit.loop(b, done, rows, together) as loop:
+                    weights = b.add(p, b.mul(loop.i, b.mul(stride, emit.I64(4))))
+                    target = b.add(out, b.mul(loop.i, b.mul(head_dim, emit.I64(4))))
                     write = functools.partial(_add, size, together)
                     emit.call_internal(
                         b, f"add_rows_{size}_{together}", write, weights, stride, values, head_dim, n, target
                     )
-                done = turn.i
+                done = loop.i
             return context.get_dummy_value()
 
         return types.none(*[types.intp] * 7), build
@@ -103,18 +103,18 @@ def _score(
             first = b.add(keys, b.mul(tile.i, row_bytes))
             ahead = b.add(first, b.mul(row_bytes, emit.I64(AHEAD)))
             zeros = [emit.constant(VECTOR, 0)] * (n_rows * n_tokens)
-            with emit.loop(b, emit.I64(0), head_dim, N, zeros) as turn:
+            with emit.loop(b, emit.I64(0), head_dim, N, zeros) as loop:
                 if size < 4:  # a tile is in the first cache
-                    emit.prefetch(b, b.add(ahead, b.mul(turn.i, emit.I64(size * n_tokens))), size * n_tokens * N)
-                key, query = b.add(first, b.mul(turn.i, emit.I64(size))), b.add(q, b.mul(turn.i, emit.I64(4)))
+                    emit.prefetch(b, b.add(ahead, b.mul(loop.i, emit.I64(size * n_tokens))), size * n_tokens * N)
+                key, query = b.add(first, b.mul(loop.i, emit.I64(size))), b.add(q, b.mul(loop.i, emit.I64(4)))
                 xs = [_load(b, size, b.add(key, b.mul(row_bytes, emit.I64(t)))) for t in range(n_tokens)]
                 qs = [emit.load(b, VECTOR, b.add(query, b.mul(query_bytes, emit.I64(m)))) for m in range(n_rows)]
                 pairs = ((q, x) for q in qs for x in xs)
-                turn.following = [
-                    emit.multiply_add(b, *pair, so_far) for pair, so_far in zip(pairs, turn.values, strict=True)
+                loop.following = [
+                    emit.multiply_add(b, *pair, so_far) for pair, so_far in zip(pairs, loop.values, strict=True)
                 ]
             for m in range(n_rows):
-                scores = emit.totals(b, turn.values[m * n_tokens : (m + 1) * n_tokens])
+                scores = emit.totals(b, loop.values[m * n_tokens : (m + 1) * n_tokens])
                 place = b.add(tile.i, b.mul(stride, emit.I64(m)))
                 emit.store(b, scores, b.add(s, b.mul(place, emit.I64(4))))
         done = tile.i
@@ -134,21 +134,21 @@ def _add(
                 for c in range(n_columns)
             ]
             so_far = [emit.load(b, VECTOR, *place) for place in places]
-            with emit.loop(b, emit.I64(0), n, 1, so_far) as turn:
-                value = b.add(first, b.mul(turn.i, row_bytes))
+            with emit.loop(b, emit.I64(0), n, 1, so_far) as loop:
+                value = b.add(first, b.mul(loop.i, row_bytes))
                 if size < 4:
                     emit.prefetch(b, b.add(value, b.mul(row_bytes, emit.I64(AHEAD))), size * n_columns * N)
                 xs = [_load(b, size, value, size * N * c) for c in range(n_columns)]
-                weight = b.add(p, b.mul(turn.i, emit.I64(4)))
+                weight = b.add(p, b.mul(loop.i, emit.I64(4)))
                 ws = [
                     emit.splat(b, emit.load(b, emit.F32, b.add(weight, b.mul(stride_bytes, emit.I64(m)))), N)
                     for m in range(n_rows)
                 ]
                 pairs = ((w, x) for w in ws for x in xs)
-                turn.following = [
-                    emit.multiply_add(b, *pair, total) for pair, total in zip(pairs, turn.values, strict=True)
+                loop.following = [
+                    emit.multiply_add(b, *pair, total) for pair, total in zip(pairs, loop.values, strict=True)
                 ]
-            for place, total in zip(places, turn.values, strict=True):
+            for place, total in zip(places, loop.values, strict=True):
                 emit.store(b, total, *place)
         done = tile.i
 

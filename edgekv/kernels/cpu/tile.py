@@ -124,12 +124,12 @@ def _decode(
         whole = b.select(b.icmp_signed("==", left, emit.I64(0)), n_bytes, emit.I64(0))
     for width, stop in ((WIDE, whole), (1, n_bytes)):
         byte = emit.vector(emit.I8, width) if width > 1 else emit.I8
-        with emit.loop(b, done, stop, width) as turn:
-            channels = [at(b, turn.i, (n_bytes, part)) for part in parts]
+        with emit.loop(b, done, stop, width) as loop:
+            channels = [at(b, loop.i, (n_bytes, part)) for part in parts]
             ends = [channel_ends(b, low, step, channel, width) for channel in channels if ends_of == "channels"]
             rows = [b.mul(b.udiv(channel, span), emit.I64(TILE)) for channel in channels if ends_of == "spans"]
             with emit.loop(b, 0, n, 1) as token:
-                raw = emit.load(b, byte, at(b, codes, turn.i, (token.i, n_bytes)))
+                raw = emit.load(b, byte, at(b, codes, loop.i, (token.i, n_bytes)))
                 word = b.zext(raw, emit.like(raw, emit.I32))
                 if ends_of == "tokens":
                     ends = [token_ends(b, low, step, token.i, width)] * len(parts)
@@ -142,7 +142,7 @@ def _decode(
                         code = b.and_(code, emit.constant(word.type, (1 << n_bits) - 1))
                     x = emit.multiply_add(b, b.sitofp(code, least.type), size, least)
                     emit.store(b, x, at(b, row_at, (channel, 4)))
-        done = turn.i
+        done = loop.i
 
 
 def channel_ends(b: Any, low: Any, step: Any, start: Any, width: int) -> tuple[Any, Any]:

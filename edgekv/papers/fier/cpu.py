@@ -63,18 +63,18 @@ def _score_word(context: Any, signs: Any, weights: Any, head_dim: Any, base: Any
         start, done = [emit.splat(b, base, LANES)] * len(parts), emit.I64(0)
         sums = [*start, *[emit.constant(VECTOR, 0)] * ((CHAINS - 1) * len(parts))]
         for n_channels in (CHAINS, 1):
-            with emit.loop(b, done, head_dim, n_channels, sums) as turn:
-                word = b.add(signs, b.mul(turn.i, emit.I64(WORD_BYTES)))
-                weight = b.add(weights, b.mul(turn.i, emit.I64(4)))
+            with emit.loop(b, done, head_dim, n_channels, sums) as loop:
+                word = b.add(signs, b.mul(loop.i, emit.I64(WORD_BYTES)))
+                weight = b.add(weights, b.mul(loop.i, emit.I64(4)))
                 added = []
                 for c in range(n_channels):
                     x = emit.splat(b, emit.load(b, emit.F32, weight, 4 * c), LANES)
                     for part in parts:
                         bits = emit.load(b, emit.integer(LANES), word, WORD_BYTES * c + LANES // 8 * part)
-                        so_far = turn.values[c * len(parts) + part]
+                        so_far = loop.values[c * len(parts) + part]
                         added.append(b.select(_mask(b, bits), b.fadd(so_far, x), so_far))
-                turn.following = added + turn.values[len(added) :]
-            done, sums = turn.i, turn.values
+                loop.following = added + loop.values[len(added) :]
+            done, sums = loop.i, loop.values
         for part in parts:
             emit.store(b, emit.reduce(b, emit.add, sums[part :: len(parts)]), s, 4 * LANES * part)
         return context.get_dummy_value()

@@ -68,11 +68,11 @@ def _unpack_token(context: Any, codes: Any, n: Any, zero: Any, levels: Any) -> A
         for width in (4 * emit.REGISTER, 1):
             kind = emit.vector(emit.I8, width) if width > 1 else emit.I8
             offset = emit.splat(b, zero, width) if width > 1 else zero
-            with emit.loop(b, done, n, width) as turn:
-                x, to = emit.load(b, kind, b.add(codes, turn.i)), b.add(levels, turn.i)
+            with emit.loop(b, done, n, width) as loop:
+                x, to = emit.load(b, kind, b.add(codes, loop.i)), b.add(levels, loop.i)
                 emit.store(b, b.sub(b.and_(x, emit.constant(kind, 15)), offset), to)
                 emit.store(b, b.sub(b.lshr(x, emit.constant(kind, 4)), offset), b.add(to, n))
-            done = turn.i
+            done = loop.i
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, types.uint8, types.intp), build

@@ -28,21 +28,21 @@ def _plane_decoder(per_channel: bool) -> Any:
             n_bytes, done = b.udiv(b.add(head_dim, emit.I64(7)), emit.I64(8)), emit.I64(0)
             for width in (WIDE, 1):
                 code = emit.vector(emit.I32, width) if width > 1 else emit.I32
-                with emit.loop(b, done, head_dim, width) as turn:
-                    ends = channel_ends(b, low, step, turn.i, width) if per_channel else None
-                    byte = b.add(planes, b.udiv(turn.i, emit.I64(8)))
+                with emit.loop(b, done, head_dim, width) as loop:
+                    ends = channel_ends(b, low, step, loop.i, width) if per_channel else None
+                    byte = b.add(planes, b.udiv(loop.i, emit.I64(8)))
                     with emit.loop(b, emit.I64(0), n, 1) as token:
                         first = b.add(byte, b.mul(token.i, b.mul(n_bits, n_bytes)))
                         with emit.loop(b, emit.I64(0), n_bits, 1, [emit.constant(code, 0)]) as plane:
-                            bits = _bits(b, b.add(first, b.mul(plane.i, n_bytes)), turn.i, width)
+                            bits = _bits(b, b.add(first, b.mul(plane.i, n_bytes)), loop.i, width)
                             shift = b.trunc(plane.i, emit.I32)
                             weight = b.shl(b.zext(bits, code), emit.splat(b, shift, width) if width > 1 else shift)
                             plane.following = [b.or_(plane.values[0], weight)]
                         least, size = ends or token_ends(b, low, step, token.i, width)
                         x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
-                        element = b.add(b.mul(token.i, head_dim), turn.i)
+                        element = b.add(b.mul(token.i, head_dim), loop.i)
                         emit.store(b, x, b.add(tile, b.mul(element, emit.I64(4))))
-                done = turn.i
+                done = loop.i
             return context.get_dummy_value()
 
         return types.none(*[types.intp] * 7), build

@@ -164,7 +164,7 @@ def test_norms_and_activations(n: int, use_threads: Callable[[int], None]) -> No
     with np.errstate(over="ignore", invalid="ignore"):  # NumPy cubes 1e20
         for kind in layers.SIGMOIDS:
             meant = np.where(np.abs(gate) < 1e10, ACTIVATIONS[kind](gate), np.maximum(gate, 0))
-            cases.append((functools.partial(layers.gated, special, kind), meant * up))
+            cases.append((functools.partial(layers.apply_gate, special, kind), meant * up))
             cases.append((functools.partial(layers.activation, gate, kind), meant))
     for call, meant in cases:
         use_threads(1)

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import CacheSpec as CacheSpec
     from edgekv.kvcache.registry import register as register
+    from edgekv.kvcache.registry import schemes as schemes
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
+    from edgekv.models.architecture import Architecture as Architecture
+    from edgekv.models.llama import Llama as Llama
     from edgekv.vision.model import Embeddings as Embeddings
-
 _NAMES = {
     "codecs.codec": "Codec Layout",
     "engine.chat": "Chat",
@@ -40,10 +42,12 @@ _NAMES = {
     "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
     "kernels.interface": "Segment",
     "kvcache.cache": "Geometry KVCache",
-    "kvcache.registry": "CACHES CacheSpec register",
+    "kvcache.registry": "CACHES CacheSpec register schemes",
     "kvcache.policies": "FullCache SinkWindowCache",
     "machine": "__version__",
     "models": "register_family",
+    "models.architecture": "Architecture",
+    "models.llama": "Llama",
     "vision.model": "Embeddings",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -51,10 +55,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use, so that `import edgekv` is fast and imports no numba.
-
-    A Ctrl-C then interrupts `__main__`, which handles it.
-    """
+    """Imports a public name at its first use: `import edgekv` is fast, and `__main__` can handle a Ctrl-C."""
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
     return getattr(import_module(f"edgekv.{_HOMES[name]}"), name)

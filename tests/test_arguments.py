@@ -48,7 +48,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "encode": {"text": (*NO_TEXT, "\ud800")},
-    "prompt": {"prompt": NO_PROMPT[:9], "images": (*NO_LIST, "a.png", None)},
+    "encode_prompt": {"prompt": NO_PROMPT[:9], "images": (*NO_LIST, "a.png", None)},
     "prefill": {"prompt": (*NO_PROMPT, []), "images": NO_LIST, "progress": SHARED["progress"]},
     "logits": {"prompt": (*NO_PROMPT, []), "images": NO_LIST},
     "align": {"prompt": (*NO_PROMPT, [])},
@@ -74,7 +74,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "generate": {"prompt": [5]},
     "prefill": {"prompt": [5]},
     "logits": {"prompt": [5]},
-    "prompt": {"prompt": "a"},
+    "encode_prompt": {"prompt": "a"},
 }
 
 

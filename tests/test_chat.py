@@ -52,8 +52,8 @@ def loaded(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Se
     return Session.load(folder, ctx=512)
 
 
-def chat(session: Session, template: str = TAGGED, system: str | None = None) -> Chat:
-    return Chat(session, ChatTemplate(template, session.require_tokenizer()), system)
+def chat(session: Session, template: str | None = None, system: str | None = None) -> Chat:
+    return Chat(session, template and ChatTemplate(template, session.require_tokenizer()), system)
 
 
 def text_of(steps: object) -> str:

@@ -304,6 +304,15 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
     np.testing.assert_array_equal(*texts)
 
 
+def test_embeddings_are_the_cpus(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_decoder, "Driver", HostDriver)
+    monkeypatch.setattr(cuda_decoder.cupy_driver, "require_cupy", lambda: None)
+    monkeypatch.setattr(CudaBackend, "free_bytes", staticmethod(lambda: 1 << 40))
+    path = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")
+    here, there = (Session.load(path, kv="f16", weights="f32", device=each) for each in ("numpy", "cuda"))
+    np.testing.assert_allclose(there.embed([1, 2, 3]), here.embed([1, 2, 3]), atol=1e-5, rtol=0)
+
+
 def test_a_gpu_that_fails(tmp_path: pathlib.Path) -> None:
     host = OnDevice.open("host")
     cuda = decoder(Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")), host)

@@ -68,13 +68,7 @@ def template_of(session: Session) -> ChatTemplate:
 @contextlib.contextmanager
 def served(session: Session) -> Iterator[TestClient]:
     """Opens the server's endpoints, without a socket."""
-    engine = Engine(
-        session.fork(),
-        template_of(session),
-        queue_limit=4,
-        pool_bytes=0,
-        max_new_tokens=12,
-    )
+    engine = Engine(session.fork(), template_of(session), queue_limit=4, pool_bytes=0, max_new_tokens=12)
     app = build_app(engine, "m", api_key=None, hosts=None, limits=ServerLimits())
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         yield client
@@ -129,7 +123,7 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
     }
     alone, words = session.fork(), ("<image>\n" if name == "llava" else "") + LONG
     rendered = template_of(session).render([{"role": "user", "content": words}])
-    prompt = alone.prompt(rendered.removeprefix("<s>"), [Image.fromarray(PIXELS)] * (name == "llava"))
+    prompt = alone.encode_prompt(rendered.removeprefix("<s>"), [Image.fromarray(PIXELS)] * (name == "llava"))
     expected = text_of(alone.generate(prompt, max_new_tokens=12, temperature=0.0))
     with served(session) as client:
         first, second = (streamed(client, "chat/completions", **body) for _ in range(2))

@@ -6,6 +6,7 @@ import errno
 import itertools
 import math
 import pathlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -195,6 +196,15 @@ def test_phases_apart_gross_and_above_idle(clock: Clock, tmp_path: pathlib.Path)
     assert "(12 tokens, 6.00 s, 54 ± " in text
 
 
+def test_an_interrupt_at_rest_stops_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = PowerSampler(trees.Signal(lambda: 4.0))
+    monkeypatch.setattr("edgekv.power.energy.time.sleep", lambda s: signal.default_int_handler(2, None))
+    with pytest.raises(KeyboardInterrupt), EnergyMeter(sampler, idle_s=1.0):
+        pass
+    sampler._thread.join(5)
+    assert not sampler._thread.is_alive()
+
+
 def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pathlib.Path) -> None:
     meter = EnergyMeter(Recorded(), idle_s=0.0, root=tmp_path, clock=clock)
     with pytest.raises(KeyboardInterrupt), meter:  # noqa: PT012
@@ -216,7 +226,7 @@ def test_an_estimate_says_so_everywhere(clock: Clock, tmp_path: pathlib.Path) ->
     assert report.phases["decode"].mj_per_token == pytest.approx(6000.0)
     assert [topic for topic, _ in report.rows()] == ["power", "ESTIMATE"]
     for watts in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(PowerError, match="--power-estimate"):
+        with pytest.raises(PowerError, match="power_estimate="):
             Estimate(watts)
 
 

@@ -12,13 +12,7 @@ from kernel_cases import PARALLEL, pairs
 
 from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
-from edgekv.kernels.cpu.matmul import (
-    MOST_ROWS,
-    QuantizedMatmul,
-    QuantizedWeights,
-    float_matmul,
-    multiply_rows,
-)
+from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.types import F32, U8, Threads
 from edgekv.weights.formats import WeightFormat, n_blocks
@@ -183,11 +177,7 @@ EXPERTS, ROWS = 5, 37
 @PARALLEL
 @pytest.mark.parametrize(
     ("kind", "columns", "of"),
-    pairs(
-        kind=KINDS,
-        columns=[32, 200, 704, 1344],
-        of=[(3,), (0, 1, 4), (2, 2, 2, 2, 4), (1,) * 3 + (3,) * 13],
-    ),
+    pairs(kind=KINDS, columns=[32, 200, 704, 1344], of=[(3,), (0, 1, 4), (2, 2, 2, 2, 4), (1,) * 3 + (3,) * 13]),
 )
 def test_products_with_chosen_experts_are_those_of_the_codes(
     kind: tuple[CodeLayout, str | None],

@@ -206,9 +206,12 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
             refuses({}, arrays | {name: each})
 
 
-def test_what_has_no_way_with_such_layers(model: pathlib.Path) -> None:
-    with raises(ConfigError, field="draft", match="carry a state"):
+def test_what_has_no_way_with_such_layers(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, raises(ConfigError, field="draft", match="carry a state"):
+        patch.setattr("edgekv.engine.loading.require_memory", None)  # refused before the weights are read
         Session.load(model, ctx=64, draft="ngram")
+    with raises(ConfigError, field="draft", match="unknown"):
+        Session.load("no such model", draft="guess")
     Session.load(model, ctx=64, draft="auto")
     with raises(ConfigError, field="device", match="do not attend"):
         from edgekv.engine.cuda import require_layers

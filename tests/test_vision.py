@@ -67,7 +67,7 @@ def text(session: Session, prompt: object, n: int, **options: object) -> list[in
 @pytest.mark.parametrize("device", ["numpy", "cpu"])
 def test_logits_are_transformers(folder: pathlib.Path, device: str) -> None:
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
-    logits = session.logits(session.prompt(TEXT, IMAGES[:2]))
+    logits = session.logits(session.encode_prompt(TEXT, IMAGES[:2]))
     np.testing.assert_allclose(logits, GOLDEN["logits"], atol=2e-5)
 
 
@@ -78,11 +78,13 @@ def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathl
         settings = (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
         settings.write_text(json.dumps({"image_processor": json.loads(settings.read_text())}))
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
-    np.testing.assert_allclose(session.logits(session.prompt(TEXT, IMAGES[:2])), GOLDEN["logits"], atol=2e-5)
+    np.testing.assert_allclose(
+        session.logits(session.encode_prompt(TEXT, IMAGES[:2])), GOLDEN["logits"], atol=2e-5
+    )
 
 
 def test_pieces_prefill_and_logits_agree(base: Session) -> None:
-    pieces = base.prompt(TEXT, IMAGES[:2])
+    pieces = base.encode_prompt(TEXT, IMAGES[:2])
     assert [len(piece.rows) if isinstance(piece, Embeddings) else piece for piece in pieces] == [
         1, 17, 4, N, 9, N, 33, 34, 60
     ]  # fmt: skip
@@ -100,11 +102,11 @@ def test_pieces_prefill_and_logits_agree(base: Session) -> None:
 
 def test_without_placeholders_images_come_first(base: Session) -> None:
     base.reset()
-    expected = base.logits(base.prompt("<image> <image> w9 w8", IMAGES[:2]))
+    expected = base.logits(base.encode_prompt("<image> <image> w9 w8", IMAGES[:2]))
     base.reset()
-    assert base.prompt("w9 w8", IMAGES[:2])[0] == 1  # behind the beginning-of-text token
-    np.testing.assert_array_equal(base.logits(base.prompt("w9 w8", IMAGES[:2])), expected)
-    again = base.prompt("w9", IMAGES[:1])  # in the middle of a conversation there is none
+    assert base.encode_prompt("w9 w8", IMAGES[:2])[0] == 1  # behind the beginning-of-text token
+    np.testing.assert_array_equal(base.logits(base.encode_prompt("w9 w8", IMAGES[:2])), expected)
+    again = base.encode_prompt("w9", IMAGES[:1])  # in the middle of a conversation there is none
     assert isinstance(again[0], Embeddings)
     base.reset()
 
@@ -118,7 +120,7 @@ def test_placeholders_and_images_must_be_as_many(base: Session) -> None:
 @pytest.mark.parametrize("kv", [*SESSION_KV, VISUAL])
 def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
-    pieces = base.prompt(TEXT, IMAGES[:2])
+    pieces = base.encode_prompt(TEXT, IMAGES[:2])
     first, second = text(session, pieces, 6), text(session, [4, base.vision(open_image(IMAGES[2])), 8], 4)
     assert (len(first), len(second)) == (6, 4)
     assert n_cached(session) == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
@@ -129,7 +131,7 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
 @pytest.mark.parametrize(("kv", "atol"), [("dense:dtype=f32", 5e-4), ("visual1:bits=8,quantile=0", 0.1)])
 def test_rewinding_into_an_image_computes_the_rest_of_it_again(base: Session, kv: str, atol: float) -> None:
     session = base.fork(kv=kv)
-    pieces = base.prompt(TEXT, IMAGES[:2])
+    pieces = base.encode_prompt(TEXT, IMAGES[:2])
     whole = session.prefill(pieces)
     weights = session.model.weights
     flat = np.concatenate(
@@ -143,7 +145,7 @@ def test_rewinding_into_an_image_computes_the_rest_of_it_again(base: Session, kv
 @pytest.mark.parametrize("kv", ["onebit", VISUAL])
 def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
     session = base.fork(kv=kv)
-    text(session, base.prompt(TEXT, IMAGES[:2]), 3)
+    text(session, base.encode_prompt(TEXT, IMAGES[:2]), 3)
     session.save(tmp_path / "a.kv")
     restored = Session.restore(tmp_path / "a.kv", session)
     for span, other in zip(embedding_spans(session), embedding_spans(restored), strict=True):
@@ -170,7 +172,7 @@ def test_no_text_has_the_token_of_an_image(base: Session) -> None:
 def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:
     session, tokenizer = base.fork(), base.require_tokenizer()
     said = tokenizer.encode("w5 <", bos=True) + tokenizer.encode("image> w9", bos=False)
-    assert session.prompt("w5 <image> w9") == session.align("w5 <image> w9") == said
+    assert session.encode_prompt("w5 <image> w9") == session.align("w5 <image> w9") == said
     list(session.generate("w5 <image> w9", max_new_tokens=1, temperature=0.0))
     assert session.tokens[:-1] == said
     np.testing.assert_array_equal(session.embed("w5 <image> w9"), session.embed(said))
@@ -211,7 +213,7 @@ def test_a_chat_with_pictures_slides_by_whole_turns(folder: pathlib.Path, tmp_pa
 
 def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
     session = base.fork()
-    session.prefill(base.prompt(TEXT, IMAGES[:2]))
+    session.prefill(base.encode_prompt(TEXT, IMAGES[:2]))
     ids = list(session.tokens)
     assert session.align([*ids, 5]) == [*ids[FIRST[0] :], 5]
     with pytest.raises(ImageError, match="placeholder"):

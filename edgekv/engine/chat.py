@@ -30,17 +30,18 @@ class _Turn(msgspec.Struct):
 
 
 class Chat:
-    """A chat with a session's model, by a chat template.
+    """A chat with a session's model.
 
+    template: the chat template; None: the model's own, or a plain transcript for a model without one.
     system: the system message of a new chat. The history is in the session's memo: a saved session brings it back,
     and `Session.reset` forgets it. Methods that change it raise SessionError while a text is being generated.
     """
 
     @checked()
-    def __init__(self, session: Session, template: ChatTemplate, system: str | None = None) -> None:
-        self.session, self.template = session, template
-        self._tokenizer = session.require_tokenizer()
-        self._encoder = ChatEncoder(template, self._tokenizer)
+    def __init__(self, session: Session, template: ChatTemplate | None = None, system: str | None = None) -> None:
+        self.session, self._tokenizer = session, session.require_tokenizer()
+        self.template = template or ChatTemplate.open(self._tokenizer, session.model.tokenizer_path)
+        self._encoder = ChatEncoder(self.template, self._tokenizer)
         self._checked: object = None  # the history that was found valid
         self._images: dict[str, Embeddings] = {}  # the images of the history, by their files
         if system and not self.messages:

@@ -18,6 +18,7 @@ CANDIDATES = 256  # latest places after the same token that are compared
 RARE = 3  # places at most, where a match of one token counts
 LONGEST_MATCH = 8
 NONE, NGRAM = "none", "ngram"
+DRAFTS = NONE, NGRAM, AUTO
 
 
 @dataclasses.dataclass
@@ -107,21 +108,14 @@ class NGramDrafts:
 
 
 def open_drafts(draft: str, config: ModelConfig, device: str, slots: int) -> NGramDrafts | None:
-    """Returns the source of guesses that ``draft`` names, or None.
+    """Returns the source of guesses that ``draft``, one of `DRAFTS`, names, or None.
 
-    Raises ConfigError (field draft) for another word than "none", "ngram" and "auto", and where wrong guesses
-    can't be taken back from the model's layers.
+    Raises ConfigError (field draft) where wrong guesses can't be taken back from the model's layers.
     """
-    if draft not in (NONE, NGRAM, AUTO):
-        raise ConfigError("unknown", field="draft", value=draft, accepted=(NONE, NGRAM, AUTO))
     carries = bool(config.recurrences)
     if draft == NONE or (draft == AUTO and (device != "cpu" or slots > 1 or carries)):
         return None
     if carries:
-        raise ConfigError(
-            f"layers of {config.model_type} carry a state, from which tokens can't be taken back",
-            field="draft",
-            value=draft,
-            accepted=[NONE, AUTO],
-        )
+        what = f"layers of {config.model_type} carry a state, from which tokens can't be taken back"
+        raise ConfigError(what, field="draft", value=draft, accepted=[NONE, AUTO])
     return NGramDrafts()

@@ -40,10 +40,10 @@ class Grammar(Constraint):
     a stranger's grammar can take all memory or time, or overflow a stack.
     """
 
-    KIND = "lark"
+    KIND, NAME = "lark", "grammar"  # for llguidance, and in errors
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-        pool = _pool_of(tokenizer, vocab_size)
+        pool = _pool_of(tokenizer, vocab_size, self.NAME)
         self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, pool.take()
         weakref.finalize(self, pool.give_back, self._child).atexit = False
         self._stopped, self._mask = False, b""
@@ -79,23 +79,23 @@ class Grammar(Constraint):
         except BaseException as error:
             self._child.close()  # it may wait for an answer that will not come
             if isinstance(error, ChildError):
-                raise _refusal(error) from None
+                raise _refusal(self.NAME, error) from None
             raise
         if reply[:1] == ERROR:
-            raise _refusal(reply[1:].decode(errors="replace"))
+            raise _refusal(self.NAME, reply[1:].decode(errors="replace"))
         self._stopped, self._mask = reply[:1] == STOPPED, reply[1:]
 
 
 class JsonSchema(Grammar):
     """The constraint of one text to a JSON schema. Raises ConfigError for a schema that can't be followed."""
 
-    KIND = "schema"
+    KIND, NAME = "schema", "JSON schema"
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refusal(error) from None
+            raise _refusal(self.NAME, error) from None
         super().__init__(text, tokenizer, vocab_size)
 
 
@@ -107,16 +107,16 @@ def read_schema(path: str) -> dict[str, Any]:
         raise ConfigError(str(error), field="json_schema", value=path, accepted=["a JSON file"]) from None
 
 
-def _refusal(reason: object) -> ConfigError:
+def _refusal(name: str, reason: object) -> ConfigError:
     message = " ".join(str(reason).partition("\n<state>")[0].split())  # without llguidance's internal state
-    return ConfigError(f"the JSON schema can't be followed: {message[:400] or 'unknown'}; correct or simplify it")
+    return ConfigError(f"the {name} can't be followed: {message[:400] or 'unknown'}; correct or simplify it")
 
 
-def _pool_of(tokenizer: Tokenizer, vocab_size: int) -> _ChildPool:
+def _pool_of(tokenizer: Tokenizer, vocab_size: int, name: str) -> _ChildPool:
     if importlib.util.find_spec("llguidance") is None:
-        raise EdgeKVError("a JSON schema needs llguidance: pip install 'edgekv[grammar]'")
+        raise EdgeKVError(f"a {name} needs llguidance: pip install 'edgekv[grammar]'")
     if not tokenizer.eos_ids:
-        raise EdgeKVError("a JSON schema needs a tokenizer with an end-of-text token")
+        raise EdgeKVError(f"a {name} needs a tokenizer with an end-of-text token")
     if tokenizer not in _pools:
         _pools[tokenizer] = _ChildPool(tokenizer, vocab_size)
     return _pools[tokenizer]

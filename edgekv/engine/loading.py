@@ -17,6 +17,7 @@ from edgekv.checkpoint.hub import shipped_file
 from edgekv.checks import Count, check_fields, refusal
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
+from edgekv.engine.drafts import DRAFTS, NONE, open_drafts
 from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.runner import State
 from edgekv.engine.sampling import SamplingParams
@@ -53,7 +54,7 @@ class LoadOptions(TypedDict, total=False):
     kv_budget: bytes that the cache may take; None is no bound.
     overflow: what happens when the conversation outgrows ``ctx``: "stop" (the text ends), or "slide" (the
         first tokens and the latest ones stay, the oldest between them go).
-    draft: what guesses the next tokens, so that one pass checks several; the text is what it is without. "none",
+    draft: what guesses the next tokens, so that one pass checks several (greedy text: docs/drafts.md). "none",
         "ngram" (what followed the latest tokens where they stood before), or "auto" (ngram on the device cpu).
     device: "cpu" (Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy, a GPU and the
         scheme's kernels are, else cpu.
@@ -107,9 +108,10 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.overflow not in OVERFLOWS:
-            raise ConfigError("unknown", field="overflow", value=self.overflow, accepted=OVERFLOWS)
-        if self.slots > 1 and self.draft not in ("none", "auto"):
+        for name, words in (("overflow", OVERFLOWS), ("draft", DRAFTS)):
+            if (value := getattr(self, name)) not in words:
+                raise ConfigError("unknown", field=name, value=value, accepted=words)
+        if self.slots > 1 and self.draft not in (NONE, AUTO):
             raise refusal("draft", self.draft, "none or auto, with more than one slot")
         for name in self.loras:
             if not LORA_NAME.fullmatch(name):
@@ -119,7 +121,7 @@ class Options:
     def of(cls, values: Mapping[str, Any]) -> Options:
         """Makes options of the values by name. Raises ConfigError for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in values.keys() - {*names}:
+        for name in sorted(values.keys() - {*names}):
             raise ConfigError("there is no such option", field=name, value=values[name], accepted=names)
         return cls(**values)
 
@@ -341,11 +343,9 @@ class LoadedModel:
     def fork_plan(self, kv: str | CacheSpec, ctx: int, kv_budget: int | None) -> SessionPlan:
         """Makes the plan of another conversation on these weights. Raises the errors of `Session.fork`."""
         if ctx > self.plan.ctx:
-            what, accepted = (
-                f"the session that it shares weights with has {self.plan.ctx}",
-                f"1 to {self.plan.ctx}",
-            )
-            raise ContextError(what, field="ctx", value=ctx, accepted=[accepted], advice="load that with more")
+            what = f"the session that it shares weights with has {self.plan.ctx}"
+            accepted, advice = [f"1 to {self.plan.ctx}"], "load that with more"
+            raise ContextError(what, field="ctx", value=ctx, accepted=accepted, advice=advice)
         weights = self.plan.weights
         fit = fit_head_bits(self.model, weights, self.decoders[None], self.tokenizer)
         plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)
@@ -393,6 +393,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     device = resolve_device(options.device, plan.kv, model.config)
     backend = find_device(device)
     backend.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))
+    open_drafts(options.draft, model.config, device, options.slots)  # refuses those that the model can't have
     parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
     require_memory(parts, backend.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None

@@ -70,11 +70,8 @@ def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -
     if needed <= max_positions:
         problem, accepted = f"the prompt has {n_tokens} tokens, {free} are free", [f"{needed} to {max_positions}"]
         raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice=advice)
-    problem, left = (
-        f"the prompt has {n_tokens} tokens, this model {max_positions} positions",
-        max_positions - n_held,
-    )
-    accepted = [f"up to {left} tokens"] if left > 0 else []
+    problem = f"the prompt has {n_tokens} tokens, this model {max_positions} positions"
+    accepted = [f"up to {max_positions - n_held} tokens"] if n_held < max_positions else []
     raise ContextError(problem, field="prompt", accepted=accepted, advice=advice)
 
 
@@ -365,10 +362,10 @@ class Runner:
             state.tokens.extend(ids)
             return logits
 
-    def read_prompt(self, prompt: Prompt, *, n_pending: int = 0) -> tuple[list[int], Spans]:
+    def read_prompt(self, prompt: Prompt, *, may_be_empty: bool = False) -> tuple[list[int], Spans]:
         """Returns a prompt as ids, with a placeholder for each row of embeddings, and the spans of these.
 
-        Raises ContextError for other embeddings than the model's and, without pending tokens, for an empty prompt,
+        Raises ContextError for other embeddings than the model's and, unless it may be empty, for an empty prompt,
         TokenizerError for an id that is none of the model's.
         """
         config, ids, spans = self.decoder.config, list[int](), Spans()
@@ -385,7 +382,7 @@ class Runner:
                 )
             spans.append(EmbeddingSpan(len(ids), rows, piece.modality))
             ids += [self._placeholder] * len(rows)
-        if not ids and not n_pending:
+        if not ids and not may_be_empty:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
         bad = [token for token in ids if not 0 <= token < config.vocab_size]
         if bad:
@@ -397,7 +394,7 @@ class Runner:
 
     def fitting_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
         """Returns a prompt as `read_prompt` does. Raises ContextError where it does not fit and nothing slides."""
-        ids, spans = self.read_prompt(prompt, n_pending=len(self.state.pending))
+        ids, spans = self.read_prompt(prompt, may_be_empty=bool(self.state.pending))
         if not slides:
             require_room(len(ids), self.ctx, self.decoder.config.max_positions, len(self.state.tokens))
         return ids, spans

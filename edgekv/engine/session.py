@@ -55,6 +55,7 @@ SHARED_OPTIONS = ("device", "threads", "slots", "config", "tokenizer", "adapter"
 MORE = "raise ctx for more, or let overflow slide"
 Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
 Stops = Stop | Sequence[Stop]
+Finish = tuple[FinishReason, str]  # why a text ended: for programs, and for people
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Session:
         if isinstance(model, Session):
             saved.require(None, None, model.plan.weights)
             shared = {name: getattr(model._options, name) for name in SHARED_OPTIONS}
-            for name in options.keys() & shared.keys():
+            for name in sorted(options.keys() & shared.keys()):
                 if getattr(requested, name) not in (shared[name], getattr(model._loaded, name, shared[name])):
                     what = f"the session that shares its weights has {shared[name]!r}"
                     raise ConfigError(what, field=name, value=options.get(name), advice=f"leave {{{name}}} out")
@@ -234,7 +235,7 @@ class Session:
         return self.require_tokenizer().encode(text, bos=not self.tokens)
 
     @checked()
-    def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
+    def encode_prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
         """Encodes a prompt to token ids, with embeddings of images (files or Pillow's) for its `<image>`s.
 
         Without such tokens the images come first; in a text without images `<image>` is text. Raises ImageError
@@ -245,7 +246,7 @@ class Session:
     def _prompt(
         self, prompt: str | Prompt, images: Sequence[ImageSource], bos: bool
     ) -> tuple[Prompt, ImagesReport | None]:
-        """Encodes as `prompt` does, and reports on the images. bos: whether the prompt begins a conversation."""
+        """Encodes as `encode_prompt` does, and reports on the images. bos: whether it begins a conversation."""
         if isinstance(prompt, str):
             tokenizer = self.require_tokenizer()
             text = prompt if images else without_places(prompt, tokenizer)
@@ -274,9 +275,9 @@ class Session:
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
-        """Appends a prompt (see `prompt`); returns the logits (vocab,) float32 after it."""
+        """Appends a prompt (see `encode_prompt`); returns the logits (vocab,) float32 after it."""
         runner = self._idle_runner()
-        ids, spans = runner.fitting_prompt(self.prompt(prompt, images), runner.slides)
+        ids, spans = runner.fitting_prompt(self.encode_prompt(prompt, images), runner.slides)
         return to_host(runner.append(ids, spans, progress=progress)[0])
 
     @checked()
@@ -294,7 +295,7 @@ class Session:
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
     ) -> StepIterator:
-        """Continues the conversation with a prompt and ``images`` (see `prompt`); returns an iterator of tokens.
+        """Continues the conversation with a prompt (see `encode_prompt`); returns an iterator of tokens.
 
         The conversation changes with the iterator's first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers: `last_sampler` and
@@ -314,7 +315,8 @@ class Session:
                 what = "a JSON schema beside a constraint: give one of them, as a schema is a constraint"
                 raise ConfigError(what, field="json_schema")
             constraint = JsonSchema(json_schema, self.require_tokenizer(), self.config.vocab_size)
-        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
+        defaults = self._loaded.sampling if sampling is None else SamplingParams()
+        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, defaults)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fitting_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
@@ -343,14 +345,7 @@ class Session:
                     else:
                         report.add_latency(latency, same_pass)
                     text, stopped = matcher.push(stream.push(token) if stream and token not in eos else "")
-                    ends: dict[tuple[FinishReason, str], bool] = {
-                        ("stop", "end of text"): token in eos,
-                        ("stop", "stop string"): stopped,
-                        ("stop", "end of schema"): complete,
-                        ("length", "max_new_tokens"): n == max_new_tokens,
-                        ("length", f"context full ({runner.ctx} tokens); {MORE}"): runner.is_full,
-                    }
-                    finish = next((end for end, has_come in ends.items() if has_come), None)
+                    finish = find_finish(runner, token in eos, stopped, complete, n == max_new_tokens)
                     if finish is None:
                         yield Step(token, text, latency)
                         continue
@@ -370,9 +365,9 @@ class Session:
 
     @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
-        """Appends a prompt of n tokens (see `prompt`); returns the logits (n, vocab) float32 after each."""
+        """Appends a prompt of n tokens to the conversation; returns the logits (n, vocab) float32 after each."""
         runner = self._idle_runner()
-        ids, spans = runner.fitting_prompt(self.prompt(prompt, images))
+        ids, spans = runner.fitting_prompt(self.encode_prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
     @checked()
@@ -386,14 +381,14 @@ class Session:
         pieces = self._prompt(text, (), bos=True)[0]
         ids = [piece for piece in pieces if isinstance(piece, int)]
         runner, ctx = self._runner, self.plan.ctx
-        runner.read_prompt(ids, n_pending=1)
+        runner.read_prompt(ids, may_be_empty=True)
         if not 1 <= len(ids) <= ctx:
             accepted = [f"1 to {ctx} tokens, the context"]
             raise ContextError(f"the text has {len(ids)} tokens", field="text", accepted=accepted)
         with self.exclusive():
             decoder, weights = runner.decoder, runner.decoder.weights
             caches = open_caches(decoder, CacheSpec.parse(EXACT), len(ids))
-            hidden = decoder.prefill(decoder.embed(ids, 0), caches)
+            hidden = to_host(decoder.prefill(decoder.embed(ids, 0), caches))
             states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
         mean = states.mean(axis=0)
         result: F32 = mean / np.linalg.norm(mean)
@@ -526,6 +521,18 @@ def choose_token(
         token = sampler.sample(logits, runner.state.tokens, masked)
     runner.add(token)
     return token
+
+
+def find_finish(runner: Runner, is_eos: bool, stopped: bool, complete: bool, is_last: bool) -> Finish | None:
+    """Returns why the text ends with its latest token; None where it goes on."""
+    ends: dict[Finish, bool] = {
+        ("stop", "end of text"): is_eos,
+        ("stop", "stop string"): stopped,
+        ("stop", "end of schema"): complete,
+        ("length", "max_new_tokens"): is_last,
+        ("length", f"context full ({runner.ctx} tokens); {MORE}"): runner.is_full,
+    }
+    return next((end for end, has_come in ends.items() if has_come), None)
 
 
 class StopMatcher:

@@ -324,13 +324,13 @@ class KVCache(LayerState):
         while a < n:  # a piece ends where tokens that come one by one would be packed
             b = min(n, a + self.max_append_tokens())
             self.append(keys[:, a:b], values[:, a:b])
-            self._read(queries[:, a:b], out[:, a:b], sinks)
+            self.read(queries[:, a:b], out[:, a:b], sinks)
             self.flush()
             a = b
         return out
 
-    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
-        """Writes the attention of the latest n tokens to out (n_heads, n, head_dim)."""
+    def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+        """Writes the attention of the latest n tokens to out (n_heads, n, head_dim); a scheme may override it."""
         target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
         q, segments, visible = contiguous(queries), self.segments(), self.visible(out.shape[1])
         self.kernels.attend(q, segments, visible, target, sinks=sinks, cap=self.geometry.score_cap)

@@ -137,9 +137,9 @@ class Retrieval(FullCache):
             b0, b1 = before // self._index.block, self.n_seen // self._index.block
             self._index.encode(self.arrays["key.half"], b0, b1)
 
-    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+    def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
         if self._index is None or self._index.covered(self.n_seen) <= self.config.k:
-            super()._read(queries, out, sinks)
+            super().read(queries, out, sinks)
             return
         n = queries.shape[1]
         for j in range(n):

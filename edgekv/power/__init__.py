@@ -3,6 +3,4 @@
 from edgekv.power.energy import EnergyMeter, PowerSampler
 from edgekv.power.meters import METERS, find_meter, survey
 
-__all__ = ["METERS", "EnergyMeter", "PowerSampler", "Sampler", "find_meter", "survey"]
-
-Sampler = PowerSampler  # its older name
+__all__ = ["METERS", "EnergyMeter", "PowerSampler", "find_meter", "survey"]

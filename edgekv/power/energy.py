@@ -344,7 +344,11 @@ class EnergyMeter:
             self._source.start()
             if self._source.has_idle and self._idle_s:
                 begun_s = self._clock()
-                time.sleep(self._idle_s)
+                try:
+                    time.sleep(self._idle_s)
+                except BaseException:  # a Ctrl-C: `__exit__` is not called
+                    self._source.stop()
+                    raise
                 self._idle_span = begun_s, self._clock()
         return self
 
@@ -401,7 +405,9 @@ class Estimate(PowerSource):
 
     def __init__(self, watts: float) -> None:
         if not 0 < watts < 1e5:
-            raise PowerError(f"--power-estimate {watts}: accepted: the watts that the machine draws, more than 0")
+            raise PowerError(
+                field="power_estimate", value=watts, accepted=["watts that the machine draws, above 0"]
+            )
         self._watts = watts
 
     def window(self, start_s: float, end_s: float) -> Window:
@@ -458,15 +464,8 @@ class PowerSampler(PowerSource):
 
     def about(self) -> MeterInfo:
         meter, seconds = self.meter, (self._ended_s or time.perf_counter()) - self._begun_s
-        return MeterInfo(
-            meter=meter.name,
-            covers=meter.covers,
-            rails=meter.rails,
-            total=meter.total,
-            cpu_share=self._cpu_s / seconds if self._begun_s else None,
-            losses=dict(self._losses),
-            notes=self.notes,
-        )
+        share, losses = self._cpu_s / seconds if self._begun_s else None, dict(self._losses)
+        return MeterInfo(meter.name, meter.covers, False, meter.rails, meter.total, share, losses, self.notes)
 
     def read_throttle(self) -> Throttle | None:
         return self.meter.read_throttle()
@@ -530,7 +529,7 @@ def _children_s() -> float:
 
 TIME_NAMES = ("time", "timestamp", "datetime", "date", "unix", "timeunixs", "times", "epoch")
 WATT_NAMES = ("watts", "watt", "w", "power", "powerw", "totalw", "p")
-ACCEPTED = "accepted: a header with time and watts (or two columns without one), Unix seconds or ISO 8601 times"
+ACCEPTED = "a header with time and watts (or two columns without one), Unix seconds or ISO 8601 times"
 UNIX_UNITS = {1e17: 1e-9, 1e14: 1e-6, 1e11: 1e-3, 1e8: 1.0}  # least number -> seconds: ns, us, ms, s since 1970
 SET_BY_S = 0.05  # the wall clock was set during the run if it moved by more against the monotonic one
 
@@ -596,20 +595,24 @@ def read_log(path: pathlib.Path) -> tuple[F64, F64, int]:
         lines = read_regular(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise PowerError(f"--power-csv {path}: can't be read ({why}); {ACCEPTED}") from None
+        raise _bad_log(path, f"can't be read ({why})") from None
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     if not lines:
-        raise PowerError(f"--power-csv {path}: holds no line; {ACCEPTED}")
+        raise _bad_log(path, "holds no line")
     try:
         rows = list(csv.reader(lines, delimiter=max(",;\t", key=lines[0].count)))
     except csv.Error as error:
-        raise PowerError(f"--power-csv {path}: is no CSV ({error}); {ACCEPTED}") from None
+        raise _bad_log(path, f"is no CSV ({error})") from None
     time_column, watt_column, first = _columns(rows[0], path)
     samples = [s for row in rows[first:] if (s := _log_sample(row, time_column, watt_column)) is not None]
     if len(rows) > first and not samples:
-        raise PowerError(f"--power-csv {path}: line {short_repr(lines[first])} is not understood; {ACCEPTED}")
+        raise _bad_log(path, f"line {short_repr(lines[first])} is not understood")
     table = np.array(sorted(samples), np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1], len(rows) - first - len(samples)
+
+
+def _bad_log(path: pathlib.Path, problem: str) -> PowerError:
+    return PowerError(problem, field="power_csv", value=str(path), accepted=[ACCEPTED])
 
 
 def _columns(header: Sequence[str], path: pathlib.Path) -> tuple[int, int, int]:
@@ -619,8 +622,7 @@ def _columns(header: Sequence[str], path: pathlib.Path) -> tuple[int, int, int]:
     if times and watts:
         return times[0], watts[0], 1
     if _log_sample(header, 0, 1) is None:
-        listed = short_repr(", ".join(header))
-        raise PowerError(f"--power-csv {path}: no columns of time and watts in {listed}; {ACCEPTED}")
+        raise _bad_log(path, f"no columns of time and watts in {short_repr(', '.join(header))}")
     return 0, 1, 0
 
 

@@ -132,7 +132,7 @@ class EvictingCache(KVCache):
         """Returns the tokens' positions, for a sliding window; None where every token is seen."""
         return None if self.geometry.sliding_window is None else self.arrays[name]
 
-    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+    def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
         g, n_rep, head_dim = self.geometry.n_kv_heads, self.geometry.n_rep, self.geometry.head_dim
         queries = contiguous(queries)
         weights = self.workspace.array("weights", (g, n_rep, self.n_kept)) if self.evicts else None

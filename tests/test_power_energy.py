@@ -431,12 +431,12 @@ def test_the_edges_of_a_phase_are_read_at_once(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         meter.mark()
         start = time.perf_counter()
-        time.sleep(0.05)
+        time.sleep(0.3)
         spans.append((start, time.perf_counter()))
         meter.mark()
     meter.stop()
     assert len(meter.trace().times_s) == 1 + 6 + 1
     for start, end in spans:
         window = meter.window(start, end)
-        assert window.joules == pytest.approx(4.0 * (end - start), rel=0.2)
+        assert window.joules == pytest.approx(4.0 * (end - start), rel=0.25)
         assert window.n_samples == 0

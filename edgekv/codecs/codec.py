@@ -99,7 +99,7 @@ def to_half(x: F32) -> U16:
 
 
 def to_finite_half(x: npt.NDArray[np.floating]) -> U16:
-    """Returns the bits of the nearest finite float16 of x >= 0, of the shape of x."""
+    """Returns the bits (..., n) of the nearest finite float16 of x (..., n) >= 0."""
     return to_half(np.minimum(x, LARGEST_F16).astype(np.float32))
 
 

@@ -83,7 +83,7 @@ class CpuBackend(Backend):
         return x
 
     def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
-        """Attends as `Backend.attend_prompt`, with scratch for BLOCK_ROWS x m scores per thread."""
+        """Attends as `Backend.attend_prompt`, with scratch (BLOCK_ROWS, m) for scores per thread."""
         n, n_kv_heads = queries.shape[1], len(keys)
         group = len(queries) // n_kv_heads
         rows = max(1, BLOCK_ROWS // group)

@@ -136,7 +136,7 @@ def require_shape(name: str, x: F32, source: str, *shapes: tuple[int, ...]) -> N
 
 
 def require_factors(name: str, x: F32, n_heads: int, source: str) -> None:
-    """Raises CacheError (field adapter) unless x, of a layer or of its heads, are factors of scores."""
+    """Raises CacheError (field adapter) unless x, () or (n_heads,), are factors of scores."""
     require_shape(name, x, source, (), (1,), (n_heads,))
     if not are_factors(x):
         problem = f"{source}: {name} is {x.min():g} to {x.max():g}"

@@ -387,3 +387,20 @@ def draw(name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
     if len(shape) == 3:  # a convolution, of which norms follow: small sums would be all rounding
         return (0.6 * x).astype(np.float32)
     return (1 + 0.2 * x if norm else 0.15 * x).astype(np.float32)
+
+
+def write_published_gpt2(shared: pathlib.Path, folder: pathlib.Path) -> Any:
+    """Writes the checkpoint `tiny_random_gpt2` of the test material to a folder; returns its published results."""
+    arrays = np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz")
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 1000,
+        "n_positions": 512,
+        "n_embd": 32,
+        "n_layer": 5,
+        "n_head": 4,
+    }
+    contiguous = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+    save_file(contiguous, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from types import ModuleType
 
+import golden_cases
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from serving import DEMO, ROOT
 
 from edgekv import SamplingParams, Session
@@ -59,18 +59,7 @@ def test_the_demo_models_text_is_the_engines(minimal: ModuleType) -> None:
 
 
 def test_a_gpt2s_text_is_the_engines(minimal: ModuleType, shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    arrays = dict(np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz"))
-    config = {
-        "model_type": "gpt2",
-        "vocab_size": 1000,
-        "n_positions": 512,
-        "n_embd": 32,
-        "n_layer": 5,
-        "n_head": 4,
-    }
-    save_file(arrays, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    golden = json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())
+    golden = golden_cases.write_published_gpt2(shared, tmp_path)
     for ids, published in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
         assert ids + written(minimal, tmp_path, ids, 10 - len(ids), exact=True) == published
         assert written(minimal, tmp_path, ids, 300, exact=True) == greedy(tmp_path, ids, 300)

@@ -107,19 +107,7 @@ def test_stories260k_reproduces_its_golden_text(shared: pathlib.Path, kv: str, d
 
 
 def test_published_logits_of_a_random_gpt2(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    golden = json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())
-    arrays = dict(np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz"))
-    config = {
-        "model_type": "gpt2",
-        "vocab_size": 1000,
-        "n_positions": 512,
-        "n_embd": 32,
-        "n_layer": 5,
-        "n_head": 4,
-    }
-    contiguous = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
-    save_file(contiguous, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    golden = golden_cases.write_published_gpt2(shared, tmp_path)
     prompts, decoded = [], []
     for ids, greedy in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
         session = Session.load(tmp_path, weights="f32")

@@ -101,9 +101,8 @@ def test_no_module_imports_itself_on_a_way_round() -> None:
 def test_rooms_grow_by_decision() -> None:
     """Look first for what else may go where a bound is passed; lower it where a room has shrunk."""
     sizes = dict.fromkeys(ROOM_LINES, 0)
-    files = [
-        file for name in ("edgekv", "tests", "tools") for file in (ROOT / name).rglob("*") if file.suffix in CODE
-    ]
+    everything = (file for name in ("edgekv", "tests", "tools") for file in (ROOT / name).rglob("*"))
+    files = [file for file in everything if file.suffix in CODE and "vendor" not in file.parts]
     for file in files:
         top, *rest = file.relative_to(ROOT).parts
         room = top if top != "edgekv" else rest[0] if len(rest) > 1 else "(root)"

@@ -83,7 +83,7 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
     assert not small["fits"]
 
 
-def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     from edgekv.kvcache.registry import PRESETS
 
     main(["schemes"])
@@ -94,7 +94,7 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     assert [line.split()[0] for line in table[1:]] == [*PRESETS, *SCHEMES]
     dense = next(line.split() for line in table if line.startswith("dense"))
     assert (dense[1], dense[3]) == ("512.0", "1.0x")
-    main(["caches", "--json"])
+    main(["schemes", "--json"])
     assert "bytes_per_token_per_kv_head" in json.loads(capsys.readouterr().out)[0]
 
 
@@ -134,7 +134,7 @@ BAD = {
     "run --prompt x --kv-budget 1K": "--kv-budget",
     "run --prompt x --kv-budget 1X": "--kv-budget 1X",
     "run --prompt x --power x": "--power x",
-    "run --prompt x --verbose": "--json FILE",
+    "run --prompt x --verbose": "--verbose",
     "run --prompt x --ctx 64 --draft x": "--draft x",
     "run": "--prompt",
     "chat --ctx 64 --chat-template x": "--chat-template x",

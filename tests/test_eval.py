@@ -129,7 +129,7 @@ def test_the_smallest_cache_that_passed_is_recommended() -> None:
 
 
 def test_what_needs_a_gate() -> None:
-    exact = {"dense", "dense:dtype=f32", *({"visual1", "visual=planes"} if HAS_PAPERS else ())}
+    exact = {"dense", "dense:dtype=f32", *({"visual1", "visual_planes"} if HAS_PAPERS else ())}
     assert {
         name for name in [*SCHEMES, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact

@@ -76,7 +76,7 @@ def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) 
     assert "bf16" not in CACHES
     assert CacheSpec.parse("bf16:rounding=down").scheme is CACHES["bf16"]
     assert [*schemes()][-1] == "bf16"
-    assert main(["caches", "--json"]) == 0
+    assert main(["schemes", "--json"]) == 0
     facts = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["bf16"]
     assert facts["options"] == {"rounding": "nearest"}
     assert facts["bytes_per_token_per_kv_head"] == 4 * 128
@@ -188,7 +188,7 @@ def test_a_package_that_is_broken_is_left_out_of_lists(
         CacheSpec.parse("bf16")
     assert reason in str(caught.value)
     assert list(schemes()) == known
-    for command in (["caches"], ["caches", "--json"], ["budget", "--kv", "list"]):
+    for command in (["schemes"], ["schemes", "--json"], ["budget", "--kv", "list"]):
         assert main(command) == 0
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("edgekv: left out: the KV scheme 'bf16' of the package edgekv-bf16 can't be loaded")

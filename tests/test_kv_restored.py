@@ -24,7 +24,7 @@ SMALL = {  # of which something has left, or was chosen, when 300 tokens are in
     "snapkv": "snapkv:budget=130,interval=32",
     "fier": "fier:k=64",
     "quest": "quest:k=64",
-    "visual=planes": "visual=planes:k_bits=2",
+    "visual_planes": "visual_planes:k_bits=2",
 }
 FILLS: dict[str, Callable[[Any], Any]] = {
     "NaN": lambda x: np.full(x.shape, np.nan if x.dtype == np.float32 else -1).astype(x.dtype),
@@ -119,11 +119,11 @@ LIES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("planes", {}, {"key_scale": [1.0] * 3, "adapted_by": "x"}),
     ("kvcomp", {}, {"keys": {"pool_words": 1 << 40, "n_encoded": 192}}),
     ("kvcomp", {}, {"keys": {"pool_words": math.inf, "n_encoded": 192}}),
-    ("visual=planes", {}, {"spans": [(10, 138, 128, 1)]}),  # what comes would lie behind its store's end
-    ("visual=planes", {}, {"spans": [(10, 138, 128, -1)]}),
-    ("visual=planes", {}, {"spans": [(10, 138, 1 << 40, 0)]}),
-    ("visual=planes", {}, {"spans": [(10, 138, 130, 0)]}),
-    ("visual=planes", {}, {"spans": [(10, math.nan, 128, 0)]}),
+    ("visual_planes", {}, {"spans": [(10, 138, 128, 1)]}),  # what comes would lie behind its store's end
+    ("visual_planes", {}, {"spans": [(10, 138, 128, -1)]}),
+    ("visual_planes", {}, {"spans": [(10, 138, 1 << 40, 0)]}),
+    ("visual_planes", {}, {"spans": [(10, 138, 130, 0)]}),
+    ("visual_planes", {}, {"spans": [(10, math.nan, 128, 0)]}),
     ("visual1", {}, {"spans": [(10, 150, 140, 30)]}),
     *((name, {"n_used": 97}, {}) for name in ("streaming", "h2o", "tova", "mikv", "snapkv")),
     ("streaming", {"n_used": 101}, {}),

@@ -1,4 +1,4 @@
-"""visual1 and visual=planes: marked spans in few bits, each as its paper or codec says, text in f16."""
+"""visual1 and visual_planes: marked spans in few bits, each as its paper or codec says, text in f16."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ PACKED = [slice(10, 138), slice(150, 278)]
 
 
 def planes(options: str = "", backend: str = "numba") -> KVCache:
-    return cache_cases.make(f"visual=planes:{options}", WIDE, CAPACITY, backend)
+    return cache_cases.make(f"visual_planes:{options}", WIDE, CAPACITY, backend)
 
 
 def filled(cache: KVCache, n: int = 400) -> tuple[F32, F32, F32]:
@@ -329,7 +329,7 @@ def test_bytes_of_planes() -> None:
     assert cache.text_bytes == 2 * (CAPACITY - 256) * 256
     assert cache.nbytes == cache.planned_bytes() == cache.image_bytes + cache.text_bytes
     assert cache.bytes_read() == 2 * 4 * a_block + 2 * (400 - 256) * 256
-    assert "visual=planes: a layer's 256 image tokens take 11.3 KiB" in cache.notes()[0]
+    assert "visual_planes: a layer's 256 image tokens take 11.3 KiB" in cache.notes()[0]
 
 
 @pytest.mark.parametrize("n", [290, 278, 100, 5])

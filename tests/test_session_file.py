@@ -74,7 +74,7 @@ def test_restored_text_equals_uninterrupted_text(loaded: Session, kv: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model_of", "kv"), [("sliding", "h2o"), ("sliding", "onebit"), ("loaded", "visual=planes")]
+    ("model_of", "kv"), [("sliding", "h2o"), ("sliding", "onebit"), ("loaded", "visual_planes")]
 )
 def test_sliding_layers_and_image_tokens(
     model_of: str, kv: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path

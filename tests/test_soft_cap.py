@@ -88,7 +88,6 @@ def test_commands_with_their_own_schemes(
     assert "left out" not in capsys.readouterr().err
     gate = ["eval", "--gate", *model, "--text", str(text), "--needles", "0", "--min-top1", "0", "--max-kl", "9"]
     assert main(gate) == 0
-    assert main(["eval", *model, "--text", str(text), "--kv", "bitplane"]) == 2
     assert main(["budget", *model, "--kv", "auto", "--kv-budget", "500K"]) == 0
     assert main(["run", *model, "--prompt", "a", "--max-new-tokens", "2", "--kv-budget", "2M"]) == 0
 

@@ -30,7 +30,7 @@ def test_each_seeded_fault_has_its_place() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kv", ["dense", "visual=planes"])
+@pytest.mark.parametrize("kv", ["dense", "visual_planes"])
 def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'edgekv[vision]'")
     from scenes import PROMPT, draw_scene, parse, render

@@ -32,12 +32,6 @@ COMMANDS = {
     "power": ("power", "show what this machine draws; meter any command; say what can be measured"),
 }
 """A command's module, with its functions NAME_arguments and NAME_command, and its help."""
-ALIASES = {"caches": "schemes"}
-"""Commands by their former names."""
-
-RETIRED = {"--verbose": "--json FILE has every measurement and setting"}
-"""Removed options, and what to use instead."""
-
 SHELLS = ("bash", "zsh", "tcsh")
 HINT = 'to use it at once: eval "$(edgekv completion bash)"; or write it where your shell looks for them'
 
@@ -46,8 +40,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises an EdgeKVError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
-        hints = [hint for option, hint in RETIRED.items() if option in message]
-        raise EdgeKVError("; ".join([message, *hints, f"see `{self.prog} --help`"]))
+        raise EdgeKVError(message, advice=f"see `{self.prog} --help`")
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -88,7 +81,6 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
     on_import: called once the modules that the command needs are loaded.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    words[:1] = [ALIASES.get(name, name) for name in words[:1]]
     arguments = None
     try:
         arguments = build_parser(words[0] if words and words[0] in COMMANDS else None).parse_args(words)

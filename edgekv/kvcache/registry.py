@@ -17,10 +17,7 @@ from edgekv.kvcache.policies import Dense, RollingCache
 from edgekv.models.config import ModelConfig
 
 ENTRY_POINTS = "edgekv.schemes"
-"""The entry points by which packages name their schemes: NAME = "module:Class", an earlier name likewise.
-
-Where a scheme's name has "=", that of its entry point has "_".
-"""
+"""The entry points by which packages name their schemes: NAME = "module:Class"."""
 CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit)}
 PRESETS = {
     "f16": "dense",
@@ -31,26 +28,6 @@ PRESETS = {
     "q1.5": "planes:k_bits=1.5,v_bits=1.5",
 }
 """What users type -> the scheme with its options; most bytes and least loss first."""
-RENAMED = {
-    **{"window": "residual_length", "v": "v_bits", "lam": "key_scale", "b": "sketch_bits"},
-    **{"k_heads": "key_bits_per_head", "v_heads": "value_bits_per_head"},
-    **{"by_need": "mixed_bits", "k_spread": "key_channel_scales"},
-}
-"""The earlier name of an option -> its present one."""
-_TEXT: dict[str, tuple[str, ...]] = {"text": ("f16",)}
-_STAGES: dict[str, tuple[str, ...]] = {"threshold": ("0", "0.0"), "p": ("0", "0.0"), "planes": tuple("345678")}
-RETIRED = {"planes": _STAGES, "onebit": _STAGES, **dict.fromkeys(("visual1", "visual=planes"), _TEXT)}
-"""A scheme -> its removed options -> their values that are still accepted, as they change nothing."""
-REMOVED = {
-    "bitplane": "reading the likely tokens in a second stage gained nothing; use q4",
-    "steps": "a bound in bytes now chooses the bits; give the budget (kv_budget, --kv-budget) alone",
-}
-"""A removed scheme -> what to do instead."""
-OF_PAPERS = (
-    *("fier", "h1b", "h2o", "int4", "kivi2", "kvcomp", "mikv", "quest", "sign_keys", "snapkv"),
-    *("streaming", "tova", "visual1", "visual=planes", "loki1", "minicache4", "visual_planes"),
-)
-"""The schemes of `edgekv.papers`, which an installation may leave out."""
 FACTS_TOKENS = 8192  # over which `CacheSpec.bytes_per_token` is averaged
 
 
@@ -79,17 +56,18 @@ def find_scheme(name: str) -> type[KVCache]:
     """Returns the scheme called ``name``, ours or another package's. Raises CacheError (field kv)."""
     if name in CACHES:
         return CACHES[name]
-    for entry in _entry_points(name=name.replace("=", "_")):
+    for entry in _entry_points(name):
         scheme = _load(entry)
         if isinstance(scheme, str):
             raise CacheError(_refusal(entry, scheme), field="kv", value=name)
         return scheme
-    if name in REMOVED:
-        raise CacheError(f"was removed: {REMOVED[name]}", field="kv", value=name)
-    if name in OF_PAPERS:
-        raise _missing_papers(name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> CacheError:
     known = sorted({*CACHES, *(entry.name for entry in _entry_points())})
-    raise CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known))
+    advice = "" if find_spec("edgekv.papers") else "the papers' schemes are missing here: pip install edgekv"
+    return CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known), advice=advice)
 
 
 def _entry_points(name: str | None = None) -> list[metadata.EntryPoint]:
@@ -100,11 +78,6 @@ def _entry_points(name: str | None = None) -> list[metadata.EntryPoint]:
         for entry in metadata.entry_points(group=ENTRY_POINTS)
         if name in (None, entry.name) and (has_papers or not entry.value.startswith("edgekv.papers"))
     ]
-
-
-def _missing_papers(name: str) -> CacheError:
-    text = "this edgekv is without its papers' schemes; install the whole: pip install edgekv"
-    return CacheError(text, field="kv", value=name)
 
 
 def schemes() -> dict[str, type[KVCache]]:
@@ -170,7 +143,7 @@ class CacheSpec:
     def parse(cls, text: str) -> CacheSpec:
         """Parses ``name`` or ``name:option=value,...``, where the name is a preset's or a scheme's.
 
-        Earlier names are accepted. Raises CacheError (field kv), which says what is accepted.
+        Raises CacheError (field kv), which says what is accepted.
         """
         name, colon, rest = text.partition(":")
         if name in PRESETS:
@@ -181,10 +154,6 @@ class CacheSpec:
         values: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             option, equals, value = item.partition("=")
-            if option not in fields:
-                if value in RETIRED.get(scheme.name, {}).get(option, ()):
-                    continue
-                option = RENAMED.get(option, option)
             if option not in fields or not equals:
                 raise _no_option(name, item, fields)
             values[option] = _read(name, fields[option], value)
@@ -201,7 +170,7 @@ class CacheSpec:
             return [cls.parse(name) for name in schemes()]
         items: list[str] = []
         for item in text.split(","):
-            if items and "=" in item and ":" not in item and item not in schemes():
+            if items and "=" in item and ":" not in item:
                 items[-1] += f",{item}"
             else:
                 items.append(item)

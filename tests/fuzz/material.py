@@ -46,7 +46,7 @@ SCHEMES = (
     "fier:k=32",
     "snapkv:budget=100",
     "visual1",
-    "visual=planes",
+    "visual_planes",
 )
 FEW_SCHEMES = "dense", "onebit:residual_length=16", "planes:k_bits=4,v_bits=4", "kivi2", "h1b"
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks

@@ -10,7 +10,6 @@ usage: python tools/docs/tables.py [--check]     (--check: exit 1 when a page is
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import re
@@ -47,9 +46,15 @@ WHEN = {
     "q1.5": "memory is scarcer: let the gate look first",
     "planes": "the model has no tokenizer, so that mixed bits can't be measured",
     "onebit": "speed matters most, and the gate passes it",
-    "visual=planes": "a prompt is mostly pictures",
+    "visual_planes": "a prompt is mostly pictures",
 }
 """What to take a scheme for, in the order in which to try them."""
+EARLIER = {
+    **{"by_need": "mixed_bits", "k_spread": "key_channel_scales", "visual=planes": "visual_planes"},
+    **{"k_heads": "key_bits_per_head", "v_heads": "value_bits_per_head"},
+    **{",threshold=0.0": "", ",planes=5": "", ",text=f16": ""},
+}
+"""Names of schemes and options in earlier measurements -> those of today; nothing where an option is gone."""
 OURS = {"dense", *(CacheSpec.parse(kv).scheme.name for kv in WHEN)}
 GIB = 1 << 30
 MEMORIES = (2, 4, 8, 16)
@@ -84,17 +89,17 @@ def meters_table() -> str:
 def read_measurements(model: str) -> dict[str, dict[str, Any]]:
     """Returns what `edgekv eval` found on held-out novels, by scheme as it is written today."""
     runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
-    return {_present(row["kv"]): row for run in runs for row in run["results"]}
+    return {str(_present(row["kv"])): row for run in runs for row in run["results"]}
 
 
-def _present(kv: str) -> str:
-    """Returns a scheme with all options of today; as it stands where its options are no more."""
+def _present(kv: str) -> CacheSpec | None:
+    """Returns a measured scheme with its options of today, or None where it is no more."""
+    for earlier, name in EARLIER.items():
+        kv = kv.replace(earlier, name)
     try:
-        spec = CacheSpec.parse(kv)
+        return CacheSpec.parse(kv).without_fit
     except CacheError:
-        return kv
-    found: dict[str, Any] = dict.fromkeys(getattr(spec.config, "derived", ()), "")  # what was given out to heads
-    return str(CacheSpec(spec.scheme, dataclasses.replace(spec.config, **found)))
+        return None
 
 
 def published() -> dict[str, Any]:
@@ -127,11 +132,8 @@ def worst_kl() -> dict[str, float]:
 
 
 def _short(kv: str) -> str | None:
-    """Returns the scheme as it is written today, or None where it is no more."""
-    try:
-        return CacheSpec.parse(kv).short
-    except CacheError:
-        return None
+    spec = _present(kv)
+    return spec and spec.short
 
 
 def schemes_table() -> str:

@@ -1,7 +1,7 @@
 """Image tokens in 1 bit per element between quantiles (Visual 1-bit KV) or as in `planes`; text tokens in f16.
 
 Measured here (docs/papers.md): 1 bit is usable with levels per head and token (86% of things in pictures right),
-but not per head; `visual=planes` keeps 99.9% in similar bytes.
+but not per head; `visual_planes` keeps 99.9% in similar bytes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Visual1(ImageSpans):
 
 @dataclasses.dataclass(frozen=True)
 class VisualPlanesConfig(Config):
-    """Options of `visual=planes`.
+    """Options of `visual_planes`.
 
     k_bits: int, default 1. Bits of an element of an image token's key: 1, 2, 3 or 4.
     v_bits: int, default 1. Bits of an element of its value: 1, 2, 3 or 4.
@@ -86,7 +86,7 @@ class VisualPlanesConfig(Config):
     seed: int, default 0. Seed of the random rotation of keys and values.
     """
 
-    scheme: ClassVar[str] = "visual=planes"
+    scheme: ClassVar[str] = "visual_planes"
 
     k_bits: int = one_of(1, KEY_SCALES)
     v_bits: int = one_of(1, KEY_SCALES)

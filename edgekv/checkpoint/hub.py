@@ -40,6 +40,16 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
 WANTED = (CONFIG, *TEXT_FILES, "preprocessor_config.json", "processor_config.json", "vision.onnx")
 """The files of a repository that are used beside its weights."""
+SHIPPED_NOTES = {  # what a shipped model is for, and two prompts that suit it
+    "demo": (
+        "the demo model writes in the manner of old novels and can't answer; one that can: Qwen/Qwen3-0.6B",
+        ["It was a dark night when the old man", "The ship had been forty days at sea when"],
+    ),
+    "scenes": (
+        "this model describes pictures of drawn shapes and printed numbers, and nothing else: show it one",
+        ["Describe the picture.", "How many objects are in the picture?"],
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +316,13 @@ def shipped_model(name: str) -> pathlib.Path | None:
     """Returns the folder of a model that ships with edgekv (demo, scenes); None for another name."""
     config_path = shipped_file(f"{name}/config.json")
     return config_path and config_path.parent
+
+
+def shipped_note(path: pathlib.Path) -> tuple[str, list[str]]:
+    """Returns what a shipped model is for, and prompts that suit it; "" and none for a model of another path."""
+    places = {name: shipped_model(name) for name in SHIPPED_NOTES}
+    found = (SHIPPED_NOTES[name] for name, place in places.items() if place and os.path.samefile(path, place))
+    return next(found, ("", []))
 
 
 def find_model(path: str | os.PathLike[str]) -> pathlib.Path:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from edgekv.checkpoint.hub import shipped_model
+from edgekv.checkpoint.hub import shipped_note
 from edgekv.checks import Count, checked_value
 from edgekv.cli.options import (
     SESSION,
@@ -40,11 +40,6 @@ ENDS = ("/exit", "/quit", "/bye")
 LENGTH = "max_new_tokens"
 QUOTES = '"""'
 PROMPT, MORE = "> ", "| "
-NO_ANSWERS = {
-    "demo": "the demo model writes in the manner of old novels and can't answer; a model that can: "
-    "edgekv chat --model Qwen/Qwen3-0.6B",
-    "scenes": "this model describes drawn shapes and printed numbers, and nothing else: /image FILE, then ask",
-}
 
 
 # Input: a message is a line, or the lines between triple quotes
@@ -308,9 +303,8 @@ def chat_command(arguments: argparse.Namespace) -> int:
             f"{model.name}, {model.n_parameters / 1e6:,.1f} M parameters, kv {plan.kv.short} "
             f"({format_bytes(plan.cache_bytes)}), context {plan.ctx} tokens; /help lists commands, Ctrl-D ends"
         )
-    for name, text in NO_ANSWERS.items():
-        if model.path == shipped_model(name):
-            say(text)
+    if note := shipped_note(model.path)[0]:
+        say(note)
     if taken_up:
         say(f"{arguments.session}: {len(chat.messages)} messages, {len(session.tokens)} tokens")
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))

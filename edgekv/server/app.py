@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edgekv.checkpoint.hub import shipped_note
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
 from edgekv.server.answers import ChatFormat, CompletionFormat, EmbeddingFormat, EventStream, whole_answer
@@ -172,14 +173,14 @@ class _Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def stats(self, request: Request) -> Response:
-        facts = {"model": self._name, "kv": str(self._plan.kv), "weights": self._plan.weights}
+        facts = {"model": self._name, "kv": self._plan.kv.short, "weights": self._plan.weights}
         return JSONResponse({**facts, "ctx": self._plan.ctx, **self._engine.metrics.as_json()})
 
     async def props(self, request: Request) -> Response:
         """Returns the properties that clients of llama.cpp's server read, and those of this server."""
-        session, sampling, prompts = self._engine.session, self._engine.sampling, self._engine.prompts
-        max_tokens = self._engine.max_new_tokens
-        settings = {"max_tokens": max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        session, prompts = self._engine.session, self._engine.prompts
+        settings = {**self._engine.sampling.as_dict(), "max_tokens": self._engine.max_new_tokens}
+        note, examples = shipped_note(session.model.path)
         return JSONResponse(
             {
                 "default_generation_settings": {"n_ctx": self._plan.ctx, "params": settings},
@@ -187,9 +188,11 @@ class _Server:
                 "model_alias": self._name,
                 "loras": list(self._loras),
                 "model": session.model.summary(),
+                "note": note,
+                "examples": examples,
                 "chat_template": prompts.template.source,
                 "modalities": {"vision": session.model.image_token is not None, "audio": False},
-                "kv": str(self._plan.kv),
+                "kv": self._plan.kv.short,
                 "weights": self._plan.weights,
                 "ctx": self._plan.ctx,
             }

@@ -152,7 +152,7 @@ def test_addresses_are_of_contiguous_arrays() -> None:
 
 
 def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first() -> None:
-    rounded = jit.jit(scalar.round_to_even.py_func)
+    rounded = jit.jit(scalar.round_to_even)
 
     @numba.njit(fastmath=jit.FAST)
     def calls_it(x: float) -> float:

@@ -14,11 +14,10 @@ from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
-from numba.core import dispatcher
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime._nrt_python import c_helpers
 from numba.extending import intrinsic as _intrinsic
+from numba.extending import register_jitable
 
 from edgekv.kernels import kernel_cache
 from edgekv.kernels.kernel_cache import CPU_FEATURES as CPU_FEATURES
@@ -30,61 +29,27 @@ Scalar = Any  # a number inside a kernel
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-class _InlinedCompiler(dispatcher._FunctionCompiler):  # type: ignore[misc, name-defined]
-    """Numba's compiler of a function, without the machine code and the wrapper that only Python would call.
-
-    These would make a first run longer by a sixth (15.3 s in place of 13.0 for the kernels of `--kv q4`). It
-    replaces the compiler of a dispatcher and repeats the first half of `CPUCodeLibrary.finalize`: private parts of
-    Numba, whose minor releases may change them. So pyproject.toml says `numba<0.70`.
-    """
-
-    def _customize_flags(self, flags: Any) -> Any:
-        flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
-        return flags
-
-    def _compile_core(self, args: Any, return_type: Any) -> Any:
-        compiled = super()._compile_core(args, return_type)
-        # What callers know it by. Numba wants a built-in function; called from Python, this one raises KeyError.
-        entry_point = f"{{{self.py_func.__name__} is called by kernels alone}}".format
-        compiled.library.finalize = functools.partial(_optimize, compiled.library)
-        compiled.target_context.insert_user_function(entry_point, compiled.fndesc, [compiled.library])
-        return compiled._replace(entry_point=entry_point)
-
-
-@global_compiler_lock  # type: ignore[untyped-decorator]
-def _optimize(library: Any) -> None:
-    """Links and optimises a function's module as `CPUCodeLibrary.finalize` does, without making machine code."""
-    for linked in dict.fromkeys(library._linking_libraries):
-        library._reload_init.update(linked._reload_init)
-        library._final_module.link_in(linked._get_module_for_linking(), preserve=True)
-    library._optimize_final_module()
-    library._final_module.verify()
-    library._finalize_dynamic_globals()
-    library._finalized = True
-
-
-def _inlined(function: F, **options: Any) -> F:
-    dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
-    dispatcher._compiler.__class__ = _InlinedCompiler
-    return cast(F, dispatcher)
-
-
 def jit(function: F) -> F:
     """Compiles a function that kernels call, with arithmetic exactly as written.
 
     ``fastmath`` is given as a function otherwise takes on that of its first caller.
     """
-    return _inlined(function, fastmath=False)
+    return _called_by_kernels(function, fastmath=False)
 
 
 def fast_jit(function: F) -> F:
     """Compiles a function that kernels call, whose sums may be made in any order."""
-    return _inlined(function, fastmath=FAST)
+    return _called_by_kernels(function, fastmath=FAST)
 
 
 def inline_jit(function: F) -> F:
     """Compiles as `fast_jit`, always inlined: for what runs so often that passing arguments would show."""
-    return _inlined(function, fastmath=FAST, forceinline=True)
+    return _called_by_kernels(function, fastmath=FAST, forceinline=True)
+
+
+def _called_by_kernels(function: F, **options: Any) -> F:
+    """Registers a function with Numba, which makes no wrappers for Python of it: a first run is shorter."""
+    return cast(F, register_jitable(no_cfunc_wrapper=True, error_model="numpy", **options)(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

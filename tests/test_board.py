@@ -18,9 +18,9 @@ from edgekv.eval.board import (
     Bandwidth,
     Board,
     Decode,
+    Period,
     Prompt,
     Run,
-    Span,
     page,
     task_of,
 )
@@ -37,8 +37,8 @@ def new_board() -> Board:
 def made_up() -> Board:
     """A finished board, each of its measurements half a second after the one before and as long."""
     board, started = new_board(), time.time() - 60
-    board.idle = Span(started, 0.4)
-    spans = (Span(started + 0.5 * i, 0.4, 51.5, 2400.0, ()) for i in range(1, 100))
+    board.idle = Period(started, 0.4)
+    spans = (Period(started + 0.5 * i, 0.4, 51.5, 2400.0, ()) for i in range(1, 100))
     board.measured = [
         Bandwidth(1, 9.5, next(spans)),
         *(

@@ -18,7 +18,7 @@ from edgekv.cli.terminal import Bars, align_columns
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import Options, fit_head_bits, load_model, open_model, open_tokenizer, warm_up
 from edgekv.errors import EdgeKVError
-from edgekv.eval.gate import Prose, Reader, make_haystack
+from edgekv.eval.gate import NeedleReader, Prose, make_haystack
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT
@@ -70,7 +70,7 @@ class Demo:
         longest = min(len(tokens), decoder.config.max_positions) - WRITTEN
         if not LEAST_CTX <= ctx <= longest:
             raise refusal("ctx", ctx, f"{LEAST_CTX} to {longest}, as text and model go")
-        self.reader = Reader(decoder, tokenizer, ctx + WRITTEN)
+        self.reader = NeedleReader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them

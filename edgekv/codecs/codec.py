@@ -25,7 +25,7 @@ class Codec(abc.ABC):
 
     A codec must define ``kind``, `layout`, `token_bytes`, `encode`, and `decode`, or `scores` or `sums`; in NumPy
     they define what every backend computes. Backends call these, slowly, unless ``backends`` names a module for
-    theirs (cpu, cuda) whose ``KERNELS[kind]``, that backend's `CodecKernels`, encode and read the packed form.
+    theirs (cpu, cuda) whose ``KERNELS[kind]``, of a class of that backend, encode and read the packed form.
     """
 
     kind: ClassVar[str]

@@ -56,7 +56,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 # The record: one JSON file with every measurement and its conditions
 
 
-class Span(msgspec.Struct, frozen=True):
+class Period(msgspec.Struct, frozen=True):
     """When a measurement began (Unix seconds), how long it took, and the state of the machine.
 
     temperature_c, clock_mhz: at its end; None: not known. throttling: what limited the clocks meanwhile; None:
@@ -85,7 +85,7 @@ class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
 
     threads: Count
     gb_per_s: float
-    span: Span
+    span: Period
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
@@ -106,7 +106,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
     cache_bytes: Natural
     bytes_read: Natural
     peak_memory_bytes: Natural
-    span: Span
+    span: Period
     threads: Count | None = None
     energy: Energy | None = None
 
@@ -120,7 +120,7 @@ class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
     runs: Count
     tokens_per_s: Positive
     peak_memory_bytes: Natural
-    span: Span
+    span: Period
     threads: Count | None = None
     energy: Energy | None = None
 
@@ -155,7 +155,7 @@ class Environment(msgspec.Struct, frozen=True):
     about: str
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Extent(msgspec.Struct, frozen=True):
     """What is measured. Only a command with the same plan continues a file.
 
     seconds: how long each decoding is timed. threads: of weight products; None: chosen at load.
@@ -181,7 +181,7 @@ class Plan(msgspec.Struct, frozen=True):
         return tasks
 
 
-FULL = Plan(
+FULL = Extent(
     shapes=("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b"),
     schemes=("dense", "onebit", "planes", "kivi2", "h1b"),
     depths=(0, 2048, 8192),
@@ -190,7 +190,7 @@ FULL = Plan(
     seconds=3.0,
     idle_s=5.0,
 )
-QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # a smoke test
+QUICK = Extent(("tiny",), ("dense", "onebit"), (0, 256), 64, "int4", 0.05, 0.1)  # a smoke test
 
 
 class Board(msgspec.Struct):
@@ -199,15 +199,15 @@ class Board(msgspec.Struct):
     format: Literal[1]  # changes when a field's meaning does
     machine: dict[str, Any]
     environment: Environment
-    plan: Plan
+    plan: Extent
     meter: str
-    idle: Span | None = None
+    idle: Period | None = None
     idle_w: float | None = None
     measured: list[Row] = []
     left_out: list[Skipped] = []
 
     @classmethod
-    def new(cls, plan: Plan, about: str, meter: str) -> Board:
+    def new(cls, plan: Extent, about: str, meter: str) -> Board:
         """Returns a record of this machine without measurements."""
         environment = Environment(tuple(meters.cooling()), tuple(meters.clock_ranges()), about)
         return cls(1, machine_info(), environment, plan, meter)
@@ -247,7 +247,7 @@ class Board(msgspec.Struct):
         offset_s: Unix time minus the source's.
         """
 
-        def window(span: Span) -> Window | None:
+        def window(span: Period) -> Window | None:
             with contextlib.suppress(PowerError):
                 return source.window(span.started - offset_s, span.started - offset_s + span.seconds)
             return None
@@ -271,7 +271,7 @@ class Board(msgspec.Struct):
 # Measuring
 
 
-def measured_span(source: PowerSource, work: Callable[[], Any]) -> Span:
+def measured_span(source: PowerSource, work: Callable[[], Any]) -> Period:
     """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
     limits = meters.join_limits(meters.read_throttle(), source.read_throttle())
     source.mark()
@@ -281,7 +281,7 @@ def measured_span(source: PowerSource, work: Callable[[], Any]) -> Span:
     source.mark()
     now = meters.Conditions.now()
     throttling = meters.limits_between(limits, meters.join_limits(now.throttle, source.read_throttle()))
-    return Span(started, seconds, now.temperature_c, now.clock_mhz, throttling)
+    return Period(started, seconds, now.temperature_c, now.clock_mhz, throttling)
 
 
 class Run:

@@ -179,7 +179,7 @@ def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class NeedleReader:
     """Reads texts into caches of ``ctx`` tokens, and asks for what was hidden in them."""
 
     decoder: Decoder
@@ -232,7 +232,7 @@ class NeedleTest:
     n: needles to hide, at most `PER_HAYSTACK` in a window of the reader's ctx, and fewer in a short one.
     """
 
-    def __init__(self, reader: Reader, prose: Prose, n: int, progress: TaskProgress | None = None) -> None:
+    def __init__(self, reader: NeedleReader, prose: Prose, n: int, progress: TaskProgress | None = None) -> None:
         self.reader, self.haystacks = reader, list[Haystack]()
         per_haystack = min(PER_HAYSTACK, reader.ctx // SPACING)
         sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
@@ -359,7 +359,7 @@ def gate(
     """
     qualities = evaluate(decoder, tokens[: ctx * windows], ctx, specs, adapter=adapter, progress=progress)
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
-    reader = Reader(decoder, tokenizer, ctx, adapter)
+    reader = NeedleReader(decoder, tokenizer, ctx, adapter)
     needle_test = NeedleTest(reader, Prose(text, tokenizer), n_needles, progress)
     verdicts = []
     for spec, quality in zip(specs, qualities, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     add_loop,
     address_of,
     floats,
@@ -67,7 +67,7 @@ def _encode_tokens(first: int, last: int, part: int, arguments: int) -> None:
 
 
 KERNELS = {
-    "f16": CodecKernels(
+    "f16": CpuCodec(
         lambda codec: (address_of(codec.arrays["half"]), codec.capacity, codec.head_dim),
         _score,
         _add,

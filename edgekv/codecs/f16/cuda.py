@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, counter
-from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CodecKernels, CudaKernels, Reader, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, THREADS, CudaCodec, CudaKernels, Reader, per_head
 
 
-def _kernels(element: str, array: str, halves: int) -> CodecKernels:
+def _kernels(element: str, array: str, halves: int) -> CudaCodec:
     """Returns the kernels of keys and values in an array (G, capacity, D) of a C++ type."""
 
     def read(name: str) -> Callable[[Any], Reader]:
@@ -26,7 +26,7 @@ def _kernels(element: str, array: str, halves: int) -> CodecKernels:
             launch = Launch(ENCODE, "encode", (n, n_kv_heads), THREADS)
             tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], counter(tools.driver, t0))
 
-    return CodecKernels(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
+    return CudaCodec(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
 
 
 KERNELS = {"f16": _kernels("u16", "half", 1), "f32": _kernels("float", "single", 0)}

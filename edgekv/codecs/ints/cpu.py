@@ -5,7 +5,7 @@ import numpy as np
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     add_loop,
     address_of,
     floats,
@@ -98,7 +98,7 @@ def _fields(numbers: int) -> tuple[int, int, int, int]:
 
 
 KERNELS = {
-    "int8": CodecKernels(
+    "int8": CpuCodec(
         lambda codec: (*map(address_of, codec.arrays.values()), codec.capacity, codec.head_dim),
         _score,
         _add,

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from edgekv.kernels.cuda.driver import Array, Launch, counter
-from edgekv.kernels.cuda.kernels import ENCODE, CodecKernels, CudaKernels, Reader, per_head
+from edgekv.kernels.cuda.kernels import ENCODE, CudaCodec, CudaKernels, Reader, per_head
 
 
 def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int, meaning: str) -> Reader:
@@ -36,4 +36,4 @@ def _read(rows: str, codec: Any) -> Reader:
 
 
 READERS = functools.partial(_read, "RowKeys"), functools.partial(_read, "RowValues")
-KERNELS = {"int8": CodecKernels(*READERS, encode=_encode, placed=True)}
+KERNELS = {"int8": CudaCodec(*READERS, encode=_encode, placed=True)}

@@ -31,7 +31,7 @@ from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value, at
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     address_of,
     chars,
     floats,
@@ -608,7 +608,7 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
     return size
 
 
-KEYS = CodecKernels(
+KEYS = CpuCodec(
     _numbers,
     prepare=_prepare,
     score=_score,

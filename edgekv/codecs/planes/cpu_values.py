@@ -26,7 +26,7 @@ from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     Loop,
     add_loop,
     address_of,
@@ -381,6 +381,4 @@ def _numbers(codec: Any) -> ValueNumbers:
     )
 
 
-VALUES = CodecKernels(
-    _numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=TOKENS_PER_CALL
-)
+VALUES = CpuCodec(_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=TOKENS_PER_CALL)

@@ -17,7 +17,7 @@ from edgekv.kernels.cuda.kernels import (
     MAX_CHANNELS,
     THREADS,
     TILE,
-    CodecKernels,
+    CudaCodec,
     CudaKernels,
     Fused,
     Queries,
@@ -111,6 +111,6 @@ def _encode_values(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
 
 
 KERNELS = {
-    "centred_planes": CodecKernels(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
-    "interleaved": CodecKernels(values=_read_values, encode=_encode_values, placed=True),
+    "centred_planes": CudaCodec(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
+    "interleaved": CudaCodec(values=_read_values, encode=_encode_values, placed=True),
 }

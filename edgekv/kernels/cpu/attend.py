@@ -105,9 +105,8 @@ class PairPlan(NamedTuple):
     keys: BoundCodec
     values: npt.NDArray[np.int64]  # numbers of the codec
     rows: int
-    addresses: tuple[int, ...]  # of the stores, then of the loops, as `SegmentPlan` begins
+    addresses: dict[str, int]  # of the stores and the loops, and the steps, as `SegmentPlan` names them
     block: int
-    steps: tuple[int, int]  # tokens that one call of score and of add takes
     width: int
     prepared_bytes: int
     sums_bytes: int
@@ -137,10 +136,18 @@ def make_plan(
         _, _, first, stop, position, positions = segment
         pair = _pair_plan(segment, rows)
         block, sums_at = pair.block, place + pair.prepared_bytes
-        where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
-        segment_plans[i] = (
-            *(*pair.addresses, first, stop, position, *where, block, *pair.steps),
-            *(pair.width, place, sums_at, n_tokens),
+        segment_plans[i] = SegmentPlan(
+            **pair.addresses,
+            first=first,
+            stop=stop,
+            position=position,
+            positions=0 if positions is None else address_of(positions),
+            positions_stride=0 if positions is None else positions.shape[1],
+            block=block,
+            width=pair.width,
+            prepared_at=place,
+            sums_at=sums_at,
+            column=n_tokens,
         )
         pairs.append(pair)
         place = sums_at + pair.sums_bytes
@@ -153,13 +160,31 @@ def make_plan(
     item_bytes = scratch_at + scratch_bytes
     sink = np.full(n_heads * n, -np.inf, np.float32) if sinks is None else np.repeat(sinks, n).astype(np.float32)
     plan = Plan(
-        *(n_groups, rows, n, head_dim, splits, n_blocks),
-        *(address_of(queries), address_of(lo), address_of(hi), address_of(out), address_of(sink)),
-        *(int(lo[0]), int(hi[-1]), int(lo[-1]), int(hi[0])),
-        *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes),
-        *(out_at, place, scratch_at),
-        *((0, 0) if weights is None else (address_of(weights), n_tokens)),
-        *(0 if cap is None else bits_of(cap), address_of(segment_plans), len(segments)),
+        n_groups=n_groups,
+        rows=rows,
+        n_tokens=n,
+        head_dim=head_dim,
+        splits=splits,
+        n_blocks=n_blocks,
+        queries=address_of(queries),
+        lo=address_of(lo),
+        hi=address_of(hi),
+        out=address_of(out),
+        sinks=address_of(sink),
+        lowest=int(lo[0]),
+        highest=int(hi[-1]),
+        lowest_of_all=int(lo[-1]),
+        highest_of_all=int(hi[0]),
+        memory=scratch_memory("attend.items", n_groups * splits * item_bytes),
+        item_bytes=item_bytes,
+        out_at=out_at,
+        scores_at=place,
+        scratch_at=scratch_at,
+        weights=0 if weights is None else address_of(weights),
+        weights_stride=0 if weights is None else n_tokens,
+        cap=0 if cap is None else bits_of(cap),
+        segments=address_of(segment_plans),
+        n_segments=len(segments),
     )
     return plan, (segment_plans, pairs, queries, visible, sink)
 
@@ -175,15 +200,23 @@ def _pair_plan(segment: Segment, rows: int) -> PairPlan:
 
 def _make_pair_plan(keys: BoundCodec, values: BoundCodec, segment: Segment, rows: int) -> PairPlan:
     k, v = keys.loops, values.loops
-    loops = k.prepare, k.score, v.add, v.finish
+    loops = {"prepare": k.prepare, "score": k.score, "add": v.add, "finish": v.finish}
     width = v.width(segment.values) if v.finish else 0
     scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
-    steps = max(k.block(segment.keys), k.at_once), max(v.block(segment.values), v.at_once)
     least = max(k.block(segment.keys), v.block(segment.values))
     return PairPlan(
-        *(keys, values.numbers, rows),
-        (address_of(keys.numbers), address_of(values.numbers), *(loop.address if loop else 0 for loop in loops)),
-        *(max(least, TOKENS_PER_CALL) if rows <= ROWS_PER_CALL else least, steps, width),
+        keys=keys,
+        values=values.numbers,
+        rows=rows,
+        addresses={
+            "key_store": address_of(keys.numbers),
+            "value_store": address_of(values.numbers),
+            **{name: loop.address if loop else 0 for name, loop in loops.items()},
+            "score_step": max(k.block(segment.keys), k.at_once),
+            "add_step": max(v.block(segment.values), v.at_once),
+        },
+        block=max(least, TOKENS_PER_CALL) if rows <= ROWS_PER_CALL else least,
+        width=width,
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),

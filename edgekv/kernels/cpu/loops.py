@@ -1,13 +1,13 @@
 """Loops that are called by address, so that one walk over the tokens serves every codec.
 
 All arguments are whole numbers: addresses, sizes and counts. Keys are read by `prepare` and `score`, values by
-`add` and `finish`. ``numbers`` is the address of a codec's numbers (`CodecKernels.numbers`), ``g`` a KV head,
+`add` and `finish`. ``numbers`` is the address of a codec's numbers (`CpuCodec.numbers`), ``g`` a KV head,
 ``rows`` the number of its queries: of each head that shares it, all query tokens.
 
     prepare(numbers, q, rows, g, prepared)
         writes queries (rows, head_dim) float32 to ``prepared`` in the form that `score` reads
     score(numbers, prepared, rows, g, t, n_tokens, s, stride, scratch)
-        sets s[m * stride + i] to the score of row m with token t + i; `CodecKernels.at_once` bounds n_tokens
+        sets s[m * stride + i] to the score of row m with token t + i; `CpuCodec.at_once` bounds n_tokens
     add(numbers, p, stride, rows, g, t, n_tokens, out, scratch)
         adds p[m * stride + i] times token t + i to row m of out (rows, width)
     finish(numbers, sums, out, rows)
@@ -86,7 +86,7 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class CodecKernels:
+class CpuCodec:
     """The loops of one kind of codec, and the sizes that they need.
 
     numbers: (codec) -> what loops get, addresses of arrays among them, which live as long as the codec.
@@ -117,13 +117,13 @@ class CodecKernels:
         return [loop for loop in loops if loop is not None]
 
 
-DECODED = CodecKernels(lambda codec: ())
+DECODED = CpuCodec(lambda codec: ())
 """The kernels of a codec without loops, which is read through `Codec.decode`."""
 
 
-def kernels_of(codec: Any) -> CodecKernels:
+def kernels_of(codec: Any) -> CpuCodec:
     """Returns the kernels of a codec, or of a class of codecs."""
-    return cast(CodecKernels, find_codec_kernels("cpu", codec) or DECODED)
+    return cast(CpuCodec, find_codec_kernels("cpu", codec) or DECODED)
 
 
 class BoundCodec:
@@ -134,7 +134,7 @@ class BoundCodec:
 
     __slots__ = ("loops", "numbers", "pair")
 
-    def __init__(self, loops: CodecKernels, codec: Any) -> None:
+    def __init__(self, loops: CpuCodec, codec: Any) -> None:
         self.loops, self.pair = loops, cast(Any, None)
         self.numbers = np.array(loops.numbers(codec), np.int64)
 

@@ -14,7 +14,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
-from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CodecKernels, add_loop, floats, int64s, score_loop
+from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CpuCodec, add_loop, floats, int64s, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put, widen
 from edgekv.types import F32, I8, U16
 
@@ -204,7 +204,7 @@ def rows_at(numbers: int) -> tuple[int, int, int]:
 
 
 KERNELS = {
-    "decoded": CodecKernels(
+    "decoded": CpuCodec(
         lambda tokens: (tokens.address, tokens.capacity, tokens.head_dim),
         _score_f32,
         _add_f32,

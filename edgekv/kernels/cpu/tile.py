@@ -14,7 +14,7 @@ from edgekv.kernels.cpu.compile import fast_jit
 from edgekv.kernels.cpu.emit import at
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     Loop,
     add_loop,
     call,
@@ -36,7 +36,7 @@ def tiled(
     decode: Loop,
     scratch: Callable[[Any], int] = lambda codec: 0,
     **more: Any,
-) -> CodecKernels:
+) -> CpuCodec:
     """Returns the kernels of a codec that is read by way of decoded tiles.
 
     numbers: (codec) -> the numbers that ``decode`` gets. scratch: (codec) -> bytes of scratch that it gets.
@@ -48,7 +48,7 @@ def tiled(
     def scratch_bytes(codec: Any, rows: int) -> int:
         return 4 * TILE * int(codec.head_dim) + scratch(codec)
 
-    return CodecKernels(
+    return CpuCodec(
         all_numbers, tile_scores, tile_sums, decode=decode, scratch=scratch_bytes, at_once=TOKENS_PER_CALL, **more
     )
 

@@ -7,7 +7,7 @@ Nothing above the kernels knows where arrays are:
    take arrays from `Workspace.memory`: `edgekv.kernels.arrays` on a CPU, a `Driver` (driver.py) here.
 2. Kernels are one object, `CudaKernels` (kernels.py). What runs is a `Launch`: a kernel of a `Program`, which is
    .cu files joined, and its grid. The driver is CuPy's, or in tests a CPU that runs the same files.
-3. A codec's file has its `CodecKernels` (kernels.py): the C++ type that reads its arrays as rows (rows.cu), and
+3. A codec's file has its `CudaCodec` (kernels.py): the C++ type that reads its arrays as rows (rows.cu), and
    what that needs of the queries. For a single token `attend` is one launch: a pair of codecs and the exact tokens
    beside it, with a running softmax and no scores in memory (attend.cu). Prompts, probabilities that are asked for
    and tokens that stand anywhere take a buffer of scores (ranges.cu).

@@ -117,7 +117,7 @@ class Fused(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CodecKernels:
+class CudaCodec:
     """The CUDA kernels of a kind of codec; ``tools`` is the backend.
 
     keys, values: (codec) -> how it is read as keys, or as values.
@@ -135,14 +135,14 @@ class CodecKernels:
     fused: Callable[[Driver, int, Any, Any], Fused | None] = lambda *pair: None
 
 
-def kernels_of(codec: Any) -> CodecKernels:
+def kernels_of(codec: Any) -> CudaCodec:
     """Returns the kernels of a codec, or of a codec class. Raises CacheError (field kv) where there are none."""
     kernels = find_codec_kernels("cuda", codec)
     if kernels is None:
         raise CacheError(
             f"codec of kind {codec.kind!r}: no kernels for a GPU", field="kv", advice="use {device:cpu}"
         )
-    return cast(CodecKernels, kernels)
+    return cast(CudaCodec, kernels)
 
 
 def read_keys(codec: Any) -> Reader:
@@ -284,7 +284,7 @@ class CudaKernels:
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
         """Stores x (G, n, D) from token t0 on. Raises CannotRecord where t0 moves and the encoder can't follow."""
-        kernels: CodecKernels | None = find_codec_kernels("cuda", codec)
+        kernels: CudaCodec | None = find_codec_kernels("cuda", codec)
         if isinstance(t0, Counter) and kernels and not kernels.placed:
             raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
         if kernels and kernels.encode:

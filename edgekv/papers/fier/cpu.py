@@ -8,7 +8,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic
-from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, halves, int64s, score_loop
+from edgekv.kernels.cpu.loops import CpuCodec, address_of, floats, halves, int64s, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
@@ -97,7 +97,7 @@ def _numbers(index: Any) -> tuple[int, ...]:
 
 
 KERNELS = {
-    "sign_index": CodecKernels(
+    "sign_index": CpuCodec(
         _numbers,
         score=_score,
         block=lambda index: max(BLOCK, index.block),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from edgekv.kernels.cuda.kernels import CodecKernels, Reader
+from edgekv.kernels.cuda.kernels import CudaCodec, Reader
 
 
 def _read(index: Any) -> Reader:
@@ -15,4 +15,4 @@ def _read(index: Any) -> Reader:
     return Reader("RowKeys<FierRow>", file, *store, in_one_launch=False, tiles=2)
 
 
-KERNELS = {"sign_index": CodecKernels(_read)}
+KERNELS = {"sign_index": CudaCodec(_read)}

@@ -10,7 +10,7 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import (
-    CodecKernels,
+    CpuCodec,
     address_of,
     floats,
     int64s,
@@ -109,7 +109,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 
 KERNELS = {
-    "signs": CodecKernels(
+    "signs": CpuCodec(
         _numbers,
         prepare=_prepare,
         score=_score,

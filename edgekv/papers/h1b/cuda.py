@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.driver import Array, Launch, Program, counter
-from edgekv.kernels.cuda.kernels import THREADS, CodecKernels, CudaKernels, Queries, Reader, per_head
+from edgekv.kernels.cuda.kernels import THREADS, CudaCodec, CudaKernels, Queries, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program((FOLDER / "encode",))
@@ -50,4 +50,4 @@ def _sketches(tools: CudaKernels, codec: Any, q: Array) -> Queries:
     return Queries(codes, codes, tools.constant(scale))
 
 
-KERNELS = {"signs": CodecKernels(_read, queries=_sketches, encode=_encode, placed=True)}
+KERNELS = {"signs": CudaCodec(_read, queries=_sketches, encode=_encode, placed=True)}

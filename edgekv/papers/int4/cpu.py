@@ -10,7 +10,7 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.loops import (
     TOKENS_PER_CALL,
-    CodecKernels,
+    CpuCodec,
     Loop,
     add_loop,
     address_of,
@@ -133,7 +133,7 @@ def _fields(numbers: int) -> tuple[int, int, int, int, int]:
     return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
 
 
-def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CodecKernels:
+def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CpuCodec:
     """Returns the kernels of a codec; codes, scale, zeros: names of its arrays (n_kv_heads, tokens, ...)."""
 
     def codec_numbers(codec: Any) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CodecKerne
         addresses = address_of(codec.arrays[codes]), address_of(codec.arrays[scale])
         return *addresses, codec.capacity, codec.head_dim, zero_at
 
-    return CodecKernels(codec_numbers, _score, _add, put=put, at_once=TOKENS_PER_CALL, scratch=_tile_bytes)
+    return CpuCodec(codec_numbers, _score, _add, put=put, at_once=TOKENS_PER_CALL, scratch=_tile_bytes)
 
 
 def _tile_bytes(codec: Any, rows: int) -> int:

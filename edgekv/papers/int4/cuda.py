@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.codecs.ints import cuda as ints
 from edgekv.kernels.cuda.driver import Array, Launch, Program, counter
-from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader, per_head
+from edgekv.kernels.cuda.kernels import CudaCodec, CudaKernels, Reader, per_head
 
 FOLDER = pathlib.Path(__file__).parent
 ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
@@ -30,4 +30,4 @@ def _read(codec: Any) -> Reader:
     return ints.read_integers("RowValues", a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO")
 
 
-KERNELS = {"int4": CodecKernels(values=_read, encode=_encode, placed=True), "symmetric4": ints.KERNELS["int8"]}
+KERNELS = {"int4": CudaCodec(values=_read, encode=_encode, placed=True), "symmetric4": ints.KERNELS["int8"]}

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.codecs.ints.cuda import read_integers
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.kernels import CodecKernels, Reader
+from edgekv.kernels.cuda.kernels import CudaCodec, Reader
 
 
 def _read_keys(codec: Any) -> Reader:
@@ -26,6 +26,6 @@ def _read_values(codec: Any) -> Reader:
 
 
 KERNELS = {
-    "kivi_keys": CodecKernels(_read_keys),
-    "kivi_values": CodecKernels(values=_read_values),
+    "kivi_keys": CudaCodec(_read_keys),
+    "kivi_values": CudaCodec(values=_read_values),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Launch, Program
-from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Reader
+from edgekv.kernels.cuda.kernels import CudaCodec, CudaKernels, Reader
 from edgekv.papers.kvcomp.reference import TABLE_BITS
 
 FOLDER = pathlib.Path(__file__).parent
@@ -51,6 +51,6 @@ def _read(name: str) -> Callable[[Any], Reader]:
 
 
 KERNELS = {
-    "huffman_keys": CodecKernels(_read("RowKeys<HuffmanRow<false>>"), encode=_encode),
-    "huffman_values": CodecKernels(values=_read("RowValues<HuffmanRow<true>>"), encode=_encode),
+    "huffman_keys": CudaCodec(_read("RowKeys<HuffmanRow<false>>"), encode=_encode),
+    "huffman_values": CudaCodec(values=_read("RowValues<HuffmanRow<true>>"), encode=_encode),
 }

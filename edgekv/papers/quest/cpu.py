@@ -3,7 +3,7 @@
 import numpy as np
 
 from edgekv.codecs.f16 import cpu as f16
-from edgekv.kernels.cpu.loops import CodecKernels, address_of, floats, int64s, prepare_loop
+from edgekv.kernels.cpu.loops import CpuCodec, address_of, floats, int64s, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 ZERO = np.float32(0)
@@ -22,7 +22,7 @@ def _split(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
 
 
 KERNELS = {
-    "page_index": CodecKernels(
+    "page_index": CpuCodec(
         lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
         score=f16.KERNELS["f16"].score,
         prepare=_split,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.driver import Array
-from edgekv.kernels.cuda.kernels import CodecKernels, CudaKernels, Queries, Reader
+from edgekv.kernels.cuda.kernels import CudaCodec, CudaKernels, Queries, Reader
 
 
 def _read(index: Any) -> Reader:
@@ -20,4 +20,4 @@ def _signed_parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 
 
-KERNELS = {"page_index": CodecKernels(_read, queries=_signed_parts)}
+KERNELS = {"page_index": CudaCodec(_read, queries=_signed_parts)}

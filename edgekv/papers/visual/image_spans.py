@@ -20,7 +20,7 @@ from edgekv.types import F32
 
 
 @dataclasses.dataclass
-class Span:
+class ImageSpan:
     """Image tokens at positions start..stop: in ``exact`` codecs (f16) until the last has come, then packed."""
 
     start: int
@@ -35,10 +35,10 @@ class Run(NamedTuple):
     start: int
     stop: int
     first: int
-    span: Span | None
+    span: ImageSpan | None
 
 
-def runs(spans: Sequence[Span], start: int, stop: int) -> Iterator[Run]:
+def runs(spans: Sequence[ImageSpan], start: int, stop: int) -> Iterator[Run]:
     """Yields the runs of positions start..stop, in order."""
     n_image = 0  # image tokens before `start`
     for span in spans:
@@ -77,7 +77,7 @@ class ImageSpans(CodecStore):
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
         super().__init__(geometry, config)
-        self.spans: list[Span] = []
+        self.spans: list[ImageSpan] = []
         self._text = self._f16_stores(geometry.capacity)
 
     @abc.abstractmethod
@@ -162,7 +162,7 @@ class ImageSpans(CodecStore):
         self._fit_text()
 
     def _add_span(self, start: int, stop: int) -> None:
-        self.spans.append(Span(start, stop, self.span_codecs(*self._shape(stop - start))))
+        self.spans.append(ImageSpan(start, stop, self.span_codecs(*self._shape(stop - start))))
         for codec in self.spans[-1].packed:
             self._take_memory(codec)
 
@@ -232,7 +232,7 @@ class ImageSpans(CodecStore):
             self.kernels.encode(store, x, run.first)
         self.n_seen = run.stop
 
-    def _open_exact(self, span: Span, capacity: int) -> None:
+    def _open_exact(self, span: ImageSpan, capacity: int) -> None:
         span.exact = self._f16_stores(capacity)
         for codec in span.exact:
             self._take_memory(codec)

@@ -40,7 +40,7 @@ IMAGES = [Image.fromarray(cases.pixels(*size)) for size in cases.SIZES]
 N = cases.N_TOKENS
 TEXT = "w17 w4 <image> w9 <image> w33 w34 w60"  # cases.PROMPT
 WORDS = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
-VISUAL = "visual1:bits=1,group=head,quantile=0.02,text=f16"
+VISUAL = "visual1:bits=1,group=head,quantile=0.02"
 FIRST, SECOND = (3, 3 + N), (4 + N, 4 + 2 * N)  # where the images of TEXT are
 
 

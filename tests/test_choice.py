@@ -6,9 +6,16 @@ from helpers import SCHEMES, raises
 from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec, registry
-from edgekv.kvcache.choice import MAX_LOSS, MIN_SAVING, choose, published_results, resolve
+from edgekv.kvcache.choice import (
+    MAX_LOSS,
+    MIN_SAVING,
+    choose,
+    default_scheme,
+    published_results,
+    resolve,
+    size_text,
+)
 from edgekv.kvcache.registry import PRESETS
-from edgekv.machine import format_bytes
 from edgekv.models import architecture
 
 CONFIG = architecture(load_shape("llama3.2-1b")).config
@@ -30,14 +37,14 @@ def test_each_preset_takes_fewer_bytes_than_the_one_before() -> None:
 def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
     name, reason = choose_beside(HELD, "q3", "q8")
     assert name == "q3"
-    assert "passed its gate" in reason
-    assert format_bytes(SIZES["q3"]) in reason
+    assert reason == "auto took q3: the smallest that passed the gate on this model"
 
 
 def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:
     name, reason = choose_beside(HELD)
     losses = published_results()["worst_kl"]
     assert name == min((n for n in PRESETS if losses[n] <= MAX_LOSS), key=SIZES.__getitem__) != "f16"
+    assert name == default_scheme()
     assert f"{losses[name]:.4f}" in reason
 
 
@@ -45,7 +52,14 @@ def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -
 def test_auto_takes_f16_where_less_than_a_tenth_is_saved(more: int, name: str) -> None:
     saved = SIZES["f16"] - SIZES["q2"]
     held = int(saved / MIN_SAVING) - SIZES["f16"] + 10 * more
-    assert choose_beside(held, "q2")[0] == name
+    chosen, reason = choose_beside(held, "q2")
+    assert chosen == name
+    assert ("q2 would save less than a tenth" in reason) == (name == "f16")
+
+
+def test_a_size_is_said_beside_that_of_f16() -> None:
+    assert size_text("q4", 3 << 20, 10 << 20) == "3.0 MiB as q4, where f16 would take 10.0 MiB"
+    assert size_text("dense", 10 << 20, 10 << 20) == "10.0 MiB as f16"
 
 
 def test_a_named_scheme_is_held_to_the_budget() -> None:

@@ -17,6 +17,7 @@ import tables
 import edgekv
 from edgekv import errors
 from edgekv.cli import COMMANDS, build_parser
+from edgekv.kvcache.choice import AUTO
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -140,7 +141,7 @@ def test_packages_start_what_edgekv_accepts() -> None:
         ),
         (assigned(container, "ENV "), re.findall(r"^(?:exec )?edgekv (.*)$", start, re.M)),
     ):
-        assert variables["KV"] == tables.CHOSEN
+        assert variables["KV"] == AUTO
         assert [command.split()[0] for command in commands] == ["warm", "serve"]
         for command in commands:
             build_parser().parse_args(shlex.split(string.Template(command).substitute(variables)))

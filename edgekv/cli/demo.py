@@ -21,13 +21,12 @@ from edgekv.errors import EdgeKVError
 from edgekv.eval.gate import NeedleReader, Prose, make_haystack
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import EXACT
+from edgekv.kvcache.choice import COMPARED
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import blas_threads, format_bytes
 from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
-SCHEMES = "q4,q2"
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
 WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
@@ -37,9 +36,9 @@ Each KV scheme reads them, is asked for the five numbers, and goes on with the p
 """
 NEXT = """
 next
-  edgekv chat --model Qwen/Qwen3-0.6B --kv {kv}          a model that answers (1.5 GB)
-  edgekv budget --shape llama3.1-8b --ctx 32768 --kv auto --memory 8G
-  edgekv eval --gate --model PATH --text YOUR-TEXT         which scheme is good enough for yours"""
+  edgekv chat --model Qwen/Qwen3-0.6B                        a model that answers (1.5 GB)
+  edgekv budget --shape llama3.1-8b --ctx 32768 --memory 8G  does a larger one fit?
+  edgekv eval --gate --model PATH --text YOUR-TEXT           what is good enough for your text"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +99,14 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         "kv ctx threads device",
-        kv=option("LIST", "schemes beside f16 (default %(default)s)", default=SCHEMES),
+        kv=option("LIST", "schemes beside f16 (default %(default)s)", default=COMPARED),
         ctx={"default": 4096, "help": "tokens of text (default %(default)s)"},
         seed=option("N", "which facts, and where (default: others each time)", type=int),
     )
 
 
 def demo_command(arguments: argparse.Namespace) -> int:
-    specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
+    specs = CacheSpec.parse_list(f"f16,{arguments.kv}")
     prose = shipped_file("demo/prose.txt")
     if prose is None:
         raise EdgeKVError("demo/prose.txt did not come with this installation: install edgekv again")
@@ -119,12 +118,11 @@ def demo_command(arguments: argparse.Namespace) -> int:
         demo = Demo(decoder, tokenizer, prose.read_text(encoding="utf-8"), arguments.ctx, seed)
         fit = fit_head_bits(loaded.model, loaded.plan.weights, decoder, tokenizer, bars.update)
         specs = [fit(spec) for spec in specs]
-        names = ["f16", *(spec.short for spec in specs[1:])]
         print(INTRODUCTION.format(len(demo.haystack.ids)))
-        trials = [demo.run(spec, name, bars.update) for spec, name in zip(specs, names, strict=True)]
+        trials = [demo.run(spec, spec.short, bars.update) for spec in specs]
     values = {question.fact.name or "pass key": question.fact.value for question in demo.haystack.questions}
     print(_table(values, trials))
-    print(NEXT.format(kv=trials[1].kv))
+    print(NEXT)
     return 0
 
 

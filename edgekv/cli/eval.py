@@ -40,7 +40,7 @@ from edgekv.eval.gate import (
     recommended,
 )
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
-from edgekv.kvcache.choice import EXACT, published_results
+from edgekv.kvcache.choice import COMPARED, default_scheme, published_results
 from edgekv.kvcache.registry import PRESETS, broken_schemes, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
@@ -101,8 +101,8 @@ def schemes_text() -> str:
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
         f"{results['quality_on']}; speed of attention against dense:",
         f"{results['speed_on']}; -: not measured",
-        "recommended: to name none: --kv auto takes q4 for long contexts, and the smallest that passed the",
-        "gate on your model once you ran it: edgekv eval --gate --model PATH --text YOUR-TEXT",
+        f"recommended: to name none. --kv auto takes {default_scheme()} for long contexts; once you ran the gate,",
+        "the smallest that passed on your model: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
     return "\n".join([align_columns(rows, left=(0, 4)), "", *notes])
 
@@ -111,7 +111,7 @@ def schemes_text() -> str:
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    kv = "schemes, comma-separated, or all (default: all; with --gate q8, q4, q3, q2 and q1.5)"
+    kv = f"schemes, comma-separated, or all (default: all; with --gate {', '.join(DEFAULT_SCHEMES)})"
     add_options(
         parser,
         f"{SOURCE} lora adapter weights kv ctx tokenizer threads device json plot",
@@ -237,7 +237,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
             progress=bars.update,
         )
     facts, best = measured.facts(ctx, arguments.windows), recommended(verdicts)
-    settings, windows, kv, why = facts["settings"], facts["settings"]["windows"], EXACT, "no scheme passed"
+    settings, windows, kv, why = facts["settings"], facts["settings"]["windows"], "f16", "no scheme passed"
     if best is not None:
         kv, size = CacheSpec.parse(best.kv).short, format_bytes(best.quality.cache_bytes)
         why = f"the smallest cache that passed, {size}"
@@ -270,7 +270,6 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
 
 # edgekv bench
 
-TIMED = "dense,onebit,planes"
 TIMES: dict[str, Callable[[Timing], str]] = {
     "kv": lambda t: CacheSpec.parse(t.kv).short,
     "depth": lambda t: str(t.depth),
@@ -290,7 +289,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "config weights kv threads json",
         layers=count("layers of the shape (default: its own)"),
-        kv=option("LIST", f"schemes, comma-separated (default {TIMED})"),
+        kv=option("LIST", f"schemes, comma-separated (default f16,{COMPARED})"),
         ctx=option("LIST", "tokens in the cache (default %(default)s)", type=token_counts(0), default="8192"),
         prefill=option("LIST", "also time prompts of so many tokens", type=token_counts(1), default=""),
         tokens=count("per scheme (default %(default)s)", default=32),
@@ -298,7 +297,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_command(arguments: argparse.Namespace) -> int:
-    requested = CacheSpec.parse_list(arguments.kv or TIMED)
+    requested = CacheSpec.parse_list(arguments.kv or f"f16,{COMPARED}")
     depths, lengths = arguments.ctx, arguments.prefill
     if arguments.shape is None and arguments.layers:
         raise ConfigError(

@@ -26,10 +26,11 @@ from edgekv.cli.options import (
 from edgekv.cli.terminal import Bars, print_rows, say
 from edgekv.engine.loading import Options, SessionPlan, default_ctx, open_model
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import AUTO
+from edgekv.kvcache.choice import AUTO, default_scheme, size_text
 from edgekv.kvcache.registry import PRESETS, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
@@ -38,7 +39,6 @@ from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
-WARMED = "dense,planes,onebit"
 
 
 # edgekv pull
@@ -146,7 +146,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
         ("weights", plan.weights, None),
         ("weights_bytes", plan.weights_bytes, f"{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
         ("active_weights_bytes", plan.weights_bytes - plan.idle_bytes, None),
-        ("cache_bytes", plan.cache_bytes, bytes_text(plan.cache_bytes)),
+        ("cache_bytes", plan.cache_bytes, size_text(str(plan.kv), plan.cache_bytes, plan.f16_bytes)),
+        ("f16_cache_bytes", plan.f16_bytes, None),
         ("cache_bytes_per_token", per_token, None),
         ("state_bytes", plan.state_bytes, state if plan.state_bytes else None),
         (
@@ -239,7 +240,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
 
 
 def warm_arguments(parser: argparse.ArgumentParser) -> None:
-    kv = {"metavar": "LIST", "help": f"schemes, comma-separated, or all (default {WARMED})"}
+    kv = {"metavar": "LIST", "help": "schemes, comma-separated, all, or auto (default): those that auto may take"}
     add_options(parser, f"{SOURCE} lora weights kv threads", kv=kv)
 
 
@@ -247,11 +248,13 @@ def warm_command(arguments: argparse.Namespace) -> int:
     from edgekv.cli.eval import is_list_of_names, report_left_out
     from edgekv.engine.session import Session
 
-    requested, named = CacheSpec.parse_list(arguments.kv or WARMED), is_list_of_names(arguments.kv)
-    arguments.kv = None
+    kv, arguments.kv = None if arguments.kv == AUTO else arguments.kv, None
+    requested = CacheSpec.parse_list(kv) if kv else []
     options = load_options(arguments)
-    config = open_model(model_path(arguments), options).config
-    specs = report_left_out(select_specs(requested, config, default_ctx(config), named))
+    model = open_model(model_path(arguments), options)
+    config, autos = model.config, dict.fromkeys(["f16", default_scheme(), *Verdicts(model).passed()])
+    requested = requested or [CacheSpec.parse(name) for name in autos]
+    specs = report_left_out(select_specs(requested, config, default_ctx(config), is_list_of_names(kv)))
     with Bars() as bars:
         for spec in specs:
             settings = vars(options) | {"kv": spec}

@@ -20,6 +20,8 @@ from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import LONGEST, ConfigError, EdgeKVError, as_argument
 from edgekv.files import require_writable, user_path
+from edgekv.kvcache.choice import default_scheme
+from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
@@ -117,8 +119,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "kv": option(
         "NAME[:option=value,...]",
-        "bits of the KV cache: f16, q8, q4, q3, q2, q1.5, a scheme (`--kv list`), or auto (default): the smallest "
-        "that passed the gate on this model, else q4; f16 if that saves little",
+        f"bits of the KV cache: {', '.join(PRESETS)}, one of `edgekv schemes`, or auto (default): the "
+        f"smallest that passed the gate on this model, else {default_scheme()}; f16 if that saves little",
     ),
     "kv_budget": size(
         "kv_budget",

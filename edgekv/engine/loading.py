@@ -28,7 +28,7 @@ from edgekv.files import Memo
 from edgekv.kernels.kernel_cache import compile_seconds
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
-from edgekv.kvcache.choice import AUTO, resolve
+from edgekv.kvcache.choice import AUTO, EXACT, resolve
 from edgekv.kvcache.mixed_bits import FIT_TOKENS, MIN_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
@@ -46,8 +46,8 @@ class LoadOptions(TypedDict, total=False):
     """The keyword options of `Session.load` and `Session.restore`, whose defaults `Options` has.
 
     kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its options, ``name:option=value,...``,
-        or a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model,
-        else q4; f16 where that saves little. With a ``kv_budget`` the most bits that hold it.
+        or a CacheSpec. "auto", which None is too, leaves the choice to `edgekv.kvcache.choice`: what passed the
+        gate on this model, else what lost little everywhere. With a ``kv_budget`` the most bits that hold it.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
@@ -140,8 +140,9 @@ class SessionPlan:
 
     ctx: tokens that it can hold. kv: its scheme. weights: name of the weight format. weights_bytes: weights that
     decoding maps. idle_bytes: those of them that need no memory, experts that a token leaves out. cache_bytes: all
-    KV caches. state_bytes: layers that do not attend, with their snapshots. scratch_bytes: buffers while a prompt
-    of ``ctx`` tokens is read. notes: what was chosen for the user, or lost, a line each.
+    KV caches; f16_bytes: the same in f16. state_bytes: layers that do not attend, with their snapshots.
+    scratch_bytes: buffers while a prompt of ``ctx`` tokens is read. notes: what was chosen for the user, or lost,
+    a line each.
     """
 
     ctx: int
@@ -150,6 +151,7 @@ class SessionPlan:
     weights_bytes: int
     idle_bytes: int
     cache_bytes: int
+    f16_bytes: int
     state_bytes: int
     scratch_bytes: int
     notes: tuple[str, ...]
@@ -197,6 +199,7 @@ class SessionPlan:
             weights_bytes=weights_bytes,
             idle_bytes=idle,
             cache_bytes=sum(cache.planned_bytes() for cache in caches),
+            f16_bytes=CacheSpec.parse(EXACT).planned_bytes(c, ctx),
             state_bytes=state_bytes,
             scratch_bytes=scratch_bytes(c, ctx, needs_prompt_queries=caches[0].needs_prompt_queries),
             notes=tuple(notes),

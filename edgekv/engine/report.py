@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import DraftCounts
+from edgekv.engine.loading import SessionPlan
 from edgekv.engine.runner import State
-from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import size_text
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.energy import EnergyReport
@@ -33,7 +34,8 @@ class RunReport:
     drafts: counts of the tokens that were guessed; None before a text.
     compile_s: seconds of compiling kernels while the session was opened, in no other figure.
     time_to_first_token_s: seconds from the prompt to the first token's text.
-    cache_bytes: of all layers' caches. weights_bytes: that decoding maps. peak_rss_bytes: of the process so far.
+    cache_bytes: of all layers' caches; f16_cache_bytes: the same in f16. weights_bytes: that decoding
+    maps. peak_rss_bytes: of the process so far.
     bytes_read_per_token: weights and cache that one decode step reads.
     state_bytes: states of layers that do not attend, with their snapshots; None where all attend.
     images: those of the prompt.
@@ -54,6 +56,7 @@ class RunReport:
     time_to_first_token_s: float | None = None
     images: ImagesReport | None = None
     cache_bytes: int | None = None
+    f16_cache_bytes: int | None = None
     state_bytes: int | None = None
     weights_bytes: int | None = None
     bytes_read_per_token: int | None = None
@@ -117,7 +120,7 @@ class RunReport:
             (
                 "model",
                 f"{about['name']}, {about['n_parameters'] / 1e6:,.1f} M parameters as {settings['weights']}, "
-                f"kv {CacheSpec.parse(settings['kv']).short}, context {settings['ctx']}",
+                f"context of {settings['ctx']:,} tokens",
             ),
             ("text", f"{self.speed()}; {prompt}"),
         ]
@@ -127,12 +130,12 @@ class RunReport:
             accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
             per_pass = f"{self.decode_tokens / drafts.passes:.2f} tokens per pass"
             rows.append(("drafts", f"{drafts.source}: {accepted}, {per_pass}"))
-        sizes = (self.cache_bytes or 0, self.weights_bytes or 0, self.peak_rss_bytes or 0)
-        cache, weights, peak = map(format_bytes, sizes)
+        cache = size_text(settings["kv"], self.cache_bytes or 0, self.f16_cache_bytes or 0)
+        weights, peak = (format_bytes(n or 0) for n in (self.weights_bytes, self.peak_rss_bytes))
         state = f", state {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         return [
             *rows,
-            ("memory", f"cache {cache}{state}, weights {weights}, peak {peak}"),
+            ("memory", f"cache {cache}{state}; weights {weights}, peak {peak}"),
             ("stopped", self.finish_message or "not yet"),
             *(self.energy.rows() if self.energy else ()),
             *(("note", note) for note in self.notes),
@@ -143,10 +146,11 @@ class RunReport:
         return "\n".join(f"{topic:<12}{text}" for topic, text in self.rows())
 
 
-def add_measurements(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
-    """Completes the report with the present bytes and the notes of plan, images and cache; returns it."""
+def add_measurements(report: RunReport, state: State, decoder: Decoder, plan: SessionPlan) -> RunReport:
+    """Completes the report with the present bytes and those of the plan; returns it."""
     caches = state.caches
     report.cache_bytes = sum(cache.nbytes for cache in attending(caches))
+    report.f16_cache_bytes = plan.f16_bytes
     report.state_bytes = state.nbytes - report.cache_bytes or None
     report.weights_bytes = decoder.ops.weights_bytes
     read = decoder.weights.token_bytes + decoder.ops.lora_bytes
@@ -155,9 +159,10 @@ def add_measurements(report: RunReport, state: State, decoder: Decoder, notes: S
     if report.drafts and report.drafts.accepted and n_decoded:
         report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
     report.peak_rss_bytes = peak_rss_bytes()
-    image_notes = report.images.notes if report.images else ()
-    dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
-    report.notes = [*notes, *image_notes, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
+    report.notes = [*plan.notes, *(report.images.notes if report.images else ())]
+    if state.n_dropped:
+        report.notes.append(f"overflow: {state.n_dropped} tokens between the first and the latest were dropped")
+    report.notes += attending(caches)[0].notes()
     return report.derived()
 
 

@@ -396,7 +396,7 @@ class Session:
 
     def report(self) -> RunReport:
         """Returns counts, times and bytes of the last `generate`."""
-        return add_measurements(self._report, self._state, self._runner.decoder, self.plan.notes)
+        return add_measurements(self._report, self._state, self._runner.decoder, self.plan)
 
     @checked()
     def rewind(self, n_tokens: Natural) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the KV scheme: by its name, by a budget of bytes, or by what was measured on the model."""
+"""Chooses the KV scheme, for all of edgekv: by its name, a budget of bytes, or what was measured on the model."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ MIN_SAVING = 0.1
 """The share of the memory of weights and f16 cache that a preset must save; else `auto` takes f16."""
 
 
+def default_scheme() -> str:
+    """Returns `auto`'s preset for models without a gate: the smallest that lost at most MAX_LOSS anywhere."""
+    losses = published_results()["worst_kl"]
+    return [name for name in PRESETS if losses[name] <= MAX_LOSS][-1]
+
+
 @functools.cache
 def published_results() -> dict[str, Any]:
     """Reads what was measured of the KV schemes for the documents.
@@ -43,6 +49,10 @@ def published_results() -> dict[str, Any]:
     """
     content: dict[str, Any] = json.loads(PUBLISHED.read_text())
     return content
+
+
+COMPARED = f"{default_scheme()},q2"
+"""What `edgekv demo` and `edgekv bench` set beside f16."""
 
 
 def resolve(
@@ -105,19 +115,28 @@ def finest_within(
 def choose(shape: ModelConfig, ctx: int, model_bytes: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
     """Returns the smallest preset that ``passed`` the gate on this model, and a line that says why.
 
-    Where none passed, the smallest whose loss was at most MAX_LOSS wherever it was measured; f16 where that saves
-    less than MIN_SAVING of the memory, of which the model itself takes ``model_bytes``.
+    Where none passed, `default_scheme`; f16 where that saves less than MIN_SAVING of the memory, of which the
+    model itself takes ``model_bytes``.
     """
-    losses = published_results()["worst_kl"]
     sizes = {name: size for name in PRESETS if (size := _size(CacheSpec.parse(name), shape, ctx)) is not None}
     gated = [name for name in sizes if name in passed]
-    name = min(gated or [name for name in sizes if losses[name] <= MAX_LOSS], key=sizes.__getitem__)
+    name = min(gated, key=sizes.__getitem__, default=default_scheme())
     exact = sizes["f16"]
-    if exact - sizes[name] < MIN_SAVING * (model_bytes + exact):
-        return CacheSpec.parse("f16"), f"kv auto: f16, as {name} would save less than a tenth of the memory"
-    why = "passed its gate" if gated else f"lost at most {losses[name]:.4f} nats where it was measured"
-    taken = f"{format_bytes(sizes[name])} where f16 takes {format_bytes(exact)}"
-    return CacheSpec.parse(name), f"kv auto: {name}, {taken}; it {why}"
+    if exact - sizes.get(name, exact) < MIN_SAVING * (model_bytes + exact):
+        return CacheSpec.parse(
+            "f16"
+        ), f"auto took f16, which is exact; {name} would save less than a tenth of memory"
+    loss = published_results()["worst_kl"][name]
+    untested = f"nearly exact on every model measured (KL at most {loss:.4f} nats)"
+    why = "the smallest that passed the gate on this model" if gated else untested
+    return CacheSpec.parse(name), f"auto took {name}: {why}"
+
+
+def size_text(kv: str, nbytes: int, f16_bytes: int) -> str:
+    """Returns what caches take in a scheme, and what they would take in f16, for people."""
+    short = CacheSpec.parse(kv).short
+    exact = "" if short == "f16" else f", where f16 would take {format_bytes(f16_bytes)}"
+    return f"{format_bytes(nbytes)} as {short}{exact}"
 
 
 def _size(spec: CacheSpec, shape: ModelConfig, ctx: int) -> int | None:

@@ -26,7 +26,7 @@ from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
 from edgekv.eval.board import Bandwidth, Board, Decode, Prompt, energy_text, page, throttling
 from edgekv.kvcache import scheme_facts, schemes
-from edgekv.kvcache.choice import PUBLISHED
+from edgekv.kvcache.choice import PUBLISHED, default_scheme
 from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
@@ -59,7 +59,7 @@ OURS = {"dense", *(CacheSpec.parse(kv).scheme.name for kv in WHEN)}
 GIB = 1 << 30
 MEMORIES = (2, 4, 8, 16)
 SHAPES = ("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b", "qwen3-8b")
-CHOSEN = "q4"
+CHOSEN = default_scheme()
 SCHEMES = {f"`{name}`": name for name in ("f16", CHOSEN, "q2")}
 SERVED = 8192  # tokens that a server should hold at least
 STEP = 1024

@@ -142,8 +142,14 @@ def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
     ],
 )
 def test_a_scheme_refuses_parameters_of_wrong_names_shapes_or_values(
-    scheme: str, parameters: dict[str, Any], problem: str, base: pathlib.Path, tmp_path: pathlib.Path
+    scheme: str,
+    parameters: dict[str, Any],
+    problem: str,
+    base: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Model, "store", lambda *_: pytest.fail("the weights were read first"))
     parameters = {name: np.ascontiguousarray(array) for name, array in parameters.items()}
     adapter = write(tmp_path / "a", base, parameters, scheme=scheme)
     with pytest.raises(CacheError, match=problem) as error:

@@ -16,7 +16,7 @@ import pytest
 from slot_cases import SLOTS, at_once
 
 from edgekv import SessionError
-from edgekv.engine.scheduler import BatchScheduler, SerialScheduler
+from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, Turn
 
 
 class Slow:
@@ -55,6 +55,29 @@ def decoder() -> Slow:
 @pytest.fixture
 def schedule() -> BatchScheduler:
     return BatchScheduler(1)
+
+
+def test_of_many_threads_one_has_the_turn() -> None:
+    turn, n, held = Turn(), 16, threading.Event()
+    begin, refused = threading.Barrier(n), threading.Semaphore(0)
+
+    def take() -> bool:
+        begin.wait(60)
+        try:
+            with turn.taken(SessionError("taken")):
+                assert held.wait(60)
+                return True
+        except SessionError:
+            refused.release()
+            return False
+
+    with concurrent.futures.ThreadPoolExecutor(n) as threads:
+        tried = [threads.submit(take) for _ in range(n)]
+        for _ in range(n - 1):
+            assert refused.acquire(timeout=60)
+        held.set()
+        assert sorted(each.result(60) for each in tried) == [False] * (n - 1) + [True]
+    assert not turn.is_taken
 
 
 @pytest.fixture

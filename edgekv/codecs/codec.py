@@ -54,6 +54,10 @@ class Codec(abc.ABC):
         self.arrays, self.kernels = arrays, kernels
         self.backend_state = None
 
+    def fixed(self) -> F32 | None:
+        """Returns what a seed or an adapter fixed for all tokens, (...), without which their bits mean nothing."""
+        return None
+
     @abc.abstractmethod
     def encode(self, x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ... Caches call `Kernels.encode`."""

@@ -393,6 +393,7 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     plan = SessionPlan.make(model, **requested)
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name)
+        model.adapter.adapt(attending(open_layers(plan.kv, model.config, plan.ctx)))  # refuses bad values
     device = resolve_device(options.device, plan.kv, model.config)
     backend = find_device(device)
     backend.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))

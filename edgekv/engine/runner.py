@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGRAM, DraftCounts, NGramDrafts
 from edgekv.engine.sampling import Sampler
-from edgekv.engine.scheduler import SerialScheduler
+from edgekv.engine.scheduler import SerialScheduler, Turn
 from edgekv.errors import ContextError, SessionError, TokenizerError, short_repr
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
@@ -23,6 +22,7 @@ from edgekv.types import F32, Array, LayerProgress
 from edgekv.vision.model import VISUAL, Embeddings, Prompt
 
 SINK_TOKENS = 4  # first tokens, on which attention rests (StreamingLLM)
+BUSY = "this conversation is being computed: let it end, or give each thread a fork of it"
 ANSWER_TOKENS = 16  # at the end of a prompt, with which a template begins the answer
 
 
@@ -259,7 +259,7 @@ class Runner:
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # drafts in the latest pass
         self.n_read = 0  # tokens that the latest prompt, and those pending before it, put into the caches
-        self._lock = threading.Lock()  # held by the thread that computes
+        self._turn = Turn()  # of the thread that computes
         self._ready: F32 | None = None  # the logits after the latest token, where that was a draft
 
     @property
@@ -269,13 +269,12 @@ class Runner:
 
     def require_free(self) -> None:
         """Raises SessionError while another thread, or a caller, computes this conversation."""
-        if self._lock.locked():
-            raise SessionError("this conversation is being computed: let it end, or give each thread a fork of it")
+        if self._turn.is_taken:
+            raise SessionError(BUSY)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        self.require_free()
-        with self._lock:
+        with self._turn.taken(SessionError(BUSY)):
             self.state.mend()
             yield
 

@@ -23,6 +23,30 @@ INTERRUPTED = (
 )
 
 
+class Turn:
+    """What one thread has at a time, taken at once or refused. An interrupt before or after leaves it free."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, object] = {}
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread has it."""
+        return bool(self._holders)
+
+    @contextlib.contextmanager
+    def taken(self, refusal: SessionError) -> Iterator[None]:
+        """Takes it for a block. Raises ``refusal`` where it is taken."""
+        me = object()
+        try:
+            if self._holders.setdefault("it", me) is not me:  # in one step, which no other thread comes between
+                raise refusal
+            yield
+        finally:
+            if self._holders.get("it") is me:
+                del self._holders["it"]
+
+
 class SerialScheduler:
     """Runs decoders of the same weights in the caller's thread. Raises SessionError when another one computes.
 
@@ -31,7 +55,7 @@ class SerialScheduler:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._lock = threading.Lock()
+        self._computing_turn = Turn()
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Runs `Decoder.steps`; returns logits (n, vocab) after a text's next token and after each draft."""
@@ -49,10 +73,9 @@ class SerialScheduler:
 
     @contextlib.contextmanager
     def _turn(self, threads: int) -> Iterator[None]:
-        if self._lock.locked():
-            what = "these weights are computing for another conversation"
-            raise SessionError(what, field="slots", value=1, accepted=["2 or more"])
-        with self._lock, blas_threads(threads):  # an interrupt before or after it leaves nothing locked
+        what = "these weights are computing for another conversation"
+        refusal = SessionError(what, field="slots", value=1, accepted=["2 or more"])
+        with self._computing_turn.taken(refusal), blas_threads(threads):
             yield
 
 

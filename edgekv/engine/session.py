@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import threading
 import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -170,6 +171,7 @@ class Session:
             state, loaded.decoder(lora), loaded.scheduler, plan.ctx, self.model.placeholder, self.can_slide, drafts
         )
         self._report = self._new_report()
+        self._beginning = threading.Lock()
         self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
 
     def __enter__(self) -> Session:
@@ -359,8 +361,9 @@ class Session:
                 runner.end_text()
 
         steps = generated()
-        self._idle_runner()  # another thread may have begun a text meanwhile
-        self._steps, self._report = weakref.ref(steps), report
+        with self._beginning:
+            self._idle_runner()  # another thread may have begun a text meanwhile
+            self._steps, self._report = weakref.ref(steps), report
         return steps
 
     @checked()

@@ -40,6 +40,17 @@ def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Arr
     return f"{crc:08x}"
 
 
+def fixed_checksum(caches: Iterable[LayerState]) -> str:
+    """Returns the CRC-32 (hex) of rotations and projections that no file contains: other ones misread its bits.
+
+    They are rounded, as BLAS libraries differ in the last bits.
+    """
+    crc = 0
+    for array in (array for cache in caches for array in cache.fixed()):
+        crc = zlib.crc32(np.rint(to_host(array) * 4096).astype("<i4").tobytes(), crc)
+    return f"{crc:08x}"
+
+
 def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
     """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to the part in use, as a safetensors file.
 
@@ -151,6 +162,7 @@ def save_state(
         "memo": state.memo,
         "n_dropped": state.n_dropped,
         "n_first": state.n_first,
+        "fixed": fixed_checksum(state.caches),
         "layers": [{"counters": layer.counters, "fitted": layer.extra} for layer in layers],
     }
     arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
@@ -175,6 +187,7 @@ class SavedContent(msgspec.Struct):
     lora: str | None = None
     spans: list[tuple[int, int, str]] = []
     n_first: Natural = 0
+    fixed: str | None = None  # absent in older files, which have the present ones
 
 
 class SavedState(SessionFile):
@@ -226,6 +239,8 @@ class SavedState(SessionFile):
         saved, caches, sampler = self._saved, state.caches, self._sampler(config.vocab_size)
         if len(saved.layers) != len(caches):
             raise self._incompatible(f"{len(saved.layers)} layers, not {len(caches)}")
+        if saved.fixed not in (None, fixed_checksum(caches)):
+            raise self._incompatible("rotations that another NumPy or another adapter made")
         layers = enumerate(zip(caches, saved.layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
         spans = [

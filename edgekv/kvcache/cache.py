@@ -172,6 +172,10 @@ class LayerState(abc.ABC):
         """Returns whether `flush` would do something, where `is_static` held for the token before."""
         return False
 
+    def fixed(self) -> list[F32]:
+        """Returns what `Codec.fixed` does, of each codec that has such."""
+        return []
+
     # Saving and restoring. The contents of a file are untrusted.
 
     def state(self) -> CacheState:

@@ -38,6 +38,9 @@ class CodecStore(KVCache):
     def codecs_used(cls, config: Any) -> set[type[Any]] | None:
         return {type(codec) for codec in cls(EXAMPLE, config).stored().values()}
 
+    def fixed(self) -> list[F32]:
+        return [fixed for codec in self.stored().values() if (fixed := codec.fixed()) is not None]
+
     def layout(self) -> Layout:
         codecs = self.stored().items()
         return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}

@@ -89,6 +89,13 @@ ORDER = sorted(range(BLOCK), key=place_of)  # of a block's tokens, as they are s
 PLACES = np.array([GROUP * group + byte for group, byte in map(place_of, range(BLOCK))])  # of a block's tokens
 
 
+def random_signs(seed: int, n: int) -> F32:
+    """Returns n signs (n,), -1 or 1, made of raw bits of PCG64, as NumPy may change what it draws from them."""
+    halves = np.random.PCG64(seed).random_raw(n // 2 + 1).astype("<u8").view("<u4")
+    signs: F32 = np.where(halves[:n] >> 31, np.float32(1), np.float32(-1))
+    return signs
+
+
 class Rotation:
     """The rotation x -> P x, P (width, head_dim) with orthonormal columns, fixed by ``seed``: no token stores it.
 
@@ -98,11 +105,11 @@ class Rotation:
 
     def __init__(self, head_dim: int, width: int, seed: int) -> None:
         self.head_dim, self.width = head_dim, width
-        rng = np.random.Generator(np.random.PCG64(seed))
         self.flips: F32 | None = None
         if width & (width - 1) == 0:
-            self.flips = rng.choice(np.array([-1, 1], np.float32), width)
+            self.flips = random_signs(seed, width)
         else:
+            rng = np.random.Generator(np.random.PCG64(seed))
             self.matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
             self.inverse = np.ascontiguousarray(self.matrix.T)
 
@@ -113,6 +120,11 @@ class Rotation:
             self.inverse = np.asarray(self.inverse, like=like)
         else:
             self.flips = np.asarray(self.flips, like=like)
+
+    @property
+    def fixed(self) -> F32:
+        """What ``seed`` fixed: signs (width,), or the matrix (width, head_dim)."""
+        return self.matrix if self.flips is None else self.flips
 
     def forward(self, x: F32, kernels: Kernels) -> F32:
         """Returns P x (A, n, width) of x (A, n, head_dim)."""
@@ -168,6 +180,9 @@ class CentredPlanes(Codec):
         self.width = -(-head_dim // BLOCK) * BLOCK
         self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
         self.rotation = Rotation(head_dim, self.width, seed)
+
+    def fixed(self) -> F32:
+        return self.rotation.fixed
 
     def layout(self) -> Layout:
         g, blocks, width = self.n_kv_heads, self.capacity // BLOCK, self.width
@@ -352,6 +367,9 @@ class InterleavedValues(Codec):
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.rotation = Rotation(head_dim, head_dim, seed)
+
+    def fixed(self) -> F32:
+        return self.rotation.fixed
 
     def layout(self) -> Layout:
         g, capacity = self.n_kv_heads, self.capacity

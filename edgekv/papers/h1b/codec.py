@@ -28,6 +28,9 @@ class SignSketch(Codec):
         self.centre: F32 = np.zeros((n_kv_heads, head_dim), np.float32)
         self.is_centred = False
 
+    def fixed(self) -> F32:
+        return self.projection
+
     def set_learned(self, projection: F32 | None, centre: F32 | None) -> None:
         """Replaces, before `bind`, R (bits, head_dim) and the keys' centres (n_kv_heads, head_dim) if given."""
         if projection is not None:

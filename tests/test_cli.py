@@ -214,3 +214,30 @@ def test_commands_options_and_files(tmp_path: pathlib.Path, capsys: pytest.Captu
         command = ["bash", "-c", ASK.format(words=words, at=words.count(" ")), "bash", tmp_path / "edgekv.bash"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         assert expected in done.stdout.split()
+
+
+def test_fish_knows_every_command_and_option(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each, in the command's own place; where fish is installed, it answers as the others do."""
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+    lines = {line.partition(" -d ")[0].split(" -r")[0] for line in script.splitlines()}
+    for command, sub in build_parser()._subparsers._group_actions[0].choices.items():
+        assert f"complete -c edgekv -n '__fish_use_subcommand' -a {command}" in lines
+        for names in (action.option_strings for action in sub._actions if action.option_strings):
+            spelled = "".join(f" -{'l' if name[1] == '-' else 's'} {name.lstrip('-')}" for name in names)
+            assert f"complete -c edgekv -n '__edgekv_is_at {command}'{spelled}" in lines
+    assert "complete -c edgekv -n '__edgekv_is_at power record' -l csv" in lines
+    if shutil.which("fish"):
+        (tmp_path / "edgekv.fish").write_text(script)
+        (tmp_path / "notes.txt").touch()
+        for words, expected in {
+            "edgekv sc": ["schemes"],
+            "edgekv run --max-": ["--max-new-tokens"],
+            "edgekv run --prompt-file no": ["notes.txt"],
+            "edgekv run --kv no": [],
+            "edgekv power record --cs": ["--csv"],
+            "edgekv completion f": ["fish"],
+        }.items():
+            ask = ["fish", "-c", f"source edgekv.fish; complete -C '{words}'"]
+            done = subprocess.run(ask, capture_output=True, text=True, cwd=tmp_path, check=True)
+            assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == expected

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import site_links
 import tables
+import yaml
 
 import edgekv
 from edgekv import errors
@@ -119,7 +120,9 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:
         assert not re.search(r"url\(['\"]?(?:https?:)?//", sheet.read_text()), sheet.name
 
 
-# What packaging/ starts is what edgekv accepts
+# What packaging/ starts and the workflow runs is what edgekv accepts
+
+PACKAGING = ROOT / "packaging"
 
 
 def assigned(text: str, key: str) -> dict[str, str]:
@@ -128,25 +131,23 @@ def assigned(text: str, key: str) -> dict[str, str]:
 
 
 def test_packages_start_what_edgekv_accepts() -> None:
-    """The command line's own parser takes it, each variable replaced by its default."""
-    folder = ROOT / "packaging"
-    service, container, start = (
-        (folder / name).read_text().replace("\\\n", " ")
-        for name in ("edgekv.service", "Containerfile", "edgekv-start")
-    )
+    """The command line's own parser takes it, each variable replaced by its default; the scheme is not theirs."""
+    service, container = ((PACKAGING / name).read_text() for name in ("edgekv.service", "Containerfile"))
+    container = container.replace("\\\n", " ")
     for variables, commands in (
         (
             assigned(service, "Environment="),
             re.findall(r"^ExecStart\w*=/opt/edgekv/bin/edgekv (.*)$", service, re.M),
         ),
-        (assigned(container, "ENV "), re.findall(r"^(?:exec )?edgekv (.*)$", start, re.M)),
+        (assigned(container, "ENV "), re.findall(r"^CMD exec edgekv (.*)$", container, re.M)),
     ):
         assert variables["KV"] == AUTO
-        assert [command.split()[0] for command in commands] == ["warm", "serve"]
-        for command in commands:
-            build_parser().parse_args(shlex.split(string.Template(command).substitute(variables)))
+        (words,) = (shlex.split(string.Template(command).substitute(variables)) for command in commands)
+        assert words[0] == "serve"
+        build_parser().parse_args(words)
     settings = dict(re.findall(r"^(\w+)=(.*)$", service, re.M))
     assert "MemoryDenyWriteExecute" not in settings  # it compiles
+    assert settings["CacheDirectoryMode"] == "0700"  # prompts are kept there
     cache, variables = f"/var/cache/{settings['CacheDirectory']}", assigned(service, "Environment=")
     assert all(variables[name].startswith(cache) for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"))
     copied = re.findall(r"^COPY (?!--from)(?:--chmod=\S+ )?(.*) \S+$", container, re.M)
@@ -154,6 +155,26 @@ def test_packages_start_what_edgekv_accepts() -> None:
     assert all((ROOT / name).exists() for name in files)
     folders = re.findall(r'^"share/\S+ = \["(\w+(?:/data)?)/', (ROOT / "pyproject.toml").read_text(), re.M)
     assert {"edgekv", "pyproject.toml", *folders} <= files
+
+
+def test_the_workflow_runs_what_is_here() -> None:
+    """README's tests on both processors, the build, and the board's command; with no right but to read."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    machines = {row["runner"] for row in workflow["jobs"]["check"]["strategy"]["matrix"]["include"]}
+    assert machines == {"ubuntu-24.04", "ubuntu-24.04-arm"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert {step["uses"].partition("@")[0] for step in steps if "uses" in step} == {
+        *("actions/checkout", "actions/setup-python", "actions/upload-artifact")
+    }
+    ran = [line for step in steps for line in step.get("run", "").splitlines()]
+    tests = re.search(r"^<!-- test-command -->\s*```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert tests is not None
+    assert tests[1] in ran
+    assert os.access(ROOT / next(line for line in ran if line.startswith("packaging/")), os.X_OK)
+    boards = [build_parser().parse_args(shlex.split(line)[1:]) for line in ran if line.startswith("edgekv ")]
+    assert [board.quick for board in boards] == [True, False]
+    assert [f'cat {board.output}/*.md >> "$GITHUB_STEP_SUMMARY"' in ran for board in boards] == [True, True]
 
 
 # What `import edgekv` gives

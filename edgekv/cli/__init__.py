@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -32,8 +33,19 @@ COMMANDS = {
     "power": ("power", "show what this machine draws; meter any command; say what can be measured"),
 }
 """A command's module, with its functions NAME_arguments and NAME_command, and its help."""
-SHELLS = ("bash", "zsh", "tcsh")
-HINT = 'to use it at once: eval "$(edgekv completion bash)"; or write it where your shell looks for them'
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+HINT = (
+    'to use it at once: eval "$(edgekv completion bash)", or in fish: edgekv completion fish | source; '
+    "or write it where your shell looks for them"
+)
+FISH = """\
+complete -c edgekv -f
+function __edgekv_is_at
+    set -l words (commandline -opc)
+    test "$words[2]" = $argv[1]; or return
+    test (count $argv) = 1; or contains -- $argv[2] $words
+end
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,14 +77,38 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
     import shtab
 
-    parsers = [root]
-    for parser in parsers:  # which grows on the way
+    lines, parsers = [FISH], [(root, "")]
+    for parser, place in parsers:  # which grows on the way
+        lines += _fish_lines(parser, place)
         for action in parser._actions:
             if action.metavar in ("FILE", "PATH", "FOLDER"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-            parsers += (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ()
-    print(shtab.complete(root, shell))
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += [(sub, f"{place} {name}") for name, sub in action.choices.items()]
+    print("".join(lines) if shell == "fish" else shtab.complete(root, shell))
     return 0
+
+
+def _fish_lines(parser: argparse.ArgumentParser, place: str) -> Iterator[str]:
+    """Yields a `complete` of fish for each option, command and choice. place: the commands before, as words."""
+
+    def quoted(text: str) -> str:
+        return "'" + re.sub(r"([\\'])", r"\\\1", text) + "'"
+
+    at = f"complete -c edgekv -n {quoted(f'__edgekv_is_at{place}' if place else '__fish_use_subcommand')}"
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        about = f" -d {quoted(formatter._expand_help(action))}" if action.help else ""
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action._choices_actions:
+                yield f"{at} -a {sub.dest} -d {quoted(sub.help or '')}\n"
+            continue
+        names = "".join(f" -{'l' if name[1] == '-' else 's'} {name.lstrip('-')}" for name in action.option_strings)
+        files = " -F" if action.metavar in ("FILE", "PATH", "FOLDER") else ""
+        choices = f" -a {quoted(' '.join(map(str, action.choices)))}" if action.choices else ""
+        value = f" -r{files or ' -f'}" if names and action.nargs not in (0, "?") else files
+        if names or files or choices:
+            yield f"{at}{names}{value}{choices}{about}\n"
 
 
 def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = lambda: None) -> int:

@@ -3,6 +3,7 @@
 An error keeps its parts, so that the library, the command line and the server each spell parameters in their way.
 """
 
+import difflib
 import re
 import string
 from collections.abc import Callable, Iterable
@@ -20,6 +21,13 @@ def short_repr(value: object, limit: int = SHOWN) -> str:
     except ValueError:  # of a whole number with thousands of digits
         text = f"a long {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def nearest(value: object, names: Iterable[str]) -> str:
+    """Returns the one or two names that a wrong one was probably meant for ("q4 or q8"), or an empty text."""
+    lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(value.lower(), lower, 2, 0.7) if isinstance(value, str) else []
+    return " or ".join(lower[name] for name in close)
 
 
 def as_argument(name: str, value: object) -> str:
@@ -58,6 +66,8 @@ class EdgeKVError(Exception):
             parts.append(f"accepted: {', '.join(self.accepted)}")
         if self.advice:
             parts.append(_Advice(spelling).format(self.advice))
+        if close := nearest(self.value, self.accepted):
+            parts.append(f"did you mean {close}?")
         text = "; ".join(parts)
         if self.field is None or (self.value is None and self.problem):
             return text

@@ -1,6 +1,7 @@
 """The command line as a user meets it: processes, errors of one line each with exit status 2, TAB."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import shutil
@@ -135,16 +136,33 @@ BAD = {
     "run --prompt x --kv-budget 1X": "--kv-budget 1X",
     "run --prompt x --power x": "--power x",
     "run --prompt x --verbose": "--verbose",
+    "run --promt x": "did you mean --prompt",
+    "run demo x --kv q44": "did you mean q4?",
+    "run scnes x": "did you mean scenes?",
+    "run word": "a text comes second: edgekv run demo word",
+    "run demo": "edgekv run demo 'TEXT'",
+    "run demo two words": "'words' is one word too many",
+    "run demo --ctx 64 x --prompt y": "both 'x' and --prompt",
+    "run --model demo demo": "both 'demo' and --model",
+    "chat demo --model demo": "both 'demo' and --model",
+    "serve demo --prot 80": "did you mean --port?",
+    "budget qwen3-9b": "or of its shape: qwen3-",
+    "budget --memory 8": "--memory 8: has no unit; accepted: 8G",
+    "pull demo extra": "'extra' is one word too many",
     "run --prompt x --ctx 64 --draft x": "--draft x",
     "run": "--prompt",
     "chat --ctx 64 --chat-template x": "--chat-template x",
     "power --meter x": "--meter x",
     "budget --memory much": "much",
     "nosuch": "nosuch",
+    "buget --memory 8G": "did you mean budget?",
 }
 
 
-def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     for command, blamed in BAD.items():
         assert main(command.split()) == 2
         captured = capsys.readouterr()
@@ -152,6 +170,28 @@ def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) ->
         assert captured.err.startswith("edgekv: error: ")
         assert captured.err.count("\n") == 1
         assert blamed in captured.err
+
+
+def test_words_and_a_pipe_in_place_of_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model and prompt, wherever options stand; the text begins without the blank behind the prompt."""
+    rest = ["--max-new-tokens", "6", "--greedy"]
+    assert main(["run", "--model", "demo", "--prompt", "It was a dark", *rest]) == 0
+    text = capsys.readouterr().out
+    assert text == text.strip() + "\n" != "\n"
+    for words, piped in {
+        ("demo", "It was a dark"): b"ignored",
+        ("demo", *rest, "It was a dark"): b"",
+        ("--model", "demo", "It was a dark"): b"",
+        ("demo",): b"It was a dark\r\n",
+        ("demo", "-"): b"It was a dark\n",
+    }.items():
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
+        assert main(["run", *words, *(() if rest[0] in words else rest)]) == 0
+        assert capsys.readouterr().out == text
+    assert main(["budget", "qwen3-0.6b", "--ctx", "64"]) == 0
+    assert "qwen3-0.6b, 596 M parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kv", ["dense", "kivi2"])

@@ -336,18 +336,14 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
         found = place if os.path.exists(place) else find_or_pull(name) if name else shipped_model(os.fspath(path))
         if found is not None:
             return found
-    raise CheckpointError(
-        "there is none",
-        field="model",
-        value=path,
-        accepted=[
-            "a Hugging Face folder",
-            "a .safetensors or .gguf file",
-            "a store",
-            "a name on the Hub (org/name)",
-        ],
-        advice="or give demo or scenes, which ship with edgekv",
-    )
+    raise no_such_model(path)
+
+
+def no_such_model(path: object, advice: str = "") -> CheckpointError:
+    """Returns the error for what is no model, which says what is one."""
+    paths = ["a Hugging Face folder", "a .safetensors or .gguf file", "a store", "a name on the Hub (org/name)"]
+    accepted = [*paths, *SHIPPED_NOTES]
+    return CheckpointError("there is none", field="model", value=path, accepted=accepted, advice=advice)
 
 
 def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from edgekv.cli.options import error_text
+from edgekv.cli.options import error_text, take_words
 from edgekv.cli.terminal import one_line, visible_terminals
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
@@ -74,6 +74,16 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return main_parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line. Raises EdgeKVError for one that no command accepts."""
+    command, known = words[0], [*COMMANDS, "completion"]
+    if not command.startswith("-") and command not in known:
+        raise EdgeKVError(f"{command!r} is no command", value=command, accepted=known)
+    arguments, others = build_parser(command if command in COMMANDS else None).parse_known_args(words)
+    take_words(arguments, others)
+    return arguments
+
+
 def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
     import shtab
 
@@ -81,7 +91,7 @@ def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
     for parser, place in parsers:  # which grows on the way
         lines += _fish_lines(parser, place)
         for action in parser._actions:
-            if action.metavar in ("FILE", "PATH", "FOLDER"):
+            if action.metavar in ("FILE", "PATH", "FOLDER", "MODEL"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if isinstance(action, argparse._SubParsersAction):
                 parsers += [(sub, f"{place} {name}") for name, sub in action.choices.items()]
@@ -119,7 +129,7 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = None
     try:
-        arguments = build_parser(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
+        arguments = parse(words or ["--help"])
         if getattr(arguments, "kv", None) == "list":
             arguments = build_parser("schemes").parse_args(["schemes"])
         with visible_terminals():

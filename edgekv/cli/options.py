@@ -9,16 +9,23 @@ import functools
 import math
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, get_type_hints
 
 from edgekv import files
-from edgekv.checkpoint.hub import find_or_pull, parse_model_name, shape_names
+from edgekv.checkpoint.hub import (
+    find_or_pull,
+    no_such_model,
+    parse_model_name,
+    shape_names,
+    shipped_model,
+)
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
-from edgekv.errors import LONGEST, ConfigError, EdgeKVError, as_argument
+from edgekv.errors import LONGEST, SHOWN, ConfigError, EdgeKVError, as_argument, nearest
 from edgekv.files import require_writable, user_path
 from edgekv.kvcache.choice import default_scheme
 from edgekv.kvcache.registry import PRESETS
@@ -101,7 +108,15 @@ def count(text: str = "", **more: Any) -> dict[str, Any]:
 
 def size(field: str, text: str) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a number of bytes, which errors call ``field``."""
-    return option("BYTES", text, type=functools.partial(parse_bytes, field=field))
+
+    def read(given: str) -> int:
+        if given.strip().isdigit() and int(given) < 1 << 20:
+            raise ConfigError(
+                "has no unit", field=field, value=given, accepted=[f"{given}{unit}" for unit in "GMKB"]
+            )
+        return parse_bytes(given, field)
+
+    return option("BYTES", text, type=read)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -155,8 +170,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "draft": option(
         "SOURCE",
-        "guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt and "
-        "text), or auto (ngram on a CPU) (default %(default)s)",
+        "guess the next tokens and check several in one pass: faster, and greedy text stays the same but for "
+        "rounding; none, ngram (from prompt and text), or auto (ngram on a CPU) (default %(default)s)",
         default=Options.draft,
     ),
     "chat_template": option("FILE", "a Jinja chat template (default: the model's own, else a plain transcript)"),
@@ -178,6 +193,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plot": option("FILE", type=picture_file),
 }
 """The arguments of `add_argument` for each option, by parameter."""
+WORDS = ("model", "prompt")
+"""The parameters that a word alone gives, in this order."""
+CONFLICTS = {"model": ("model", "shape"), "prompt": ("prompt", "prompt_file")}
 FLAGS = {"images": "--image", "loras": "--lora"}
 """The option of a parameter that has another name."""
 SOURCE = "model config"
@@ -191,11 +209,57 @@ def field_names(declared: Any) -> list[str]:
 
 
 def add_options(parser: Any, names: str, **extra: Any) -> None:
-    """Adds the named OPTIONS, and ``others``: new options, or other arguments or help for one of OPTIONS."""
+    """Adds the named OPTIONS, and ``extra``: new options, or other arguments or help for one of OPTIONS.
+
+    Those of WORDS can also be given as a word without an option.
+    """
     for name in dict.fromkeys([*names.split(), *extra]):
         change = extra.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
         parser.add_argument(option_name(name), **settings)
+        if name in WORDS:
+            help_text = f"in place of {option_name(name)}"
+            parser.add_argument(f"{name}_word", nargs="?", metavar=name.upper(), help=help_text)
+
+
+def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
+    """Gives the words of a command line to the options of WORDS: a single one is the model, if that is not given.
+
+    others: words that the parser could not place, as options stood between. Raises EdgeKVError for an unknown
+    option, for a word too many, for what is given twice and for what is no model.
+    """
+    names = [name for name in WORDS if hasattr(arguments, f"{name}_word")]
+    words = [word for name in names if (word := getattr(arguments, f"{name}_word")) is not None]
+    for other in others:
+        if other.startswith("-") and other != "-" and " " not in other:
+            close = nearest(other.partition("=")[0], getattr(arguments, "options", ()))
+            hint = f"did you mean {close}?" if close else f"see `edgekv {arguments.command} --help`"
+            raise EdgeKVError(f"{other}: is no option of `edgekv {arguments.command}`; {hint}")
+        words.append(other)
+    shapes = shape_names() if hasattr(arguments, "shape") else []
+    if arguments_given(arguments, CONFLICTS["model"]) and "prompt" in names and len(words) == 1:
+        names = names if is_model(words[0]) else ["prompt"]
+    if len(words) > len(names):
+        raise EdgeKVError(f"{words[len(names)]!r} is one word too many; a text with blanks needs quotes")
+    for name, word in zip(names, words, strict=False):
+        if earlier := arguments_given(arguments, CONFLICTS[name]):
+            raise EdgeKVError(f"both {word!r} and {earlier[0]} are given; leave one of them out")
+        is_known = name != "model" or is_model(word) or parse_model_name(word)
+        if not is_known and word not in shapes:
+            shape = f"or of its shape: {close}" if (close := nearest(word, shapes)) else ""
+            text = f"a text comes second: edgekv run demo {shlex.quote(word[:SHOWN])}"
+            raise no_such_model(word, text if len(names) > 1 else shape)
+        setattr(arguments, name if is_known else "shape", word)
+
+
+def arguments_given(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Returns the options of those parameters that have a value."""
+    return [option_name(name) for name in names if getattr(arguments, name, None) is not None]
+
+
+def is_model(word: str) -> bool:
+    """Returns whether a word is a path that exists, or the name of a model that ships with edgekv."""
+    return os.path.exists(user_path(word)) or shipped_model(word) is not None
 
 
 def switch(text: str) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def open_template(arguments: argparse.Namespace, session: Session) -> ChatTempla
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, f"{SESSION} session overflow images")
-    prompt = option("TEXT", "the prompt; - reads standard input")
-    file = option("FILE", "read the prompt from a file; - is standard input")
+    prompt = option("TEXT", "the prompt; - reads standard input, as a pipe does without a prompt")
+    file = option("FILE", "read the prompt from a file, less its last line break; - is standard input")
     add_options(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
     add_options(parser, "json_schema device draft json")
@@ -121,8 +121,12 @@ def fitting_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[int
 
 def run_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
-    has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
-    prompt: str | list[int] = read_prompt(arguments) if has_prompt or not is_saved(arguments) else []
+    text = read_prompt(arguments)
+    if text is None and not is_saved(arguments):
+        model = arguments.model or "demo"
+        ways = f"give edgekv run {model} 'TEXT', --prompt TEXT, --prompt-file FILE or a pipe"
+        raise EdgeKVError(f"no prompt: {ways}; to talk with it: edgekv chat {model}")
+    prompt: str | list[int] = [] if text is None else text  # [] goes on where the conversation stopped
     sampling_params(arguments)  # a bad value is said before anything is loaded
     schema = None if arguments.json_schema is None else read_schema(arguments.json_schema)
     images = []
@@ -181,7 +185,7 @@ def _generate(
             with meter.phase("decode") as decode, contextlib.closing(steps):
                 for n, step in enumerate(itertools.chain([first], steps), 1):
                     decode.tokens = n - 1
-                    print(step.text, end="", flush=True)
+                    print(step.text.removeprefix("" if tail else " "), end="", flush=True)
                     tail = (tail + step.text)[-8:]
                     if step.finish_reason == "length" and n == settings["max_new_tokens"]:
                         end_reason = f"cut after {n} tokens; --max-new-tokens N for another length"
@@ -198,10 +202,12 @@ def _generate(
     return 0
 
 
-def read_prompt(arguments: argparse.Namespace) -> str:
-    """Returns the prompt's text from --prompt, --prompt-file or standard input."""
-    if arguments.prompt is not None:
-        return read_text_option("-", "--prompt") if arguments.prompt == "-" else str(arguments.prompt)
-    if arguments.prompt_file is None:
-        raise EdgeKVError("no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input")
-    return read_text_option(arguments.prompt_file, "--prompt-file")
+def read_prompt(arguments: argparse.Namespace) -> str | None:
+    """Returns the text of --prompt or --prompt-file, else of a pipe, less a last line break; None without one."""
+    if arguments.prompt not in (None, "-"):
+        return str(arguments.prompt)
+    source = arguments.prompt_file or arguments.prompt
+    if source is None and sys.stdin.isatty():
+        return None
+    text = read_text_option(source or "-", "--prompt-file" if arguments.prompt_file else "--prompt")
+    return text.removesuffix("\n").removesuffix("\r") or None

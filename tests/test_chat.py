@@ -116,6 +116,23 @@ def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
     assert session.report().prefill_tokens < 40
 
 
+def test_a_question_is_taken_back(loaded: Session) -> None:
+    """As if it had never been asked, with its answer's tokens; the system message stays."""
+    talk, other = (chat(loaded.fork(kv="onebit"), system="Stories.") for _ in range(2))
+    with pytest.raises(SessionError, match="no question"):
+        talk.undo()
+    list(talk.ask("Once upon a time", max_new_tokens=20))
+    list(other.ask("Once upon a time", max_new_tokens=20))
+    list(talk.ask("Lily saw", max_new_tokens=20))
+    assert talk.undo() == "Lily saw"
+    assert talk.messages == other.messages
+    assert len(other.session.tokens) <= len(talk.session.tokens) < len(other.session.tokens) + 20
+    answers = [text_of(each.ask("Tom went", max_new_tokens=20)) for each in (talk, other)]
+    assert answers[0] == answers[1]
+    assert (talk.undo(), talk.undo()) == ("Tom went", "Once upon a time")
+    assert talk.messages == [{"role": "system", "content": "Stories."}]
+
+
 def test_a_message_that_does_not_fit_is_forgotten(loaded: Session) -> None:
     talk = chat(loaded.fork(ctx=60))
     list(talk.ask("Tom", max_new_tokens=4))
@@ -309,7 +326,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_
         process.stdout.readline()
         _, errors = process.communicate(b"/history\n/exit\n", timeout=60)
     assert process.returncode == 0
-    assert b"(stopped: Ctrl-C)" in errors
+    assert errors.count(b"(stopped") == 1
+    assert b"\n(stopped)\n" in errors
     assert b"plain User/Assistant transcript" in errors
     assert b"user: Once upon a time\nassistant: " in errors
     session = Session.restore(tmp_path / "session", model)

@@ -14,7 +14,7 @@ from helpers import embedding_spans
 from PIL import Image
 
 from edgekv import Chat, SamplingParams, Session
-from edgekv.cli.chat import Terminal, history_file
+from edgekv.cli.chat import Terminal, Wrapped, history_file
 from edgekv.errors import EdgeKVError
 from edgekv.text.template import ChatTemplate
 
@@ -88,6 +88,58 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     said = messages(kept)
     assert said[0] == ("system", "Be brief.")
     assert [text for role, text in said if role == "user"] == ["first line\nsecond line", "a\nb", "third"]
+
+
+def test_keys_and_signs(start: Start, tmp_path: pathlib.Path) -> None:
+    """TAB completes commands and files; words are whole at the edge; what was taken back or cleared is said."""
+    kept = tmp_path / "talk.kv"
+    child = start("--session", str(kept), "--ctx", "64")
+    child.setwinsize(40, 24)
+    ask(child, "/set max-new-tokens 30\r", "max_new_tokens 30")
+    child.send("Tell me of it\r")
+    child.expect(r"\(stopped: max_new_tokens\)")
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", child.before)
+    shown = re.sub(r"[^\n]*\r(?!\n)", "", screen.replace("\r\r", "\r")).rpartition("Tell me of it")[2].strip()
+    child.expect(READY)
+    child.send("/sa\t")
+    child.expect("/save")
+    ask(child, f" {kept}\r", "tokens")
+    assert max(map(len, shown.splitlines())) <= 24
+    assert len(shown.splitlines()) > 2
+    assert shown.split() == messages(kept)[1][1].split()
+    child.send(f"/load {tmp_path}/ta\t")
+    child.expect("lk.kv")
+    ask(child, "\r", "2 messages")
+    ask(child, "So?\r", "the context was full: the 2 oldest messages left it")
+    ask(child, "word " * 70 + "\r", "shorten the message")
+    ask(child, "/undo\r", r"\(taken back: So\?\)")
+    ask(child, "/clear\r", r"\(cleared\)")
+    ask(child, "/undo\r", "no question")
+    child.send("/quit\r")
+    child.expect(pexpect.EOF)
+
+
+WORDS = "A line of *words*, 日本語 too:\n  - one\n```\nint main() { return 0; }  // as it is\n```\n"
+WORDS += "http://a-long-name.example/x y"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_words_are_whole_at_the_edge(size: int) -> None:
+    """However the text is cut: other white space stays, code too; a word longer than the line is not held back."""
+    wrapped = Wrapped(lambda: 14)
+    pieces = [wrapped.push(WORDS[i : i + size]) for i in range(0, len(WORDS), size)]
+    assert len("".join(pieces)) >= len(WORDS) - 14
+    assert "".join([*pieces, wrapped.push("", last=True)]).split("\n") == [
+        "A line of",
+        "*words*, 日本",
+        "語 too:",
+        "  - one",
+        "```",
+        "int main() { return 0; }  // as it is",
+        "```",
+        "http://a-long-name.example/x",
+        "y",
+    ]
 
 
 def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,33 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     assert session.tokens[: len(beginning)] != beginning
 
 
+@pytest.mark.parametrize(("name", "kv"), [("gemma3", KV), ("lfm2", EXACT), ("mixtral", "onebit"), ("llava", KV)])
+def test_the_oldest_turns_leave_within_an_answer(
+    name: str, kv: str, loaded: Loaded, tmp_path: pathlib.Path
+) -> None:
+    """It goes on as a new conversation of the turns that stayed would."""
+    session = loaded(name, kv=kv, overflow="slide").fork(ctx=300)
+    Image.fromarray(PIXELS).save(tmp_path / "picture.png")
+    talk = Chat(session, template_of(session), "Tell of the sea.")
+    images = [tmp_path / "picture.png"] if name == "llava" else []
+    list(talk.ask("What of ship 0, and of its road?", images=images, max_new_tokens=60, sampling=GREEDY))
+    list(talk.ask("And so?", max_new_tokens=30, sampling=GREEDY))
+    taken, n_left = [], None
+    for step in talk.ask("Then?", max_new_tokens=150, sampling=GREEDY):
+        taken.append(step.token)
+        if n_left is None and any(message.get("dropped") for message in talk.messages):
+            n_left = len(taken) - 1
+    assert n_left is not None
+    assert not session.n_dropped
+    dropped = [bool(message.get("dropped")) for message in talk.messages]
+    assert dropped[:3] == [False, True, True]
+    assert dropped[-2:] == [False, False]
+    new = Chat(session.fork(), talk.template)
+    prompt = new._prompt(talk.messages[:-1])
+    assert tokens(new.session, [*prompt, *taken[:n_left]], len(taken) - n_left) == taken[n_left:]
+    assert new.session.tokens[: len(session.tokens)] == session.tokens
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "mixtral"])
 def test_a_saved_session(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     """Goes on as the one that was saved, sampled, and back to before it was saved."""

@@ -128,7 +128,9 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert talk.messages == before
     long = Chat(session.fork(), talk.template)
     answer = list(long.ask("Tell me everything.", max_new_tokens=320, sampling=greedy))
-    assert len(answer) == 320
-    assert long.session.n_dropped > 0
+    assert answer[-1].finish_message == long.session.report().finish_message == "context full (300 tokens)"
+    assert len(long.session.tokens) == 301
     list(long.ask("And then?", max_new_tokens=5, sampling=greedy))
-    assert len(long.messages[1]["ids"]) == 320
+    assert [bool(message.get("dropped")) for message in long.messages] == [True, True, False, False]
+    with raises(ContextError, field="ctx", match="shorten the message"):
+        long.ask("What? " * 200, max_new_tokens=5)

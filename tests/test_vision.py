@@ -201,8 +201,9 @@ def test_a_chat_with_pictures_slides_by_whole_turns(folder: pathlib.Path, tmp_pa
         assert {len(span.rows) for span in embedding_spans(session)} == {N}
         assert session.report().images is None if i else session.report().images.tokens == N
     assert sum(bool(message.get("dropped")) for message in chat.messages) >= 4
-    list(chat.ask("w9", max_new_tokens=150, stop=["never"]))
-    assert session.n_dropped > 0
+    steps = list(chat.ask("w9", max_new_tokens=150, stop=["never"]))
+    assert steps[-1].finish_message == "context full (64 tokens)"
+    assert session.n_dropped == 0
     assert session.tokens[: len(system)] == system
     assert {len(span.rows) for span in embedding_spans(session)} <= {N}
     before = len(chat.messages)

@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import sys
+import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -37,9 +39,12 @@ from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
 ENDS = ("/exit", "/quit", "/bye")
+TAKE_FILES = ("/save", "/load", "/image")
 LENGTH = "max_new_tokens"
 QUOTES = '"""'
 PROMPT, MORE = "> ", "| "
+CELLS = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uff60"  # letters that lines may end after
+PIECES = re.compile(rf"\n|[^\S\n]+|[{CELLS}]|[^\s{CELLS}]+")
 
 
 # Input: a message is a line, or the lines between triple quotes
@@ -87,9 +92,11 @@ def is_open(text: str) -> bool:
 
 
 def _editor(history: bool) -> Callable[[str], str]:
-    """Returns a function that reads a message; Enter ends it, unless its quotes are open."""
+    """Returns a reader of messages: Enter ends one, unless its quotes are open; TAB completes commands."""
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import Completer, Completion, PathCompleter
+        from prompt_toolkit.document import Document
         from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.output import create_output
@@ -103,6 +110,16 @@ def _editor(history: bool) -> Callable[[str], str]:
         else:
             buffer.validate_and_handle()
 
+    class Commands(Completer):  # type: ignore[misc]
+        def get_completions(self, document: Any, event: Any) -> Iterable[Any]:
+            text = document.text_before_cursor
+            name, blank, rest = text.partition(" ")
+            if not blank and text.startswith("/"):
+                names = [*(f"/{command}" for command in COMMANDS), *ENDS]
+                return [Completion(each, -len(text)) for each in names if each.startswith(text)]
+            files = PathCompleter(expanduser=True)
+            return files.get_completions(Document(rest), event) if name in TAKE_FILES else []
+
     keys: Any = KeyBindings()
     keys.add("enter")(enter)
     keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
@@ -110,10 +127,53 @@ def _editor(history: bool) -> Callable[[str], str]:
         history=FileHistory(str(path)) if history and (path := history_file()) else InMemoryHistory(),
         output=create_output(raw_stream(sys.stderr)),
         multiline=True,
+        completer=Commands(),
+        complete_while_typing=False,
         key_bindings=keys,
         prompt_continuation=MORE,
     )
     return lambda prompt: str(session.prompt(prompt))
+
+
+# Output: words are not split at a terminal's edge
+
+
+class Wrapped:
+    """A text that arrives in pieces, with line breaks before words that do not fit a line of ``width()`` cells.
+
+    Lines between ``` stay as they are.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._word, self._blank, self._column = "", "", 0
+        self._is_code = self._is_within = False  # whether the last word is longer than a line, and may go on
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """Takes more text; returns what can be printed: all but a word that may go on, unless it is the last."""
+        pieces, done, width = PIECES.findall(self._word + text), "", self._width()
+        self._word = ""
+        for i, piece in enumerate(pieces):
+            may_go_on = i == len(pieces) - 1 and not last
+            if piece.isspace():
+                done, self._blank = (done + piece, "") if piece == "\n" else (done, self._blank + piece)
+                self._column, self._is_within = 0 if piece == "\n" else self._column, False
+            elif may_go_on and not self._is_within and _cells(piece) < width:
+                self._word = piece
+            else:
+                self._is_code ^= self._column == 0 and piece.startswith("```")
+                end = self._column + _cells(self._blank + piece)
+                if self._column and end > width and not (self._is_code or self._is_within):
+                    done, self._blank, end = done + "\n", "", _cells(piece)
+                done += self._blank + piece
+                self._blank, self._column, self._is_within = "", end, may_go_on
+        return done
+
+
+def _cells(text: str) -> int:
+    """Returns the width of a text on a terminal."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
 
 # The conversation
@@ -138,7 +198,7 @@ class Terminal:
                     name, _, text = message[1:].partition(" ")
                     if name not in COMMANDS:
                         names = ", ".join(f"/{command}" for command in COMMANDS)
-                        raise EdgeKVError(f"/{name} is unknown; there are: {names}, /exit")
+                        raise EdgeKVError(f"/{name} is unknown; there are: {names}, /quit")
                     if name in ("load", "image") and not text.strip():
                         raise EdgeKVError(f"/{name} needs a file: /{name} FILE")
                     COMMANDS[name](self, text.strip())
@@ -150,7 +210,7 @@ class Terminal:
                 say(f"error: {error_text(error, options)}")
 
     def _answer(self, begin: Callable[..., Generator[Step, None, None]]) -> None:
-        session, dropped_before = self.chat.session, self._n_left_out()
+        session, n_before = self.chat.session, self._n_left()
         sampling, seed = self.sampling, self.sampling.seed
         if seed is not None:  # each answer has its own: trying again would otherwise change nothing
             sampling = dataclasses.replace(sampling, seed=seed + self._n_answers)
@@ -169,27 +229,26 @@ class Terminal:
                 say(f"({session.report().speed()}; context {min(len(session.tokens), ctx)} of {ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
-        dropped = self._n_left_out()
-        messages, tokens = (after - before for after, before in zip(dropped, dropped_before, strict=True))
-        if messages or tokens:
-            say(f"(the context was full: {messages} of the oldest messages, {tokens} tokens of this turn dropped)")
+        if n := self._n_left() - n_before:
+            say(f"(the context was full: the {n} oldest messages left it)")
 
     def _stream(self, steps: Iterator[Step], interrupt: Interrupt) -> None:
-        cut_off = None
+        cut_off, is_tty = None, sys.stdout.isatty()
+        wrapped = Wrapped(lambda: os.get_terminal_size(sys.stdout.fileno()).columns or 80)
         for step in steps:
-            print(step.text, end="", flush=True)
+            print(wrapped.push(step.text) if is_tty else step.text, end="", flush=True)
             if step.finish_reason == "length":
-                cut_off = step.finish_message
+                cut_off = f"(stopped: {step.finish_message})"
             if interrupt.requested:
-                cut_off = "Ctrl-C"
+                cut_off = "(stopped)"
                 break
-        print(flush=True)
+        print(wrapped.push("", last=True) if is_tty else "", flush=True)
         if cut_off:
-            say(f"(stopped: {cut_off})")
+            say(cut_off)
 
-    def _n_left_out(self) -> tuple[int, int]:
-        """Returns the numbers of messages and of tokens that were dropped from the context."""
-        return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
+    def _n_left(self) -> int:
+        """Returns the number of messages that have left the context."""
+        return sum(bool(message.get("dropped")) for message in self.chat.messages)
 
     def save(self, text: str) -> None:
         """FILE: write the conversation with its cache (default: --session)"""
@@ -244,6 +303,10 @@ class Terminal:
         """another answer to the last question"""
         self._answer(self.chat.retry)
 
+    def undo(self, text: str) -> None:
+        """take back the last question and its answer"""
+        say(f"(taken back: {self.chat.undo()})")
+
     def history(self, text: str) -> None:
         """what has been said"""
         for message in self.chat.messages:
@@ -252,12 +315,14 @@ class Terminal:
     def clear(self, text: str) -> None:
         """forget what has been said"""
         self.chat.clear()
+        say("(cleared)")
 
     def help(self, text: str) -> None:
         """this list"""
         for name, command in COMMANDS.items():
             say(f"/{name:<9}{command.__doc__}")
-        say('/exit     end (also Ctrl-D); Ctrl-C stops an answer; """ before and after takes several lines')
+        say("/quit     end (also /exit, Ctrl-D); Ctrl-C stops an answer; TAB completes commands and files")
+        say(f"{QUOTES} before and after a message of several lines")
 
 
 def _read(name: str, text: str, before: Any) -> Any:
@@ -269,7 +334,7 @@ def _read(name: str, text: str, before: Any) -> Any:
 
 COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
     name: getattr(Terminal, name)
-    for name in ("save", "load", "system", "set", "image", "stats", "retry", "history", "clear", "help")
+    for name in ("save", "load", "system", "set", "image", "stats", "retry", "undo", "history", "clear", "help")
 }
 """The commands that begin with a slash; the help of a command is its docstring."""
 
@@ -286,7 +351,8 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
     system = option("TEXT", "the system message of a new conversation")
     no_history = switch("keep no file of the lines that were typed")
     names = f"{SESSION} session overflow chat_template device draft"
-    add_options(parser, names, draft={"default": "auto"}, system=system, no_history=no_history)
+    changed = {"draft": {"default": "auto"}, "overflow": {"default": "slide"}}
+    add_options(parser, names, **changed, system=system, no_history=no_history)
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
 
 

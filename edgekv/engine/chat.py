@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from edgekv.checks import Count, Natural, checked
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step, Stops
-from edgekv.errors import SessionError
+from edgekv.errors import ContextError, SessionError
 from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate
 from edgekv.types import LayerProgress, Path
@@ -35,6 +36,7 @@ class Chat:
     template: the chat template; None: the model's own, or a plain transcript for a model without one.
     system: the system message of a new chat. The history is in the session's memo: a saved session brings it back,
     and `Session.reset` forgets it. Methods that change it raise SessionError while a text is being generated.
+    Where the session's `can_slide`, the oldest questions and answers leave a full context, each as a whole.
     """
 
     @checked()
@@ -93,7 +95,7 @@ class Chat:
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
             message["images"] = list(map(str, images))
-        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
         return self._answer([*self.messages, message], stop, **how)
 
     @checked()
@@ -108,8 +110,20 @@ class Chat:
         """Answers the last question again; returns an iterator, whose first token replaces the answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
         return self._answer(self.messages[:-1], stop, **how)
+
+    def undo(self) -> str:
+        """Takes back the last question with its answer; returns the question. Raises SessionError for none."""
+        self.session.require_idle()
+        begin = _last_question(self.messages)
+        if begin is None:
+            raise SessionError("there is no question to take back: ask something first")
+        *kept, question = self.messages[: begin + 1]
+        before = self._prompt([*kept, {"role": "user", "content": ""}])
+        self.session.rewind(self.session.shared_prefix(before))
+        self.messages[:] = kept
+        return str(question["content"])
 
     def clear(self) -> None:
         """Forgets all but the system message."""
@@ -117,31 +131,45 @@ class Chat:
         self.session.reset()
         self.messages[:] = system
 
-    def _answer(self, history: Sequence[dict[str, Any]], stop: Stops, **how: Any) -> Generator[Step, None, None]:
+    def _answer(
+        self, history: Sequence[dict[str, Any]], stop: Stops, *, max_new_tokens: int, **how: Any
+    ) -> Generator[Step, None, None]:
         self.session.require_idle()
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._read_images(messages)
-        prompt, n_first = self._fitting(messages)
-        new = self.session.align(prompt, n_first)
+        prompt, room = self._fitting(messages, max_new_tokens)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
-        steps = self.session.generate(new, stop=stops, **how)
+        new = self.session.align(prompt)
+        steps = self.session.generate(new, stop=stops, max_new_tokens=min(room, max_new_tokens), **how)
         self.session.report().images = images
-        return self._collected(messages, steps)
+        return self._collected(messages, steps, ends_full=room < max_new_tokens)
 
-    def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Prompt, int]:
-        """Returns the whole prompt, and how many of its first tokens should stay when it outgrows the context.
+    def _fitting(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[Prompt, int]:
+        """Returns the whole prompt, and how many tokens of an answer have room beside the question.
 
-        Drops the oldest turns where it is too long and may slide. Raises ContextError where it may not.
+        Drops the oldest turns where prompt and answer are too long together, if they may leave. Raises
+        ContextError for a question that does not fit.
         """
-        prompt, ctx = self._prompt(messages), self.session.plan.ctx
-        if not self.session.can_slide:
-            require_room(_length(prompt), ctx, self.session.config.max_positions)
-            return prompt, 0
-        if _length(prompt) >= ctx:
-            while _length(prompt) > ctx // 2 and _drop_oldest(messages):
-                prompt = self._prompt(messages)
-        begin = self._ids([*_system(messages), {"role": "user", "content": ""}])
-        return prompt, next((i for i, (a, b) in enumerate(zip(begin, prompt, strict=False)) if a != b), len(begin))
+        prompt, session, ctx = self._prompt(messages), self.session, self.session.plan.ctx
+        if not session.can_slide:
+            require_room(_length(prompt), ctx, session.config.max_positions)
+        if not session.can_slide or _length(prompt) + max_new_tokens <= ctx:
+            return prompt, max_new_tokens
+        alone = _length(self._prompt([*_system(messages), *messages[_last_question(messages) or 0 :]]))
+        if alone > ctx:
+            problem, most = f"the message has {alone} tokens with the system message", session.config.max_positions
+            accepted = [f"{alone} to {most}"] if alone <= most else []
+            raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice="shorten the message")
+        if _length(prompt) + min(max_new_tokens, ctx // 4) > ctx:
+            prompt = self._shortened(messages)
+        return prompt, ctx - alone + 1
+
+    def _shortened(self, messages: list[dict[str, Any]], answer: Sequence[int] = ()) -> Prompt:
+        """Drops the oldest turns until half of the context is free, or one is left; returns prompt and answer."""
+        prompt = self._prompt(messages)
+        while _length(prompt) + len(answer) > self.session.plan.ctx // 2 and _drop_oldest(messages):
+            prompt = self._prompt(messages)
+        return [*prompt, *answer]
 
     def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
         """Returns the prompt with its images. Raises ImageError where it lacks a place for each."""
@@ -170,17 +198,25 @@ class Chat:
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
 
     def _collected(
-        self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
+        self, messages: list[dict[str, Any]], steps: Generator[Step, None, None], *, ends_full: bool
     ) -> Generator[Step, None, None]:
-        """Passes the steps on, then writes question and answer to the history, if there were any."""
-        history = list(self.messages)
+        """Passes the steps on, then writes question and answer to the history, if there were any.
+
+        ends_full: whether max_new_tokens is what the context had room for.
+        """
+        history, ctx = list(self.messages), self.session.plan.ctx
         taken: list[Step] = []
         self.messages[:] = messages
         try:
             with contextlib.closing(steps):
                 for step in steps:
                     taken.append(step)
+                    if ends_full and step.finish_message == "max_new_tokens":
+                        self.session.report().finish_message = full = f"context full ({ctx} tokens)"
+                        step = dataclasses.replace(step, finish_message=full)
                     yield step
+                    if self.session.can_slide and not step.finish_reason and len(self.session.tokens) > ctx:
+                        self.session._runner.replace(self._shortened(messages, [step.token for step in taken]))
         finally:
             with contextlib.suppress(SessionError):  # the session was closed meanwhile
                 try:
@@ -198,6 +234,10 @@ class Chat:
 
 def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [message for message in messages if message["role"] == "system"]
+
+
+def _last_question(messages: Sequence[dict[str, Any]]) -> int | None:
+    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
 
 
 def _files(messages: Sequence[dict[str, Any]]) -> list[str]:

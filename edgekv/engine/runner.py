@@ -418,9 +418,17 @@ class Runner:
         state = self.state
         remaining = self._remaining(len(state.tokens), self.ctx - self.ctx // 2, state.spans)
         if remaining is not None:
-            state.replace([state.tokens[i] for i in remaining], select_spans(state.spans, remaining))
-            if self.drafts is not None:
-                self.drafts.begin(state.tokens)
+            self._replace([state.tokens[i] for i in remaining], select_spans(state.spans, remaining))
+
+    def replace(self, prompt: Prompt) -> None:
+        """Replaces the conversation between two tokens of a text, which goes on after ``prompt``."""
+        self.require_free()
+        self._replace(*self.read_prompt(prompt))
+
+    def _replace(self, tokens: list[int], spans: Spans) -> None:
+        self.state.replace(tokens, spans)
+        if self.drafts is not None:
+            self.drafts.begin(self.state.tokens)
 
     def _remaining(self, n: int, room: int, spans: Spans) -> list[int] | None:
         """Returns the positions of n tokens that remain, and counts the others as dropped; None: all remain."""

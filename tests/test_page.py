@@ -1,6 +1,7 @@
 """The page that `edgekv serve` gives at /, in a real headless Chromium."""
 
 import base64
+import hashlib
 import io
 import json
 import pathlib
@@ -51,13 +52,15 @@ def context(browser: Any) -> Iterator[Any]:
 @pytest.fixture
 def page(context: Any, server: Server) -> Iterator[Any]:
     page = context.new_page()
-    errors: list[str] = []
+    errors, asked = list[str](), list[str]()
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url)
     expect(page.locator("#model")).to_contain_text("demo")
     yield page
     assert errors == []
+    assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
 
 
 def expect(locator: Any) -> Any:
@@ -129,30 +132,52 @@ def test_conversations_are_kept_renamed_and_deleted(page: Any) -> None:
     expect(page.locator("#list .title")).to_have_text("The second talk")
 
 
-LONG_LINES = [  # an expression that goes back over them would take hours
-    *("a|b\n" + "-" * 200_000 + "x", "a|b\n" + "- |:" * 50_000 + "x", "~" * 200_000 + "`"),
+PAGE = ROOT / "edgekv" / "server" / "page"
+LIBRARIES = ("marked", "highlight", "katex")
+LONG_LINES = [  # which take an expression that goes back over them hours, or nest too deep
+    *("a|b\n" + "-" * 200_000 + "x", "a|b\n" + "- |:" * 50_000 + "x", "~" * 200_000 + "`", "_a" * 4_000),
     *("```" + " " * 200_000 + "`", "`" * 200_000 + "x", "- " * 100_000 + "x", "---" + " " * 200_000 + "x"),
-    *("#" * 200_000, " " * 200_000 + "|", "|" * 200_000 + "\n|-|", "*" * 200_000, "**a" * 70_000, "`a\n" * 70_000),
-    *("[a](http://" * 20_000, "[" * 200_000, "a\n" * 100_000, "> a\n" * 50_000, "- a\n" * 50_000),
+    *("#" * 200_000, " " * 200_000 + "|", "|" * 200_000 + "\n|-|", "*" * 200_000, "**a" * 70_000, "`a\n" * 33_000),
+    *("[a](http://" * 20_000, "[" * 200_000, "a\n" * 50_000, "> a\n" * 25_000, "- a\n" * 25_000, "a\n\n" * 33_000),
+    *("> " * 4_000, "$a \n" * 20_000, "\\[a\n" * 20_000, "$$a\n" * 20_000, "\\(\n" * 30_000, "<b\n" * 30_000),
 ]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_markdown_of_long_lines_ends() -> None:
-    """The page's own code on a document of which only its elements' making is there."""
+    files = [*(next(PAGE.glob(f"vendor/{name}-*.js")) for name in LIBRARIES), PAGE / "markdown.js"]
     code = f"""
-    const made = () => ({{append() {{}}, addEventListener() {{}}}});
-    const document = {{createElement: made, createDocumentFragment: made}};
-    {(ROOT / "edgekv/server/page/view.js").read_text(encoding="utf-8")}
-    for (const text of JSON.parse(require("fs").readFileSync(0))) markdown(text);
+    const fs = require("fs"), vm = require("vm");
+    const context = vm.createContext({{texts: JSON.parse(fs.readFileSync(0))}});
+    vm.runInContext("var self = globalThis", context);
+    for (const file of {json.dumps([str(file) for file in files])})
+        vm.runInContext(fs.readFileSync(file, "utf8"), context);
+    vm.runInContext("for (const text of texts) if (!toHtml(lex(text))) throw text", context);
     """
     subprocess.run(["node", "-e", code], input=json.dumps(LONG_LINES), text=True, timeout=120, check=True)
+
+
+def test_libraries_are_those_that_are_listed() -> None:
+    """The page loads all of them, and each is the file whose digest and licence are in the list."""
+    rows = (PAGE / "vendor" / "README.md").read_text(encoding="utf-8").splitlines()
+    listed = {}
+    for row in rows[4:-3]:
+        name, _, version, _, licence, digest = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        assert version in name
+        assert (PAGE / "vendor" / re.findall(r"\((.+)\)", licence)[0]).is_file()
+        listed[name] = digest
+    here = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in PAGE.glob("vendor/*.js")}
+    assert listed == here
+    index = (PAGE / "index.html").read_text(encoding="utf-8")
+    assert set(re.findall(r'src="vendor/(.+?)"', index)) == set(here)
 
 
 HOSTILE = (
     "<img src=x onerror=alert(1)><script>window.hurt = 1</script> [a](javascript:alert(1)) <b>bold</b>\n"
     "**<svg onload=alert(1)>** `<iframe src=//evil>`\n\n```html\n<script>window.hurt = 1</script>\n```\n"
-    '[x](https://e.example/"onmouseover="alert(1)) <style>*{display:none}</style>'
+    '[x](https://e.example/"onmouseover="alert(1)) <style>*{display:none}</style>\n\n'
+    "![p](https://e.example/p.png) ![q][r] $\\href{javascript:alert(1)}{x} \\includegraphics{https://e.example/p.png}$\n\n"
+    "[r]: https://e.example/q.png\n"
 )
 
 
@@ -164,10 +189,60 @@ def test_markup_is_only_text(page: Any) -> None:
             expect(page.locator(where)).to_contain_text("<img src=x onerror=alert(1)>")
         talk = page.locator("#talk")
         assert talk.locator("img, script, svg, iframe, style, b, [onerror], [onload], [onmouseover]").count() == 0
-        assert talk.locator("a").evaluate_all("links => links.map(a => a.protocol)") in ([], ["https:"])
+        assert talk.locator("a").evaluate_all("links => [...new Set(links.map(a => a.protocol))]") == ["https:"]
         assert page.evaluate("() => window.hurt") is None
         expect(page.locator(".assistant .body")).to_contain_text("[a](javascript:alert(1))")
         page.reload()
+
+
+def test_nothing_passes_the_sanitizer_that_is_not_named(browser: Any, server: Server) -> None:
+    """Even HTML that a library would let through."""
+    page = opened(browser, server)
+    html = HOSTILE + "<math><mtext href=javascript:alert(1) style=x>t</mtext><annotation-xml><svg onload=alert(1)>"
+    kept = page.evaluate(
+        """html => {
+        const box = document.createElement("div");
+        box.append(DOMPurify.sanitize(html, POLICY));
+        return [...box.querySelectorAll("*")].map(e => [e.localName, ...e.getAttributeNames()].join(" "));
+    }""",
+        html,
+    )
+    assert set(kept) <= {"math", "mtext", "br", "p"}
+    page.close()
+
+
+def test_markdown(page: Any) -> None:
+    """Code is coloured and can be copied, math is MathML, tables and lists are such; prices are no math."""
+    text = "# A\n\n- [x] b\n\n| c | d |\n|---|--:|\n| $e^2$ | f |\n\n$$\ng\n+ h\n$$\n\n"
+    text += "```python\ndef i(): pass\n```\n$5, $6: H<sub>2</sub>O"
+    replaced(page, text)
+    ask(page, "Show all you can")
+    body = page.locator(".assistant .body")
+    expect(body.locator("h2")).to_have_text("A")
+    expect(body.locator("li")).to_have_text("☑ b")
+    expect(body.locator("td math msup")).to_have_text("e2")
+    expect(body.locator("math[display=block]")).to_have_text("g+h")
+    expect(body.locator("pre .hljs-keyword").first).to_have_text("def")
+    expect(body.locator("p").last).to_have_text("$5, $6: H2O")
+    body.get_by_role("button", name="Copy this code").click()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "def i(): pass"
+
+
+def test_a_growing_answer_looks_like_a_complete_one(page: Any) -> None:
+    text = (
+        "a\n\n1. b\n\n2. c\n   ```js\n   let d\n   ```\n\ne | f\n--|--\n1 | 2\n\n$$g$$\n\n> h\n\nlast **i**\n" * 3
+    )
+    grown, whole = page.evaluate(
+        """text => {
+        const [grown, whole] = [document.createElement("div"), document.createElement("div")];
+        const grow = growingMarkdown(grown);
+        for (let n = 1; n <= text.length; n++) grow(text.slice(0, n));
+        whole.append(markdown(text));
+        return [grown.innerHTML, whole.innerHTML];
+    }""",
+        text,
+    )
+    assert grown == whole
 
 
 def test_no_script_runs_but_the_pages_own(browser: Any, server: Server) -> None:

@@ -297,8 +297,14 @@ def test_odd_bodies_are_the_clients_fault(http: TestClient) -> None:
 
 
 def test_wrong_paths_methods_and_names(http: TestClient) -> None:
-    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
-        answer = http.request(method, path)
-        assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+    missing, method_not = (404, "not_found"), (405, "method_not_allowed")
+    for path, expected in {
+        "GET /nope": missing,
+        "GET /v1/completions": method_not,
+        "POST /health": method_not,
+    }.items():
+        answer = http.request(*path.split())
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], bool(error["message"])) == (*expected, True)
     for host, status in {"evil.example": 403, "LocalHost:80": 200, "[::1]:80": 403}.items():
         assert http.get("/health", headers={"Host": host}).status_code == status

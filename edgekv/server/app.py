@@ -41,7 +41,10 @@ from edgekv.server.requests import (
 ENCODING = 2  # prompts tokenized at a time: a long one takes a second of a core
 STOPPING_S = 0.3  # for the threads to end; then they end with the process
 PAGE = pathlib.Path(__file__).with_name("page")
-PAGE_PATHS = {"/": "index.html", **{f"/{name}": name for name in ("style.css", "data.js", "view.js", "main.js")}}
+PAGE_FILES = sorted(
+    path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*.*") if path.suffix in (".css", ".js")
+)
+PAGE_PATHS = {"/": "index.html", **{f"/{name}": name for name in PAGE_FILES}}
 OPEN_PATHS = {"/health", *PAGE_PATHS}  # need no key
 PAGE_HEADERS = {  # only its own scripts and style run
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data: blob:; "
@@ -241,14 +244,16 @@ class _Server:
 
 
 async def page(file: str, request: Request) -> Response:
-    """Returns a file of the chat page, which loads nothing from elsewhere."""
-    return FileResponse(PAGE / file, headers=PAGE_HEADERS)
+    """Returns a file of the chat page, which loads nothing from elsewhere. Libraries' names have versions."""
+    kept = {"Cache-Control": "max-age=31536000, immutable"} if file.startswith("vendor/") else {}
+    return FileResponse(PAGE / file, headers={**PAGE_HEADERS, **kept})
 
 
 async def _as_json(request: Request, error: Exception) -> Response:
     """Returns OpenAI's error object. Starlette also logs exceptions that are no EdgeKVError: faults of edgekv."""
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path[:60]}: {error.detail}; POST to {', '.join(ENDPOINTS)}"
-        error = RequestError(error.status_code, message, "not_found")
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        error = RequestError(error.status_code, message, code)
     refusal = request_error(error)
     return JSONResponse(refusal.as_json(), refusal.status, headers=refusal.headers)

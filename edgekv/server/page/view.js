@@ -1,102 +1,8 @@
-// Elements for Markdown, a conversation and the list of conversations. Text becomes text nodes only: nothing that a
-// model writes is HTML.
-
-const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()]{1,2000})\)/g;
-// No two parts of an expression match the same letters, so that matching a long line takes linear time.
-const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})/;
+// Elements for a conversation and the list of conversations.
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
   for (const child of children.flat()) made.append(child);  // as arguments they would be too many
-  return made;
-}
-
-function inline(text) {
-  const parts = [];
-  let end = 0;
-  for (const found of text.matchAll(INLINE)) {
-    parts.push(text.slice(end, found.index));
-    end = found.index + found[0].length;
-    const [, code, bold, italic, label, link] = found;
-    if (code !== undefined) parts.push(element("code", {textContent: code}));
-    else if (bold !== undefined) parts.push(element("strong", {}, inline(bold)));
-    else if (italic !== undefined) parts.push(element("em", {}, inline(italic)));
-    else parts.push(element("a", {href: link, textContent: label, target: "_blank", rel: "noopener noreferrer"}));
-  }
-  parts.push(text.slice(end));
-  return parts;
-}
-
-function codeBlock(language, lines) {
-  const code = lines.join("\n"), copy = button("Copy", made => copyText(code, made), {ariaLabel: "Copy this code"});
-  const bar = element("div", {className: "bar"}, element("span", {textContent: language || "code"}), copy);
-  return element("div", {className: "code"}, bar, element("pre", {tabIndex: 0}, element("code", {textContent: code})));
-}
-
-function table(lines) {
-  const cells = line => line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
-  const row = (line, kind) => element("tr", {}, cells(line).map(cell => element(kind, {}, inline(cell))));
-  const body = element("tbody", {}, lines.slice(2).map(line => row(line, "td")));
-  return element("table", {}, element("thead", {}, row(lines[0], "th")), body);
-}
-
-// Returns the lines from `at` on, as long as they pass the test.
-function run(lines, at, test) {
-  let end = at;
-  while (end < lines.length && test(lines[end])) end++;
-  return lines.slice(at, end);
-}
-
-// Each kind of block: its first line, its further lines (null: none), and the function that builds its element.
-const BLOCKS = [
-  [/^#{1,6} /, null, ([line]) => {
-    const level = line.match(/^#+/)[0].length;
-    return element(`h${Math.min(level + 1, 6)}`, {}, inline(line.slice(level + 1)));
-  }],
-  [/^ {0,3}([-*_])( *\1){2,} *$/, null, () => element("hr")],
-  [/^ *[-*+] /, /^ *[-*+] |^ {2,}\S/, lines => list("ul", lines, /^ *[-*+] /)],
-  [/^ *\d{1,9}[.)] /, /^ *\d{1,9}[.)] |^ {2,}\S/, lines => list("ol", lines, /^ *\d{1,9}[.)] /)],
-  [/^> ?/, /^> ?/, lines => element("blockquote", {}, inline(lines.map(line => line.replace(/^> ?/, "")).join("\n")))],
-];
-
-function list(kind, lines, mark) {
-  const items = [];
-  for (const line of lines)
-    if (mark.test(line) || !items.length) items.push(line.replace(mark, ""));
-    else items[items.length - 1] += `\n${line.trim()}`;
-  const made = element(kind, {}, items.map(item => element("li", {}, inline(item))));
-  if (kind === "ol") made.start = parseInt(lines[0], 10) || 1;
-  return made;
-}
-
-function markdown(text) {
-  const made = document.createDocumentFragment(), lines = text.split("\n");
-  for (let at = 0; at < lines.length;) {
-    const line = lines[at], fence = line.match(FENCE);
-    const block = BLOCKS.find(([begins]) => begins.test(line));
-    if (!line.trim()) at++;
-    else if (fence) {
-      const inside = run(lines, at + 1, next => !(next.trim().startsWith(fence[1]) && !next.trim().replaceAll(fence[1][0], "")));
-      made.append(codeBlock(line.slice(fence[0].length).trim().match(/^[\w+#.-]*/)[0], inside));
-      at += inside.length + 2;
-    } else if (block) {
-      const [, goesOn, build] = block;
-      const blockLines = goesOn ? run(lines, at, next => goesOn.test(next)) : [line];
-      made.append(build(blockLines));
-      at += blockLines.length;
-    } else if (line.includes("|") && /^[\s|:-]{2,}$/.test(lines[at + 1]) && lines[at + 1].includes("-")) {
-      const blockLines = run(lines, at, next => next.includes("|"));
-      made.append(table(blockLines));
-      at += blockLines.length;
-    } else {
-      const blockLines = run(lines, at, next =>
-        next.trim() && !FENCE.test(next) && (next === line || !BLOCKS.some(([begins]) => begins.test(next))));
-      const parts = inline(blockLines.join("\n")).flatMap(part => typeof part === "string"
-        ? part.split("\n").flatMap((piece, i) => i ? [element("br"), piece] : [piece]) : [part]);
-      made.append(element("p", {}, parts));
-      at += blockLines.length;
-    }
-  }
   return made;
 }
 
@@ -138,8 +44,7 @@ function article(message, i, isLast) {
   if (message.dropped) made.classList.add("dropped");
   if (message.images?.length)
     made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
-  const body = element("div", {className: "body"});
-  fill(body, message);
+  const body = bodyOf(message);
   const actions = element("div", {className: "actions"}, button("Copy", made => copyText(message.content, made)));
   if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i)));
   if (message.role === "assistant" && isLast) actions.append(button("Regenerate", regenerate));
@@ -147,12 +52,20 @@ function article(message, i, isLast) {
   return made;
 }
 
-function fill(body, message) {
-  if (message.role === "user") { body.textContent = message.content; return; }
-  const parts = [];
-  if (message.reasoning)
-    parts.push(element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning));
-  body.replaceChildren(...parts, markdown(message.content));
+const BODIES = new WeakMap();  // by message: what a complete one looks like, which is made once
+
+function bodyOf(message) {
+  if (message.role === "user") return element("div", {className: "body", textContent: message.content});
+  const made = element("div", {className: "body"}), key = `${message.reasoning ?? ""}\0${message.content}`;
+  if (BODIES.get(message)?.key === key) return BODIES.get(message).made;
+  if (message.reasoning) made.append(reasoning(message));
+  made.append(markdown(message.content));
+  BODIES.set(message, {key, made});
+  return made;
+}
+
+function reasoning(message) {
+  return element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning);
 }
 
 function edit(article, message, i) {
@@ -167,19 +80,24 @@ function edit(article, message, i) {
   area.focus();
 }
 
+const RENDER_MS = 100, RENDER_SHARE = 4;  // between two renderings of an answer: at least so long, and so many times its own time
+
 // Adds an element for a new answer; returns a function that shows its growing message.
 function startAnswer() {
-  const body = element("div", {className: "body"});
-  $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body));
+  const thought = element("div"), text = element("div"), grow = growingMarkdown(text);
+  $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, element("div", {className: "body"}, thought, text)));
   scrollToEnd();
-  let frame = 0;
+  let timer = 0, wait = 0;
   return message => {
-    frame ||= requestAnimationFrame(() => {
-      frame = 0;
-      const follows = isAtEnd();
-      fill(body, message);
+    timer ||= setTimeout(() => {
+      const begun = performance.now(), follows = isAtEnd();
+      if (!thought.firstChild && message.reasoning) thought.append(reasoning(message));
+      else if (message.reasoning) thought.firstChild.lastChild.data = message.reasoning;
+      grow(message.content);
       if (follows) scrollToEnd();
-    });
+      wait = Math.max(RENDER_MS, RENDER_SHARE * (performance.now() - begun));
+      timer = 0;
+    }, wait);
   };
 }
 

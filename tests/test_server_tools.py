@@ -13,10 +13,10 @@ from serving import DEMO, open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
+from edgekv.engine.tools import TOOL_FORMATS, AnswerParser, Function, Tools, tools_grammar
 from edgekv.errors import ConfigError
-from edgekv.server.answers import AnswerParser
-from edgekv.server.prompts import KNOWN, TOOL_FORMATS, RequestEncoder, tools_grammar
-from edgekv.server.requests import ChatRequest, Function, Tools, parse_request
+from edgekv.server.prompts import KNOWN, RequestEncoder
+from edgekv.server.requests import ChatRequest, parse_request
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatTemplate
 

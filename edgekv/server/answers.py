@@ -1,4 +1,4 @@
-"""Answers in the formats of OpenAI's API, whole or streamed: reasoning, content and tool calls, parsed from text.
+"""Answers in the formats of OpenAI's API, whole or streamed.
 
 Source: https://platform.openai.com/docs/api-reference.
 """
@@ -10,9 +10,6 @@ import base64
 import contextlib
 import json
 import logging
-import re
-import secrets
-import string
 import time
 import uuid
 from collections import Counter
@@ -23,199 +20,17 @@ import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from edgekv.engine.tools import AnswerParser, Json
 from edgekv.errors import EdgeKVError
 from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece
-from edgekv.server.prompts import END_THINK, THINK, EncodedPrompt, RequestEncoder, ToolFormat
-from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, json_value, request_error
-from edgekv.text import possible_start
+from edgekv.server.prompts import EncodedPrompt, RequestEncoder
+from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # between comments in an idle stream, which keep proxies and clients waiting
 LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps only its beginning
-STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # strings and brackets
-ID_LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # the only length that Mistral's templates accept
-Json = dict[str, Any]
 T = TypeVar("T")
-
-
-class AnswerParser:
-    """An incremental parser of answers: it takes text in pieces of any length, and returns OpenAI's deltas.
-
-    A tool call is returned once it is complete; if the answer was cut off, its arguments are incomplete JSON.
-
-    thinks: whether the text begins within reasoning. form: the format of tool calls; None: no tools. names: the
-    names of the tools. forced: whether the text consists of calls only. plain: whether all of it is content.
-    """
-
-    def __init__(
-        self,
-        *,
-        thinks: bool = False,
-        form: ToolFormat | None = None,
-        names: Sequence[str] = (),
-        forced: bool = False,
-        plain: bool = False,
-    ) -> None:
-        self._tool_format, self._names, self._forced = form, names, forced
-        self.is_cut = False  # whether the answer ended within a call
-        self.content = self.reasoning = ""
-        self.calls: list[Json] = []
-        self._buffer, self._deltas = "", list[Json]()
-        self._name: str | None = None  # of a call whose arguments follow apart from it
-        self._is_first = True  # nothing was returned yet
-        opening = self._read_reasoning if thinks else self._read_opening
-        self._state: Callable[[bool], bool] = self._read_content if plain else opening
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the text so far ends within reasoning."""
-        return self._state == self._read_reasoning
-
-    def push(self, text: str, last: bool = False) -> list[Json]:
-        """Takes more text; returns the deltas that are certain now. last: no more text follows."""
-        self._buffer += text
-        while self._buffer and self._state(last):
-            pass
-        if last and self._forced and not self.calls and not self.is_cut:
-            self._add_cut_call("", is_complete=False)
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def end(self) -> list[Json]:
-        """Returns the last deltas, at the end of the text."""
-        return self.push("", last=True)
-
-    # The states of the parser: each reads from the buffer, and returns whether the next state can go on with it.
-
-    def _read_opening(self, last: bool) -> bool:
-        """Reads the beginning of the text, or of the content after the reasoning."""
-        text = self._buffer.lstrip()
-        if not self._is_first:
-            self._buffer = text
-        if not last and (not text or (self._is_first and THINK.startswith(text))):
-            return False
-        if self._is_first and text.startswith(THINK):
-            self._buffer, self._state = text[len(THINK) :].lstrip("\n"), self._read_reasoning
-        elif self._tool_format is not None and not self._tool_format.begin and text.startswith("{"):
-            self._buffer, self._state = text, self._read_between_calls
-        else:
-            self._state = self._read_content
-        self._is_first = False
-        return True
-
-    def _read_reasoning(self, last: bool) -> bool:
-        self._is_first = False
-        return self._read_until(END_THINK, self._read_opening, last)
-
-    def _read_content(self, last: bool) -> bool:
-        mark = self._tool_format.begin if self._tool_format else ""
-        return self._read_until(mark, self._read_between_calls, last)
-
-    def _read_until(self, mark: str, next_state: Callable[[bool], bool], last: bool) -> bool:
-        """Emits the text before ``mark``, but an end of it that may be the beginning of the mark."""
-        start = self._buffer.find(mark) if mark else -1
-        if start >= 0:
-            self._emit_text(self._buffer[:start])
-            self._buffer, self._state = self._buffer[start + len(mark) :], next_state
-            return True
-        safe = len(self._buffer) - (0 if last else possible_start(self._buffer, [mark]))
-        self._emit_text(self._buffer[:safe])
-        self._buffer = self._buffer[safe:]
-        return False
-
-    def _read_between_calls(self, last: bool) -> bool:
-        """Reads from the mark of a call, or the end of another call, to the brace that begins a call."""
-        assert self._tool_format is not None
-        if self._tool_format.args:
-            return self._read_name(self._tool_format, last)
-        closing = self._tool_format.closing.strip()
-        text = self._buffer.lstrip(" \r\n\t,;[]")
-        if closing and text.startswith(closing):
-            text = text[len(closing) :].lstrip()
-        elif not last and closing and closing.startswith(text):
-            return False
-        self._buffer = text
-        if text.startswith("{"):
-            self._state = self._read_call
-        elif text:
-            self._state = self._read_content
-        return bool(text)
-
-    def _read_name(self, form: ToolFormat, last: bool) -> bool:
-        """Reads a name, and the mark before its arguments."""
-        head, mark, rest = self._buffer.partition(form.args)
-        name, has_id, _ = head.partition("[CALL_ID]")
-        if rest := rest.lstrip():
-            self._name, self._buffer, self._state = name.strip(), rest, self._read_call
-        elif last:
-            self._add_cut_call(name.strip(), is_complete=bool(has_id or mark))
-        return bool(rest)
-
-    def _read_call(self, last: bool) -> bool:
-        """Reads a JSON object: a name with its arguments, or arguments alone."""
-        end = object_end(self._buffer)
-        if not end and not last:
-            return False
-        text, self._buffer = (self._buffer[:end], self._buffer[end:]) if end else (self._buffer, "")
-        self.is_cut = not end
-        head = HEAD.match(text)
-        if self._name is not None:
-            self._add_call(self._name, text)
-        elif head and (name := json_value(head[1])):
-            arguments = text[head.end() :]
-            self._add_call(name, arguments[: object_end(arguments) or len(arguments)])
-        elif end:
-            self._add_unordered_call(text)
-        else:
-            name_match = NAME.match(text)
-            self._add_cut_call(name_match[1] if name_match else "", is_complete=bool(name_match and name_match[2]))
-        self._state = self._read_between_calls if self._name is None else self._read_content
-        self._name = None
-        return True
-
-    def _add_unordered_call(self, text: str) -> None:
-        """Adds a call whose fields have another order; an object that is no call is content."""
-        value = json_value(text)
-        arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-        if isinstance(arguments, dict) and isinstance(value.get("name"), str):
-            self._add_call(value["name"], json.dumps(arguments, ensure_ascii=False))
-        else:
-            self._emit_text(text)
-
-    def _add_cut_call(self, name: str, is_complete: bool) -> None:
-        """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
-        self.is_cut, self._buffer = True, ""
-        matches = [tool for tool in self._names if (tool == name if is_complete else tool.startswith(name))]
-        if len(matches) == 1:
-            self._add_call(matches[0], "")
-
-    def _add_call(self, name: str, arguments: str) -> None:
-        id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-        function = {"name": name, "arguments": arguments}
-        self.calls.append({"id": id, "type": "function", "function": function})
-        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
-
-    def _emit_text(self, text: str) -> None:
-        if text and self.is_thinking:
-            self.reasoning += text
-            self._deltas.append({"reasoning_content": text})
-        elif text and not self._forced:
-            self.content += text
-            self._deltas.append({"content": text})
-
-
-def object_end(text: str) -> int:
-    """Returns the length of the JSON object at the beginning of a text; 0: it is incomplete."""
-    depth = 0
-    for token in STRUCTURE.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-        if depth == 0:
-            return token.end()
-    return 0
 
 
 class Answer(AnswerParser):

@@ -20,13 +20,14 @@ from edgekv.engine.model import sampling_defaults
 from edgekv.engine.report import FinishReason
 from edgekv.engine.sampling import Sampler, TokenLogprob
 from edgekv.engine.session import Session, Step
+from edgekv.engine.tools import tools_grammar
 from edgekv.errors import ConfigError, EdgeKVError, MemoryBudgetError, PowerError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
 from edgekv.power.energy import PowerSampler, PowerSource
-from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder, tools_grammar
+from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder
 from edgekv.server.requests import AnyRequest, ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 from edgekv.text.template import ChatTemplate
 from edgekv.vision.model import Prompt

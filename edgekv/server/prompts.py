@@ -1,4 +1,4 @@
-"""The prompts of requests: chat templates with tools and images, as token ids; and the grammar of tool calls."""
+"""The prompts of requests: chat templates with tools and images, as token ids."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import base64
 import binascii
 import dataclasses
 import functools
-import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from edgekv.engine.grammar_child import COMPACT
 from edgekv.engine.session import Session
-from edgekv.server.requests import AnyRequest, ChatRequest, Function, RequestError, Tools, prompt_list
+from edgekv.engine.tools import THINK, find_format, special_marks, tool_definitions, tools_as_text
+from edgekv.server.requests import AnyRequest, ChatRequest, RequestError, prompt_list
 from edgekv.text import Tokenizer
 from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import decode_image
@@ -25,7 +23,6 @@ REMEMBERED_ANSWERS = 512
 KNOWN = 64  # latest answers of a conversation whose own tokens are used; the template is rendered once for each
 LOOKED_BACK = 8  # last tokens of a prompt, in which the mark of reasoning is searched
 KEPT_IMAGES = 16  # files and their embeddings, some MB each
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +47,7 @@ class RequestEncoder:
         self.template, self.tokenizer = template, tokenizer
         self._ctx, self._vocab_size = ctx, vocab_size
         self.form = find_format(template.source)
-        self.marks = dict(pair for mark in MARKS if (pair := self._special(mark)))
+        self.marks = special_marks(tokenizer)
         self._turns = ChatEncoder(template, tokenizer)
         self._answers: OrderedDict[str, array[int]] = OrderedDict()  # text -> its tokens as generated
         self._lock = threading.Lock()
@@ -109,12 +106,6 @@ class RequestEncoder:
             raise RequestError(400, message, param=field)
         return ids
 
-    def _special(self, mark: str) -> tuple[int, str] | None:
-        """Returns (id, mark) if the mark is one special token, else None."""
-        ids = self.tokenizer.encode(mark, bos=False)
-        special = [i for i in ids if not self.tokenizer.token_bytes(i)]
-        return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
-
 
 def decode_data_url(url: str) -> bytes:
     """Returns the bytes of a data URL. Raises RequestError for any other URL, which is not fetched."""
@@ -151,136 +142,3 @@ class Images:
         picture = decode_image(file, "the image")
         with self._session.exclusive():
             return self._session.vision(picture)
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolFormat:
-    """A format of tool calls: begin, opening, {"name": ..., KEY: {...}}, closing.
-
-    args: the mark between name and arguments, where a call is: begin, name, args, {...}; "": not so.
-    begin: the mark of a call; "": an answer that begins with a brace is a call. key: the key of the arguments.
-    separator: the text between calls after one mark; None: each call has its own mark.
-    """
-
-    begin: str
-    opening: str
-    key: str
-    closing: str
-    separator: str | None = None
-    args: str = ""
-
-
-TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>"),  # Hermes, Qwen, SmolLM
-    "mistral": ToolFormat("[TOOL_CALLS]", "[", "arguments", "]", separator=", "),
-    "mistral-args": ToolFormat("[TOOL_CALLS]", "", "arguments", "", args="[ARGS]"),  # since Mistral Small 3.2
-    "llama3": ToolFormat("", "", "parameters", ""),
-}
-MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>")
-OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
-INSTRUCTIONS = """\
-You may call one or more of these functions, given by their JSON schemas:
-{tools}
-To call a function answer with its name and its arguments as JSON, and nothing after it:
-{example}"""
-
-
-def find_format(template: str) -> ToolFormat:
-    """Returns the format of tool calls that a chat template's source uses."""
-    if "[TOOL_CALLS]" in template:
-        return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
-    if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
-        return TOOL_FORMATS["llama3"]
-    return TOOL_FORMATS["hermes"]
-
-
-def tool_definitions(functions: Sequence[Function]) -> list[dict[str, Any]]:
-    """Returns tool definitions for chat templates."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": function.name,
-                "description": function.description or "",
-                "parameters": function.parameters or {"type": "object", "properties": {}},
-            },
-        }
-        for function in functions
-    ]
-
-
-def tools_as_text(
-    messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat
-) -> list[dict[str, Any]]:
-    """Returns the messages with tools, calls and results as text, for a template without tools.
-
-    The tools are described in the first question, as some templates take no system message.
-    """
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        content, calls = message["content"], message.get("tool_calls", ())
-        if message["role"] == "tool":
-            plain.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
-        elif calls:
-            texts = [_call_text(call["function"]["name"], call["function"]["arguments"], form) for call in calls]
-            plain.append({"role": "assistant", "content": "\n".join(filter(None, [content, *texts]))})
-        else:
-            plain.append(message)
-    if tools is not None:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tool_definitions(tools.functions))
-        instructions = INSTRUCTIONS.format(tools=lines, example=_call_text("NAME", {"ARGUMENT": "VALUE"}, form))
-        first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
-        if first is None:
-            return [*plain, {"role": "user", "content": instructions}]
-        plain[first] = {"role": "user", "content": f"{instructions}\n\n{plain[first]['content']}"}
-    return plain
-
-
-def _call_text(name: str, arguments: Any, form: ToolFormat) -> str:
-    if form.args:
-        return f"{form.begin}{name}{form.args}{json.dumps(arguments, ensure_ascii=False)}"
-    call = json.dumps({"name": name, form.key: arguments}, ensure_ascii=False)
-    return f"{form.begin}{form.opening}{call}{form.closing}"
-
-
-def tools_grammar(
-    tools: Tools, form: ToolFormat, marks: Mapping[int, str], schema: Mapping[str, Any] | None = None
-) -> str:
-    """Returns the Lark grammar, for llguidance, of answers with calls; without other text if calls are forced.
-
-    marks: the texts of special tokens, by id. schema: the JSON schema of an answer without calls.
-    """
-    tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
-
-    def quoted(text: str) -> str:
-        return tokens.get(text) or (json.dumps(text) if text else "")
-
-    begin, rules = quoted(form.begin), []
-    for i, function in enumerate(tools.callable):
-        arguments: dict[str, Any] = {"type": "object", **(function.parameters or {})}
-        if "properties" in arguments and not OPEN & arguments.keys():
-            arguments["additionalProperties"] = False  # no properties but the declared ones, by default
-        head, tail = f"{quoted(function.name)} {quoted(form.args)}", ""
-        if not form.args:
-            head, tail = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": '), '"}"'
-        rules.append(f"fn_{i}: {head} %json {_schema_text(arguments)} {tail}")
-    call = f"({' | '.join(f'fn_{i}' for i in range(len(tools.callable)))})"
-    if tools.several and form.separator is not None:
-        call = f"{call} ({quoted(form.separator)} {call})*"
-    rules.append(f"body: {quoted(form.opening)} {call} {quoted(form.closing)}")
-    if tools.forced or schema is not None:
-        repeated = " call*" if tools.several and form.begin and form.separator is None else ""
-        rules += [f"call: {begin} body", f"start: call{repeated}{'' if tools.forced else ' | answer'}"]
-        if not tools.forced:
-            rules.append(f"answer: %json {_schema_text(schema or {})}")
-    elif not form.begin:
-        rules += ["start: PLAIN | body", r"PLAIN: /([^{](.|\n)*)?/"]
-    else:
-        rules += ["start: call* tail" if tools.several else "start: call | tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
-        lazy = "" if form.begin in tokens else "[lazy]"
-        rules += [f"head{lazy}: TEXT {begin}", "call: head body"]
-    return "\n".join(["%llguidance {}", *rules])
-
-
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": COMPACT})

@@ -8,16 +8,16 @@ absent settings have the model's defaults; undeclared fields are refused.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from edgekv.checks import LARGEST, Count, Natural
 from edgekv.engine.sampling import SamplingParams
+from edgekv.engine.tools import IsFunction, Tool, Tools, json_value
 from edgekv.errors import (
     ConfigError,
     ContextError,
@@ -42,7 +42,6 @@ Stop = Annotated[str, Meta(min_length=1)]
 Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
 Texts = str | Annotated[list[str | Natural | list[Natural]], Meta(min_length=1)]
 IsText = Annotated[str, Meta(pattern=r"^(text)\Z")]
-IsFunction = Annotated[str, Meta(pattern=r"^(function)\Z")]
 
 
 class RequestError(EdgeKVError):
@@ -176,18 +175,6 @@ class Message(StrictStruct):
         )
 
 
-class Function(StrictStruct):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
-
-
-class Tool(StrictStruct):
-    function: Function
-    type: IsFunction = "function"
-
-
 class JsonSchema(StrictStruct):
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -205,18 +192,6 @@ class ResponseFormat(StrictStruct):
 class StreamOptions(StrictStruct):
     include_usage: bool | None = None  # whether a last chunk has the counts
     include_obfuscation: bool | None = None
-
-
-class Tools(NamedTuple):
-    """The functions in the prompt, and those of them that can be called.
-
-    forced: whether the answer consists of calls. several: whether it can have more than one.
-    """
-
-    functions: tuple[Function, ...]
-    callable: tuple[Function, ...]
-    forced: bool
-    several: bool
 
 
 class Request(StrictStruct, kw_only=True):
@@ -417,14 +392,6 @@ def parse_json(data: bytes | bytearray) -> Any:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
     return value
-
-
-def json_value(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def prompt_list(prompt: str | list[Any], name: str) -> list[str | list[int]]:

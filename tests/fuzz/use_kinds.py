@@ -13,9 +13,9 @@ import numpy as np
 
 from edgekv import child
 from edgekv.engine.grammar import Grammar, JsonSchema
+from edgekv.engine.tools import TOOL_FORMATS, AnswerParser, tools_grammar
 from edgekv.kvcache import CacheSpec, schemes
-from edgekv.server.answers import AnswerParser
-from edgekv.server.prompts import TOOL_FORMATS, RequestEncoder, tools_grammar
+from edgekv.server.prompts import RequestEncoder
 from edgekv.server.requests import (
     ChatRequest,
     CompletionRequest,

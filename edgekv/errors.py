@@ -66,7 +66,7 @@ class EdgeKVError(Exception):
             parts.append(f"accepted: {', '.join(self.accepted)}")
         if self.advice:
             parts.append(_Advice(spelling).format(self.advice))
-        if close := nearest(self.value, self.accepted):
+        if "did you mean" not in self.advice and (close := nearest(self.value, self.accepted)):
             parts.append(f"did you mean {close}?")
         text = "; ".join(parts)
         if self.field is None or (self.value is None and self.problem):

@@ -65,8 +65,9 @@ def test_info_and_budget_print_exact_bytes(model: pathlib.Path, capsys: pytest.C
 
 
 def budget(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["budget", "--json", *arguments]) == 0
+    status = main(["budget", "--json", *arguments])
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (0 if facts["fits"] else 1)
     return facts
 
 
@@ -80,8 +81,23 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
     assert auto["fits"]
     assert auto["total_bytes"] <= auto["available_bytes"] == 7 << 30
     assert auto["least_machine_bytes"] == 8 << 30
-    small = budget(capsys, *shape, "--kv", "auto", "--memory", "4G")  # not even the smallest scheme
-    assert not small["fits"]
+    none = budget(capsys, *shape, "--memory", "4G")  # not even the weights
+    assert not none["fits"]
+    assert none["longest_ctx"] == {}
+
+
+def test_a_budget_says_which_context_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """To the token, with the scheme asked for and with another that fits more."""
+    for memory, kv in (("6G", "auto"), ("8G", "f16")):
+        given = ["llama3.1-8b", "--memory", memory]
+        found = budget(capsys, *given, "--ctx", "32768", "--kv", kv)["longest_ctx"]
+        assert set(found) == ({"q4", "q1.5"} if kv == "auto" else {"f16", "q4"})
+        for name, ctx in found.items():
+            assert budget(capsys, *given, "--ctx", str(ctx), "--kv", name)["fits"]
+            assert ctx == 32768 or not budget(capsys, *given, "--ctx", str(ctx + 1), "--kv", name)["fits"]
+    main(["budget", *given, "--ctx", "32768", "--kv", kv])
+    line = f"longest     --ctx {found['f16']} with --kv f16, or --ctx 32768 with --kv q4\n"
+    assert line in capsys.readouterr().out
 
 
 def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +154,8 @@ BAD = {
     "run --prompt x --verbose": "--verbose",
     "run --promt x": "did you mean --prompt",
     "run demo x --kv q44": "did you mean q4?",
+    "run demo x --kv int8": "did you mean q8?",
+    "run demo x --kv q5_1": "did you mean q4?",
     "run scnes x": "did you mean scenes?",
     "run word": "a text comes second: edgekv run demo word",
     "run demo": "edgekv run demo 'TEXT'",
@@ -186,6 +204,7 @@ def test_words_and_a_pipe_in_place_of_options(
         ("--model", "demo", "It was a dark"): b"",
         ("demo",): b"It was a dark\r\n",
         ("demo", "-"): b"It was a dark\n",
+        ("demo", "--kv", "FP16", "It was a dark"): b"",
     }.items():
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
         assert main(["run", *words, *(() if rest[0] in words else rest)]) == 0

@@ -341,7 +341,7 @@ def test_bench_writes_every_timing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "bench.json"
-    options = "--shape tiny --layers 1 --weights int4 --kv dense,kivi2 --ctx 0,300 --tokens 1 --prefill 64 --json"
+    options = "tiny --layers 1 --weights int4 --kv dense,kivi2 --depth 0,300 --tokens 1 --prefill 64 --json"
     assert main(["bench", *options.split(), str(out)]) == 0
     facts = json.loads(out.read_text())
     assert [(t["kv"].partition(":")[0], t["depth"]) for t in facts["timings"]] == [
@@ -369,9 +369,9 @@ BAD = {
     "eval --gate --text short.txt --min-needles=nan": "--min-needles",
     "eval --text - --plot /no/folder/x.png": "cannot be written",
     "bench --shape llama9": "no such shape",
-    "bench --ctx 1,x --shape tiny": "--ctx",
+    "bench --depth 1,x --shape tiny": "--depth",
     "bench --layers 2": "--shape",
-    "bench --ctx 900000": "positions",
+    "bench demo --depth 900000": "--depth 900000: accepted: numbers up to ",
     "demo --ctx 100": "1024 to",
 }
 

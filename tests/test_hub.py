@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgekv.checkpoint.hub import HubName, cached_model_name, parse_hub_name, parse_model_name
+from edgekv.checkpoint.hub import HubName, cached_model_name, find_cached, parse_hub_name, parse_model_name
 from edgekv.cli import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -219,6 +220,7 @@ def test_names(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a/b", "v1.0"),
         ("a/b", "refs/pr/1", "x/y.gguf"),
         ("a/b", None, "c.gguf"),
+        ("a/b", None, "Q4_K_M"),
     ):
         assert parse_hub_name(str(HubName(*parts))) == HubName(*parts)
     for text in ("demo", "./a/b", "/a/b", "a/b/c", "a/../b", "a/b:c.bin", "a/b@", "a\n/b"):
@@ -346,6 +348,54 @@ def test_a_gguf_file(tmp_path: pathlib.Path, here: Run) -> None:
             assert "some/GGUF:a-Q4_0.gguf, some/GGUF:a-Q8_0.gguf" in refused.stderr
 
 
+def test_a_quantization_names_its_file(tmp_path: pathlib.Path, here: Run) -> None:
+    """In any case, offline once it is here; where none or several have it, those that are there are named."""
+    folder = tmp_path / "files"
+    (folder / "sub").mkdir(parents=True)
+    parts = ("a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf")
+    for file in ("a-Q4_K_M.gguf", "a-IQ4_K_M.gguf", "mmproj-a-q4_k_m.gguf", "sub/a.f16.gguf", *parts):
+        (folder / file).write_bytes(b"GGUF of " + file.encode())
+    with serving(some__GGUF=Repository(folder)) as hub:
+        for name, file in (("q4_k_m", "a-Q4_K_M.gguf"), ("F16", "sub/a.f16.gguf")):
+            done = here(hub, "pull", f"some/GGUF:{name}")
+            assert done.returncode == 0, done.stderr
+            assert pathlib.Path(done.stdout.strip()).read_bytes() == b"GGUF of " + file.encode()
+            found = find_cached(HubName("some/GGUF", None, name))
+            assert str(found) == done.stdout.strip()
+        assert hub.fetched() == ["a-Q4_K_M.gguf", "a.f16.gguf"]
+        none, several = (here(hub, "info", f"some/GGUF:{name}") for name in ("Q5_0", "Q8_0"))
+    assert (none.returncode, several.returncode) == (2, 2)
+    assert "has no single GGUF file of Q5_0; accepted: some/GGUF:a-IQ4_K_M.gguf, some/GGUF:a-Q4" in none.stderr
+    assert f"accepted: some/GGUF:{parts[0]}, some/GGUF:{parts[1]}\n" in several.stderr
+
+
+def test_without_a_network(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are not found, nothing answers, or a look-up hangs: one line, which says how to go on."""
+    monkeypatch.setattr("edgekv.checkpoint.hub.CONNECT_S", 0.2)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    over, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str, *rest: object, **more: object) -> list[object]:
+        if host == "hang.invalid":
+            over.wait(60)
+            return []
+        return real(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for endpoint, said in {
+        "http://127.0.0.1:9": "refused",
+        "http://hang.invalid": "hang.invalid: no answer within 0.2 seconds",
+        "https://behind.invalid": "127.0.0.1: Connection refused",
+    }.items():
+        for command in (["run", "some/demo", "x"], ["budget", "some/demo:Q4_0"], ["budget", "some/demo"]):
+            done = here(Hub({}, endpoint), *command)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert f"can't be downloaded: {endpoint} can't be reached" in done.stderr
+            assert said in done.stderr
+            assert "give a path, or demo" in done.stderr
+    over.set()
+
+
 def test_refusals_are_one_line(
     demo: Repository, here: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +423,3 @@ def test_refusals_are_one_line(
         assert "HF_HUB_OFFLINE is set" in offline.stderr
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert here(hub, "pull", "some/demo").returncode == 0
-    gone = here(dataclasses.replace(hub, endpoint="http://127.0.0.1:9"), "pull", "some/demo")
-    assert gone.returncode == 2
-    assert "can't be downloaded from" in gone.stderr

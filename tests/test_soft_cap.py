@@ -83,7 +83,7 @@ def test_commands_with_their_own_schemes(
     assert main(["warm", *model]) == 0
     assert main(["warm", "--kv", "nosuch"]) == 2
     capsys.readouterr()
-    assert main(["bench", *model, "--ctx", "100", "--tokens", "1"]) == 0
+    assert main(["bench", *model, "--depth", "100", "--tokens", "1"]) == 0
     assert main(["eval", *model, "--text", str(text), "--ctx", "300"]) == 0
     assert "left out" not in capsys.readouterr().err
     gate = ["eval", "--gate", *model, "--text", str(text), "--needles", "0", "--min-top1", "0", "--max-kl", "9"]

@@ -1,7 +1,8 @@
 """Finds models: at a path, among those that ship with edgekv (`models/`), or on the Hugging Face Hub.
 
-Names on the Hub are org/name, org/name@revision and org/name:file.gguf. No connection is made if the Hub's cache
-has a whole copy. `huggingface_hub` is imported for the first such name, without its telemetry.
+Names on the Hub are org/name, org/name@revision, org/name:file.gguf, and org/name:Q4_K_M for the one GGUF file of
+that quantization. No connection is made if the Hub's cache has a whole copy. `huggingface_hub` is imported for the
+first such name, without its telemetry.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, read_config
 from edgekv.checkpoint.quantized import quantization_method
@@ -36,7 +40,9 @@ INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
 MIN_ROTARY_POSITIONS = 8192
 CONFIG = "config.json"
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf))?", re.ASCII)
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf|[\w-]+))?", re.ASCII)
+CONNECT_S = 3.0
+"""For a connection to be made, so that a machine without one is told soon."""
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
 WANTED = (CONFIG, *TEXT_FILES, "preprocessor_config.json", "processor_config.json", "vision.onnx")
 """The files of a repository that are used beside its weights."""
@@ -54,7 +60,10 @@ SHIPPED_NOTES = {  # what a shipped model is for, and two prompts that suit it
 
 @dataclasses.dataclass(frozen=True)
 class HubName:
-    """A model of the Hub: its repository, a branch, tag or commit (None: main), and perhaps a GGUF file of it."""
+    """A model of the Hub: its repository, a branch, tag or commit (None: main), and perhaps a GGUF file of it.
+
+    file: the file's path, or its quantization, such as Q4_K_M in any case.
+    """
 
     repository: str
     revision: str | None = None
@@ -64,9 +73,15 @@ class HubName:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.repository}{revision}" + (f":{self.file}" if self.file else "")
 
+    def of_quantization(self, files: Iterable[str]) -> list[str]:
+        """Returns those of a repository's files that are GGUF files of the quantization ``file``."""
+        ending = re.compile(rf"(?:^|[-._/]){re.escape(self.file or '')}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        named = (file for file in files if not file.rpartition("/")[2].startswith("mmproj"))
+        return [file for file in named if (found := ending.search(file)) and found.end() == len(file)]
+
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Parses ``org/name[@revision][:file.gguf]``; returns None for a text of another form."""
+    """Parses ``org/name[@revision][:file.gguf or :Q4_K_M]``; returns None for a text of another form."""
     match = _NAME.fullmatch(text)
     return HubName(*match.groups()) if match and ".." not in text and len(match[1]) <= 96 else None
 
@@ -93,6 +108,13 @@ def cached_model_name(path: pathlib.Path) -> str | None:
 
 def find_cached(name: HubName) -> pathlib.Path | None:
     """Returns the folder or file of a model that is whole in the cache, else None; makes no connection."""
+    if name.file and not name.file.endswith(GGUF):
+        folder, revision = _folder(_hub(), name), name.revision or "main"
+        with contextlib.suppress(OSError):
+            revision = (folder / "refs" / revision).read_text().strip()
+        place = folder / "snapshots" / revision
+        found = name.of_quantization(str(path.relative_to(place)) for path in place.rglob(f"*{GGUF}"))
+        return place / found[0] if len(found) == 1 else None
     path = _in_cache(name, name.file or CONFIG, name.revision)
     if path is None or name.file:
         return path
@@ -108,10 +130,16 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     """
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
-        info = api.model_info(name.repository, revision=name.revision, files_metadata=True)
+        _require_connection(hub.constants.ENDPOINT)
+        timeout = hub.constants.HF_HUB_ETAG_TIMEOUT
+        info = api.model_info(name.repository, revision=name.revision, files_metadata=True, timeout=timeout)
         commit = _safe_name(info.sha)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings if _is_relative(file.rfilename)}
         fetch = functools.partial(_fetch, hub, name, revision=commit)
+        if name.file and not name.file.endswith(GGUF):
+            files = name.of_quantization(sorted(sizes))
+            _require_file(len(files) == 1, name, f"single GGUF file of {name.file}", files or sizes)
+            name = dataclasses.replace(name, file=files[0])
         if name.file:
             files = [name.file]
         else:
@@ -148,6 +176,7 @@ def fetch_config(name: HubName) -> dict[str, Any]:
     with _transfer(name) as hub:
         path = _in_cache(name, CONFIG, name.revision)
         if path is None:
+            _require_connection(hub.constants.ENDPOINT)
             path = _fetch(hub, name, CONFIG, name.revision or "main")
             _name_revision(hub, name, path.parent.name)
         return read_config(path)
@@ -169,6 +198,35 @@ def _hub() -> Any:
     import huggingface_hub.utils
 
     return huggingface_hub
+
+
+def _require_connection(endpoint: str) -> None:
+    """Raises OSError unless the Hub, or the proxy on the way, can be connected to within CONNECT_S.
+
+    A thread tries, as the look-up of a name can hang beyond any timeout.
+    """
+    url = urlsplit(endpoint)
+    if not proxy_bypass(url.hostname or "") and (proxy := getproxies().get(url.scheme)):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port, outcome = url.port or {"https": 443}.get(url.scheme, 80), list[OSError | None]()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((url.hostname or "", port), CONNECT_S).close()
+            outcome.append(None)
+        except OSError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    error = outcome[0] if outcome else TimeoutError(f"no answer within {CONNECT_S:g} seconds")
+    if error:
+        raise NoConnection(f"{url.hostname}: {error.strerror or error}")
+
+
+class NoConnection(OSError):
+    """The Hub can't be reached at all."""
 
 
 def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | None:
@@ -267,11 +325,11 @@ def _has_weights(folder: pathlib.Path) -> bool:
         return False
 
 
-def _require_file(is_there: bool, name: HubName, missing: str, sizes: dict[str, int]) -> None:
-    """Raises CheckpointError, which lists the GGUF files among ``sizes``, unless ``is_there``."""
+def _require_file(is_there: bool, name: HubName, missing: str, there: Iterable[str]) -> None:
+    """Raises CheckpointError, which lists the GGUF files of those ``there``, unless ``is_there``."""
     if is_there:
         return
-    files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
+    files = [str(dataclasses.replace(name, file=file)) for file in sorted(there) if file.endswith(GGUF)]
     accepted = files or ["safetensors and GGUF files: look for a repository that has them"]
     raise _error(name, f"the repository has no {missing}", accepted)
 
@@ -290,6 +348,7 @@ def _transfer(name: HubName) -> Iterator[Any]:
         errors.RepositoryNotFoundError: f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN",
         errors.RevisionNotFoundError: f"has no revision {name.revision}: give a branch, tag or whole commit id",
         errors.OfflineModeIsEnabled: f"is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download",
+        NoConnection: f"can't be downloaded: {endpoint} can't be reached",
     }
     try:
         yield hub
@@ -301,6 +360,8 @@ def _transfer(name: HubName) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
         problem = next((problems[kind] for kind in problems if isinstance(error, kind)), problem)
+        if isinstance(error, NoConnection):
+            problem += f" ({reason}); without a network: give a path, or demo"
         raise _error(name, problem) from error
 
 

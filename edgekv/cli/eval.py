@@ -284,13 +284,14 @@ TIMES: dict[str, Callable[[Timing], str]] = {
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     shape = "random weights in a shape (see `edgekv budget`)"
+    depths = {"type": token_counts(0), "default": "8192"}
     add_options(parser.add_mutually_exclusive_group(), "model shape", shape=shape)
     add_options(
         parser,
         "config weights kv threads json",
         layers=count("layers of the shape (default: its own)"),
         kv=option("LIST", f"schemes, comma-separated (default f16,{COMPARED})"),
-        ctx=option("LIST", "tokens in the cache (default %(default)s)", type=token_counts(0), default="8192"),
+        depth=option("LIST", "tokens in the cache when decoding is timed (default %(default)s)", **depths),
         prefill=option("LIST", "also time prompts of so many tokens", type=token_counts(1), default=""),
         tokens=count("per scheme (default %(default)s)", default=32),
     )
@@ -298,7 +299,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench_command(arguments: argparse.Namespace) -> int:
     requested = CacheSpec.parse_list(arguments.kv or f"f16,{COMPARED}")
-    depths, lengths = arguments.ctx, arguments.prefill
+    depths, lengths = arguments.depth, arguments.prefill
     if arguments.shape is None and arguments.layers:
         raise ConfigError(
             "only a --shape can have other layers than its own", field="layers", value=arguments.layers
@@ -312,7 +313,8 @@ def bench_command(arguments: argparse.Namespace) -> int:
             model = shape_model(arguments.shape, arguments.layers, capacity, arguments.weights, bars.update)
         form, n_layers = model.weight_format(arguments.weights), model.config.n_layers
         if capacity > model.config.max_positions and not arguments.shape:
-            raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
+            most = f"numbers up to {model.config.max_positions - spare}, as its positions go"
+            raise ConfigError(field="depth", value=max([*depths, *lengths]), accepted=[most])
         specs = report_left_out(select_specs(requested, model.config, capacity, is_list_of_names(arguments.kv)))
         needed = {f"{spec.short} cache": spec.planned_bytes(model.config, max(depths) + spare) for spec in specs}
         require_memory({"weights": model.weights_bytes(form), **needed}, available_memory_bytes())

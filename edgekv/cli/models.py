@@ -6,9 +6,12 @@ What one command alone needs is imported there, so that the others begin sooner.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+from bisect import bisect_right
+from functools import partial
 from typing import Any
 
 from edgekv.checkpoint.hub import fetch_config, find_cached, parse_hub_name, parse_model_name, pull, read_shape
@@ -38,6 +41,7 @@ from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
+NAMES = "org/name, org/name@revision, or a GGUF file of it, org/name:Q4_K_M or org/name:file.gguf"
 SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
 
 
@@ -45,18 +49,16 @@ SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an es
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; private ones need HF_TOKEN"
-    parser.add_argument("model", metavar="NAME", help=text)
+    parser.add_argument("model", metavar="NAME", help=f"{NAMES}; private ones need HF_TOKEN")
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
     """Prints where the model lies to standard output."""
     name = parse_hub_name(arguments.model)
     if name is None:
-        accepted = "org/name, org/name@revision or org/name:file.gguf"
-        raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {accepted}")
+        raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {NAMES}")
     print(pull(name, say))
-    print(f"next: edgekv chat --model {name}   or: edgekv budget --model {name} --ctx 8192", file=sys.stderr)
+    print(f"next: edgekv chat {name}   or: edgekv budget {name} --ctx 8192", file=sys.stderr)
     return 0
 
 
@@ -120,8 +122,8 @@ def info_command(arguments: argparse.Namespace) -> int:
 def budget_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_mutually_exclusive_group(), "model shape")
     add_options(parser, "config weights kv kv_budget ctx")
-    text = "memory of the machine that it is for, such as 8G, an eighth left to the system (default: what is free)"
-    parser.add_argument("--memory", **size("memory", text))
+    text = "of the machine that it is for, such as 8G, an eighth left to the system (default: what is free here)"
+    parser.add_argument("--memory", **size("memory", f"{text}; exit status 1 if it does not fit"))
     parser.add_argument("--json", **switch("print as JSON"))
 
 
@@ -139,6 +141,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
     state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
     verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
+    longest = _contexts_that_fit(model, options, plan, free) if total > free else {}
+    way = ", or ".join(f"--ctx {n} with --kv {kv}" for kv, n in longest.items()) or "no context"
     rows: list[tuple[str, Any, str | None]] = [
         ("model", model.name, f"{model.name}, {model.n_parameters / 1e6:,.0f} M parameters"),
         ("ctx", plan.ctx, None),
@@ -158,6 +162,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
         ("total_bytes", total, f"{bytes_text(total)}; {verdict}"),
         ("available_bytes", free, None),
         ("fits", total <= free, None),
+        ("longest_ctx", longest, way if total > free else None),
         (
             "least_machine_bytes",
             smallest and smallest[0],
@@ -169,7 +174,23 @@ def budget_command(arguments: argparse.Namespace) -> int:
         print(json.dumps({name: value for name, value, _ in rows}, indent=2))
     else:
         print_rows([(name.partition("_")[0], text) for name, _, text in rows if text])
-    return 0
+    return 0 if total <= free else 1
+
+
+def _contexts_that_fit(model: Model, options: Options, plan: SessionPlan, available: int) -> dict[str, int]:
+    """Returns the longest contexts up to the plan's that fit the memory, by scheme, but those of no token.
+
+    With the plan's scheme, and with the most exact preset that fits the whole context, else the smallest.
+    """
+
+    def total(kv: CacheSpec, ctx: int) -> int:
+        return sum(_plan(model, dataclasses.replace(options, ctx=ctx, kv_budget=None), kv).parts().values())
+
+    presets = select_specs([CacheSpec.parse(name) for name in PRESETS], model.config, plan.ctx, named=False)[0]
+    other = next((kv for kv in presets if total(kv, plan.ctx) <= available), presets[-1])
+    contexts = range(1, plan.ctx + 1)
+    longest = {kv.short: bisect_right(contexts, available, key=partial(total, kv)) for kv in (plan.kv, other)}
+    return {kv: n for kv, n in longest.items() if n}
 
 
 def _budget_model(arguments: argparse.Namespace) -> Model:

@@ -119,11 +119,27 @@ def size(field: str, text: str) -> dict[str, Any]:
     return option("BYTES", text, type=read)
 
 
+SYNONYMS = {"q8_0": "q8", "q4_0": "q4", "fp16": "f16", "bf16": "f16"}
+"""What llama.cpp and others call caches of as many bits."""
+
+
+def kv_names(text: str) -> str:
+    """Returns schemes, comma-separated or one, under the names that they have here, and says which had others."""
+    items = text.split(",")
+    for i, item in enumerate(items):
+        name, colon, rest = item.partition(":")
+        if taken := SYNONYMS.get(name.lower()):
+            say(f"--kv {name}: taken for {taken}, the cache of as many bits here")
+            items[i] = f"{taken}{colon}{rest}"
+    return ",".join(items)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": option(
         "PATH",
         "a Hugging Face folder, a .safetensors or .gguf file, a store of `edgekv quantize`, a name on the Hugging "
-        "Face Hub (org/name[@revision], org/name:file.gguf), downloaded once, or demo or scenes (default: demo)",
+        "Face Hub (org/name[@revision], org/name:Q4_K_M, org/name:file.gguf), downloaded once, or demo or scenes "
+        "(default: demo)",
     ),
     "config": option("FILE", "config.json for a bare .safetensors file"),
     "shape": option("NAME", f"a known shape, without weights, in place of --model: {', '.join(shape_names())}"),
@@ -136,6 +152,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "NAME[:option=value,...]",
         f"bits of the KV cache: {', '.join(PRESETS)}, one of `edgekv schemes`, or auto (default): the "
         f"smallest that passed the gate on this model, else {default_scheme()}; f16 if that saves little",
+        type=kv_names,
     ),
     "kv_budget": size(
         "kv_budget",

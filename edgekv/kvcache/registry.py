@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ PRESETS = {
     "q1.5": "planes:k_bits=1.5,v_bits=1.5",
 }
 """What users type -> the scheme with its options; most bytes and least loss first."""
+OF_BITS = re.compile(r"(?:[a-z]?int|fp|bf|i?q|nf|turbo|kv)_?(\d|16|32)(?:[_b].*)?", re.IGNORECASE)
+"""What others call caches of so many bits: int8, q5_1, fp8_e4m3, turbo3."""
 FACTS_TOKENS = 8192  # over which `CacheSpec.bytes_per_token` is averaged
 
 
@@ -67,6 +70,8 @@ def find_scheme(name: str) -> type[KVCache]:
 def _unknown(name: str) -> CacheError:
     known = sorted({*CACHES, *(entry.name for entry in _entry_points())})
     advice = "" if find_spec("edgekv.papers") else "the papers' schemes are missing here: pip install edgekv"
+    if bits := OF_BITS.fullmatch(name):
+        advice = f"did you mean {min(PRESETS, key=lambda each: abs(float(each[1:]) - float(bits[1])))}?"
     return CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known), advice=advice)
 
 

@@ -96,7 +96,7 @@ def edgekv_bench(arguments: argparse.Namespace, ctx: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "bench.json"
         command = [sys.executable, "-m", "edgekv", "bench", "--shape", arguments.shape, "--weights", "int4"]
-        command += ["--layers", str(arguments.layers), "--kv", arguments.kv, "--ctx", ctx, "--json", str(out)]
+        command += ["--layers", str(arguments.layers), "--kv", arguments.kv, "--depth", ctx, "--json", str(out)]
         command += ["--threads", str(arguments.threads), "--tokens", str(DECODE_TOKENS)]
         if arguments.prefill:
             command += ["--prefill", str(arguments.prefill)]

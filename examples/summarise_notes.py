@@ -28,8 +28,8 @@ def summarise(session: Session, text: str, max_new_tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--model", default="models/demo")
-    parser.add_argument("--kv", default="onebit")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--kv", default="auto")
     parser.add_argument("--words", type=int, default=30)
     arguments = parser.parse_args()
     session = Session.load(arguments.model, kv=arguments.kv, ctx=4096)

@@ -32,7 +32,7 @@ must 'text' "$text" '[a-z]{3,}'
 must 'report of a few lines' "$(cat report)" '^memory +cache '
 (($(wc -l <report) <= 6)) || { cat report >&2 && exit 1; }
 
-answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv kivi2 --session talk.kv --max-new-tokens 12 --seed 1 2>said)
+answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv q3 --session talk.kv --max-new-tokens 12 --seed 1 2>said)
 must 'answer' "$answer" '[A-Za-z]{3,}'
 must 'word on what this model is for' "$(cat said)" 'old novels'
 printf '/history\n/exit\n' | edgekv chat --session talk.kv 2>said
@@ -68,9 +68,9 @@ server=
 
 # The prose that the demo model wrote, wherever the package put it.
 prose=$(python -c 'from edgekv.checkpoint.hub import shipped_file; print(shipped_file("demo/prose.txt"))')
-verdict=$(edgekv eval --gate --model demo --text "$prose" --kv kivi2 --ctx 512 --needles 2)
-must 'verdict of the gate' "$verdict" '^recommended: --kv kivi2 '
-warned=$(edgekv run --ctx 1024 --kv kivi2 --prompt 'It was' --max-new-tokens 2 2>&1)
+verdict=$(edgekv eval --gate --model demo --text "$prose" --kv q3 --ctx 512 --needles 2)
+must 'verdict of the gate' "$verdict" '^recommended: --kv q3 '
+warned=$(edgekv run --ctx 1024 --kv q3 --prompt 'It was' --max-new-tokens 2 2>&1)
 must 'word on the verdict' "${warned//never gated/}" '^stopped'
 [[ $warned != *'never gated'* ]] || { echo "$warned" >&2 && exit 1; }
 echo 'a newcomer arrives'

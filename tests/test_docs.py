@@ -17,8 +17,9 @@ import yaml
 
 import edgekv
 from edgekv import errors
-from edgekv.cli import COMMANDS, build_parser
+from edgekv.cli import COMMANDS, build_parser, main
 from edgekv.kvcache.choice import AUTO
+from edgekv.kvcache.registry import PRESETS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -84,6 +85,19 @@ def test_links_lead_to_files() -> None:
     assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
 
 
+def test_examples_name_no_scheme_but_presets() -> None:
+    """Who follows them gets what `auto` takes, or compares the names of docs/schemes.md."""
+    about = {"schemes.md", "papers.md", "quality.md", "pictures.md", "minimal.py", "edgekv_bf16.py"}
+    pages = [*CURRENT, *ROOT.glob("models/*/*.md"), *ROOT.rglob("examples/**/*.py"), *ROOT.glob("packaging/*")]
+    pages += [ROOT / "tests" / "newcomer.sh", *ROOT.glob("edgekv/engine/*.py")]
+    named = re.compile(r"""(?:--kv[ =]"?|kv="|"--kv", default="|\bKV=)([\w.]+(?:,[\w.:=]+)*)""")
+    allowed, strays = {*PRESETS, AUTO, "LIST", "NAME", "name", "all"}, {}
+    for page in (page for page in pages if page.is_file() and page.name not in about):
+        kvs = {kv for names in named.findall(page.read_text()) for kv in names.split(",")}
+        strays |= {str(page): kvs - allowed} if kvs - allowed else {}
+    assert strays == {}
+
+
 def test_generated_tables_agree() -> None:
     assert tables.main(["--check"]) == 0
 
@@ -98,6 +112,22 @@ def test_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.chdir(ROOT)
     exec(code, {})
     assert len(capsys.readouterr().out) > 10
+
+
+def test_the_report_of_the_first_command_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Times, speeds and what the process took apart: every word, the cache, the weights and the choice."""
+    shown = re.search(r"^```\n(model .*?)^```", (DOCS / "start.md").read_text(), re.M | re.S)
+    prompt = re.search(r'edgekv run .*?"(.*?)"', (DOCS / "start.md").read_text())
+    assert shown
+    assert prompt
+    assert prompt[0] in (ROOT / "README.md").read_text()
+    assert main(["run", "--prompt", prompt[1], "--seed", "1"]) == 0
+
+    def steady(text: str) -> list[str]:
+        text = re.sub(r"[\d.]+ s\b|[\d.]+ tokens/s|\d+ tokens(?= at|$)|peak \S+", "N", text, flags=re.M)
+        return [" ".join(line.split()) for line in text.splitlines()]
+
+    assert steady(capsys.readouterr().err) == steady(shown[1])
 
 
 def test_every_public_name_is_in_the_reference() -> None:

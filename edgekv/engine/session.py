@@ -97,7 +97,7 @@ class Session:
 
     @classmethod
     def load(cls, path: Path, *, progress: TaskProgress | None = None, **options: Unpack[LoadOptions]) -> Session:
-        """Loads a model for a new conversation: ``Session.load("demo", kv="onebit", ctx=4096)``.
+        """Loads a model for a new conversation: ``Session.load("demo", ctx=4096)``.
 
         path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
         "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or

@@ -37,10 +37,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), BOARDS / "RE
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MODELS = ("llama-40m", "gpt2-60m")
 TEXT, TOKENS = "heldout3", 8192
+CHOSEN = default_scheme()
 WHEN = {
     "f16": "the context is short; the reference",
     "q8": "the gate passes it: large key biases break it",
-    "q4": "**nothing is known of the model: what `auto` takes**",
+    "q4": "the model was never gated",
     "q3": "the gate passes it: the best for its bytes",
     "q2": "memory is scarce and the gate passes it",
     "q1.5": "memory is scarcer: let the gate look first",
@@ -48,7 +49,11 @@ WHEN = {
     "onebit": "speed matters most, and the gate passes it",
     "visual_planes": "a prompt is mostly pictures",
 }
+WHEN[CHOSEN] = f"**{WHEN[CHOSEN]}: what `auto` takes**"
 """What to take a scheme for, in the order in which to try them."""
+FIRST = {"f16": "16 bits per number", "q4": "4 bits", "q2": "2 bits", "q1.5": "1.5 bits"}
+LOSSES = dict.fromkeys(("q8", "q4", "q3", "q2", "q1.5", "onebit", "kivi2", "int4"), "")
+LOSSES["h1b"] = ", without an adapter"
 EARLIER = {
     **{"by_need": "mixed_bits", "k_spread": "key_channel_scales", "visual=planes": "visual_planes"},
     **{"k_heads": "key_bits_per_head", "v_heads": "value_bits_per_head"},
@@ -59,7 +64,6 @@ OURS = {"dense", *(CacheSpec.parse(kv).scheme.name for kv in WHEN)}
 GIB = 1 << 30
 MEMORIES = (2, 4, 8, 16)
 SHAPES = ("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b", "qwen3-8b")
-CHOSEN = default_scheme()
 SCHEMES = {f"`{name}`": name for name in ("f16", CHOSEN, "q2")}
 SERVED = 8192  # tokens that a server should hold at least
 STEP = 1024
@@ -106,11 +110,8 @@ def published() -> dict[str, Any]:
     """Returns what `edgekv.kvcache.choice.published_results` reads, from docs/lab/data."""
     attention: dict[str, float] = {}
     for name in ("bench", "bench-presets"):  # each beside its own f16; the latest counts
-        rows = json.loads((DATA / f"{name}-llama2-7b.json").read_text())["timings"]
-        ms = {
-            kv: row["attention_ms_layer"] for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))
-        }
-        attention |= {kv: ms["f16"] / each for kv, each in ms.items()}
+        timings = read_timings(name)
+        attention |= {kv: times(timings, kv, "attention_ms_layer") for kv in timings}
     return {
         "quality_on": f"{MODELS[0]}, {TOKENS:,} tokens of {TEXT}",
         "speed_on": f"layers of Llama 2 7B at {TOKENS:,} tokens, x86-64",
@@ -118,6 +119,17 @@ def published() -> dict[str, Any]:
         "attention": attention,
         "worst_kl": worst_kl(),
     }
+
+
+def read_timings(name: str) -> dict[str, dict[str, Any]]:
+    """Returns what `edgekv bench` measured at TOKENS tokens on 4 layers of Llama 2 7B, by scheme."""
+    rows = json.loads((DATA / f"{name}-llama2-7b.json").read_text())["timings"]
+    return {kv: row for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))}
+
+
+def times(timings: dict[str, dict[str, Any]], kv: str, part: str) -> float:
+    """Returns how many times as fast as f16 a scheme is in a part of the time."""
+    return float(timings["f16"][part] / timings[kv][part])
 
 
 def worst_kl() -> dict[str, float]:
@@ -136,6 +148,53 @@ def _short(kv: str) -> str | None:
     return spec and spec.short
 
 
+def first_table() -> str:
+    """Returns README's row per preset that a newcomer compares."""
+    quality, timings = [read_measurements(model) for model in MODELS], read_timings("bench-presets")
+    rows = ["| cache (`--kv`) | size | loss | speed |", "|---|---:|---:|---:|"]
+    for kv, words in FIRST.items():
+        spec = CacheSpec.parse(kv)
+        kls = " and ".join(f"{found[str(spec)]['kl']:.4f}" for found in quality)
+        size = spec.bytes_per_token() / CacheSpec.parse("f16").bytes_per_token()
+        name = f"{words} (`{kv}`){', the default for long contexts' if kv == CHOSEN else ''}"
+        speed = f"{times(timings, kv, 'token_ms'):.1f}x"
+        rows.append(f"| {name} | {size:.2f} | {'none' if kv == 'f16' else kls} | {speed} |")
+    return "\n".join(rows) + "\n"
+
+
+def speed_table() -> str:
+    """Returns a row per scheme whose tokens were timed beside f16."""
+    timings = read_timings("bench-presets")
+    rows = [
+        "| `--kv` | attention of a layer, ms | relative to `f16` | whole token, ms | relative |",
+        "|---|---|---|---|---|",
+    ]
+    for kv, row in timings.items():
+        cells = [f"`{kv}`"]
+        for part in ("attention_ms_layer", "token_ms"):
+            cells += [f"{row[part]:.2f}", f"{times(timings, kv, part):.1f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def quality_table() -> str:
+    """Returns a row per scheme of LOSSES."""
+    quality, exact = [read_measurements(model) for model in MODELS], CacheSpec.parse("f16").bytes_per_token()
+    rows = [
+        "| `--kv` | bytes of f16's | " + " | ".join(f"{model}: perplexity, KL, top-1" for model in MODELS) + " |"
+    ]
+    rows.append("|---|---:|---|---|")
+    for kv, words in LOSSES.items():
+        spec = CacheSpec.parse(kv)
+        cells = [f"**`{kv}`**" if kv == CHOSEN else f"`{kv}`{words}", f"{spec.bytes_per_token() / exact:.0%}"]
+        for found in quality:
+            row = found[str(spec)]
+            digits = 4 if row["perplexity_ratio"] < 2 else 2
+            cells.append(f"x{row['perplexity_ratio']:.{digits}f}, {row['kl']:.4f}, {row['top1']:.3f}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def schemes_table() -> str:
     """Returns a row per scheme of WHEN."""
     return _rows(WHEN, "take it when")
@@ -143,7 +202,9 @@ def schemes_table() -> str:
 
 def papers_table() -> str:
     """Returns a row per scheme of a paper or baseline, and what it gives up."""
-    return _rows({name: scheme_facts(name)["tradeoff"] for name in schemes() if name not in OURS}, "gives up")
+    return _rows(
+        {name: scheme_facts(name)["tradeoff"] for name in sorted(schemes()) if name not in OURS}, "gives up"
+    )
 
 
 def _rows(kvs: dict[str, str], last: str) -> str:
@@ -238,6 +299,9 @@ def boards_table() -> str:
 
 
 TABLES = {
+    "first": first_table,
+    "speed": speed_table,
+    "quality": quality_table,
     "commands": commands_table,
     "schemes": schemes_table,
     "papers": papers_table,

@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX, "--kv", "q8"]
+    options = ["--max-new-tokens", 24, "--ctx", CTX, "--kv", "q8"]
     with serving(tmp_path_factory.mktemp("page"), *options) as running:
         yield running
 
@@ -102,7 +102,6 @@ def test_talk_and_watch(page: Any) -> None:
     for place, figures in {
         "#speed": r"^\d+\.\d$",
         "#cache": r"^\d+(\.\d)? [KM]iB \(f16: \d+(\.\d)? [KM]iB\)$",
-        "#watts": r"^3.00 \(stated\)$",
         "#used": rf"^[1-9]\d* of {CTX}$",
     }.items():
         expect(page.locator(place)).to_have_text(re.compile(figures))

@@ -70,7 +70,9 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
         ("power record -- /no/such/program", "/no/such/program: can't be run"),
         ("power record --csv /no/such/folder/x.csv -- true", "/no/such/folder"),
         ("run --prompt x --power-csv /no/log.csv", "/no/log.csv"),
-        ("run --prompt x --power-estimate 3 --power-idle -1", "idle time"),
+        ("run --prompt x --power auto --power-idle -1", "idle time"),
+        ("run --prompt x --power rapl", "not here; `edgekv power doctor`"),
+        ("serve --power sundial", "accepted: auto, rpi-pmic"),
         ("board --minutes 0", "accepted are minutes above 0"),
         ("board --shape llama9", "no such shape"),
         ("board --power sundial", "accepted: auto"),
@@ -98,7 +100,7 @@ def test_record_writes_the_samples_and_passes_the_status_on(
     assert "<svg" in picture.read_text()
     out, err = capfd.readouterr()
     assert out == "said\n"
-    assert "energy      command" in err
+    assert "energy      command 1" in err or "energy      command n/a" in err
     assert "above idle" not in err  # there are no tokens to divide by
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -135,8 +137,8 @@ def run(*arguments: str) -> int:
 @pytest.mark.usefixtures("steady")
 def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    assert run("--power", "--power-idle", "0.3", "--json", str(path)) == 0
-    assert "energy      decode" in capsys.readouterr().err
+    assert run("--power", "auto", "--power-idle", "0.3", "--json", str(path)) == 0
+    assert "\nenergy      " in capsys.readouterr().err
     facts = json.loads(path.read_text())["energy"]
     decode = facts["phases"]["decode"]
     assert facts["phases"]["prefill"]["tokens"] == 6
@@ -149,8 +151,20 @@ def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.Cap
         assert decode["net_j"] == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.usefixtures("steady")
+def test_a_meter_that_is_here_is_used_unless_it_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without rest before the run, in one line."""
+    assert run() == 0
+    err = capsys.readouterr().err
+    assert err.count("\nenergy      ") == 1
+    assert err.count("measured by rpi-pmic: a made-up board") == 1
+    assert "above idle" not in err
+    assert run("--power", "off") == 0
+    assert "energy" not in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("bare")
-def test_run_without_a_sensor_with_an_estimate_and_with_a_meter_s_log(
+def test_run_without_a_sensor_and_with_a_meter_s_log(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, begun = tmp_path / "log.csv", time.time() - 60
@@ -159,13 +173,12 @@ def test_run_without_a_sensor_with_an_estimate_and_with_a_meter_s_log(
     def decode(*options: str) -> tuple[str, dict[str, float]]:
         assert run(*options, "--power-idle", "0.1", "--json", str(tmp_path / "report.json")) == 0
         facts = json.loads((tmp_path / "report.json").read_text())["energy"]
-        return capsys.readouterr().err, facts["phases"]["decode"]
+        return capsys.readouterr().err, facts and facts["phases"]["decode"]
 
-    err, found = decode("--power")
+    assert decode()[1] is None
+    err, found = decode("--power", "auto")
+    assert "energy      prefill and decode n/a: no power sensor" in err
     assert "power doctor" in err
     assert found["joules"] is found["mj_per_token"] is None
-    err, found = decode("--power-estimate", "6.5")
-    assert err.count("ESTIMATE") == 2
-    assert "energy  " not in err
     err, found = decode("--power-csv", str(log))
     assert found["joules"] == pytest.approx(3.5 * found["seconds"])

@@ -1,4 +1,4 @@
-"""Joules against signals of known energy and within the stated error; phases, estimates and logs as reports."""
+"""Joules against signals of known energy and within the stated error; phases, requests and logs as reports."""
 
 import dataclasses
 import datetime
@@ -21,9 +21,9 @@ from edgekv.power import energy as sampler
 from edgekv.power.energy import (
     CsvLog,
     EnergyMeter,
-    Estimate,
     MeterInfo,
     PowerSource,
+    SharedMeter,
     Trace,
     Window,
     integrate_power,
@@ -191,9 +191,12 @@ def test_phases_apart_gross_and_above_idle(clock: Clock, tmp_path: pathlib.Path)
     assert found.net_mj_per_token == pytest.approx(3000.0, rel=0.01)
     assert found.rails_j == {"VIN": pytest.approx(54.0)}
     assert found.n_samples == pytest.approx(600, abs=3)
-    text = "\n".join(f"{topic}: {line}" for topic, line in report.rows())
-    assert "energy: prefill 180 mJ/token gross" in text
-    assert "(12 tokens, 6.00 s, 54 ± " in text
+    ((topic, line),) = report.rows()
+    assert topic == "energy"
+    prefill, decode, meter = line.split("; ")
+    assert prefill == "prefill 18 ± 0 J, 180 mJ per token (120 above idle), 9 W"
+    assert decode == "decode 54 ± 0 J, 4500 mJ per token (3000 above idle), 9 W"
+    assert meter == "measured by ina238: the board"
 
 
 def test_an_interrupt_at_rest_stops_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,17 +220,91 @@ def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pa
     assert report.phases["decode"].joules == pytest.approx(27.0)
 
 
-def test_an_estimate_says_so_everywhere(clock: Clock, tmp_path: pathlib.Path) -> None:
-    meter = EnergyMeter(Estimate(4.0), idle_s=5.0, root=tmp_path, clock=clock)
-    with meter, meter.phase("decode", tokens=2):
-        clock.now += 3.0
-    report = meter.report()
-    assert report.idle is report.phases["decode"].error_j is None
-    assert report.phases["decode"].mj_per_token == pytest.approx(6000.0)
-    assert [topic for topic, _ in report.rows()] == ["power", "ESTIMATE"]
-    for watts in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(PowerError, match="power_estimate="):
-            Estimate(watts)
+# Requests that one meter sees at once
+
+
+class Driven(SharedMeter):
+    """A shared meter that is read when the test says so, at 6 W."""
+
+    def __init__(self, clock: Clock, counts: bool) -> None:
+        super().__init__(trees.Signal(lambda: 6.0))
+        self._clock, self._counts = clock, counts
+
+    def mark(self) -> None:
+        now_s = self._clock.now
+        self._keep(now_s, Reading(energy_j={"total": 6.0 * now_s}) if self._counts else Reading({"total": 6.0}))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_requests_share_each_interval_by_their_tokens(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """All joules while there is a request, and no other, whoever begins and ends when."""
+    monkeypatch.setattr("edgekv.power.energy.time.perf_counter", clock)
+    meter = Driven(clock, counts)
+    meter.mark()
+
+    def compute(seconds: float, **tokens: float) -> None:
+        clock.now += seconds
+        for name, n in tokens.items():
+            shares[name].tokens += n
+        meter.mark()
+
+    shares = {}
+    clock.now += 100.0  # at rest: nobody's
+    with meter.share() as shares["a"]:
+        for _ in range(4):
+            compute(1.0, a=5)  # 24 J of its own
+        with meter.share() as shares["b"]:
+            compute(1.0, a=1, b=3)  # 1.5 J and 4.5 J
+            compute(1.0)  # nobody's token was ready: it goes with the next interval
+            compute(1.0, a=1, b=1)  # 12 J in halves
+            compute(1.0, b=2)
+        compute(1.0, a=1)
+        compute(0.5)  # after its last token
+    clock.now += 100.0
+    assert shares["a"].joules == pytest.approx(24 + 1.5 + 6 + 9)
+    assert shares["b"].joules == pytest.approx(4.5 + 6 + 6)
+    assert [share.watts for share in shares.values()] == [pytest.approx(6.0)] * 2
+    with meter.share() as shares["c"]:
+        compute(1.0, c=1)
+    assert shares["c"].joules is None  # a meter that was read at its ends alone does not know
+    with meter.share() as shares["d"]:
+        compute(1.0)
+        compute(1.0)
+        compute(1.0)
+    assert shares["d"].joules == pytest.approx(18.0)  # alone, and cancelled before its first token
+
+
+def test_a_shared_meter_rests_between_requests_and_says_nothing_of_a_sensor_that_fails() -> None:
+    readings, fails = itertools.count(), threading.Event()
+    seen = 0
+
+    def read() -> float:
+        nonlocal seen
+        seen = next(readings)
+        if fails.is_set():
+            raise OSError(errno.ENODEV, "No such device")
+        return 4.0
+
+    meter = SharedMeter(trees.Signal(read))
+    meter.start()
+    at_rest = seen
+    time.sleep(0.1)
+    assert seen == at_rest
+    with meter.share() as known:
+        begun_s, before = time.perf_counter(), seen
+        until(lambda: seen > before + 20)
+        known.tokens = 1
+        seconds = time.perf_counter() - begun_s
+    assert known.joules == pytest.approx(4.0 * seconds, rel=0.5)
+    with meter.share() as unknown:
+        fails.set()
+        before = seen
+        until(lambda: seen > before + 20)
+        unknown.tokens = 1
+    assert (unknown.joules, unknown.watts) == (None, None)
+    meter.stop()
 
 
 # External logs

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import openai
+import power_trees as trees
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import DEMO, chat, open_endpoints, openai_client
@@ -14,7 +17,7 @@ from starlette.testclient import TestClient
 
 from edgekv import Session
 from edgekv.engine.model import sampling_defaults
-from edgekv.power.energy import Estimate
+from edgekv.power.energy import SharedMeter
 
 PROMPT = "It was a dark night when the old man"
 SEA = "Tell me of the sea."
@@ -29,7 +32,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def http(session: Session) -> Iterator[TestClient]:
-    options: Any = {"pool_bytes": 100 << 20, "power": Estimate(5), "origins": ["https://app.example"]}
+    options: Any = {"pool_bytes": 100 << 20, "origins": ["https://app.example"]}
     with open_endpoints(session, queue_limit=2, **options) as http:
         yield http
 
@@ -101,11 +104,38 @@ def test_metrics_are_prometheus(http: TestClient, client: openai.OpenAI) -> None
     after = samples(http)
     assert after["edgekv_generated_tokens_total"] == before["edgekv_generated_tokens_total"] + 6
     assert after["edgekv_tokens_per_second"] > 0
-    assert after["edgekv_estimated_watts"] == pytest.approx(5)
-    assert after["edgekv_estimated_millijoules_per_token"] > 0
-    assert "edgekv_watts" not in after  # stated, not measured
+    assert not any("watts" in name or "joules" in name for name in after)  # not 0: there is no meter
     assert 0 < after["edgekv_cache_bytes"] <= 100 << 20
     assert http.get("/stats").json()["edgekv_sessions"] == after["edgekv_sessions"]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_energy_of_requests_is_told_where_there_is_a_meter(slots: int) -> None:
+    """Whole and streamed, alone and beside another; all of it is in the metrics."""
+    with Session.load(DEMO, kv="q8", ctx=1024, slots=slots) as session:
+        options: Any = {"pool_bytes": 100 << 20, "power": SharedMeter(trees.Steady()), "slots": slots}
+        with open_endpoints(session, **options) as http, openai_client(http) as client:
+            told, begun_s = [], time.perf_counter()
+
+            def ask(n: int) -> None:
+                usage = sea(client, n=n, max_tokens=100).usage
+                told.append(usage.energy_joules)
+
+            threads = [threading.Thread(target=ask, args=[n]) for n in (1, 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            streams = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 100}
+            told.append(list(sea(client, **streams))[-1].usage.energy_joules)
+            told.append(complete(client, max_tokens=100).usage.energy_joules)
+            seconds, after = time.perf_counter() - begun_s, samples(http)
+            assert min(told) > 0
+            assert sum(told) == pytest.approx(after["edgekv_energy_joules_total"], abs=0.001)
+            assert sum(told) < 4 * seconds * 1.01  # the board's 4 W once, not once for each slot
+            assert after["edgekv_watts"] == pytest.approx(4, rel=0.2)
+            assert "of rpi-pmic: a made-up board" in http.get("/metrics").text
+            assert http.get("/props").json()["power_meter"] == "rpi-pmic: a made-up board"
 
 
 def samples(http: TestClient) -> dict[str, float]:

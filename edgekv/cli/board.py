@@ -34,7 +34,7 @@ def board_arguments(parser: argparse.ArgumentParser) -> None:
     )
     log = "energies from an external meter's log of this run, or of a finished one"
     add_options(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
-    parser.set_defaults(device="cpu", power_estimate=None)
+    parser.set_defaults(device="cpu")
 
 
 def board_command(arguments: argparse.Namespace) -> int:
@@ -46,7 +46,6 @@ def board_command(arguments: argparse.Namespace) -> int:
     for shape in plan.shapes:
         read_shape(shape)
     source = energy_source(arguments)
-    assert source is not None  # --power has a default
     about = source.about()
     board = Board.new(plan, arguments.about or "", f"{about.meter or 'none'}: {about.covers}")
     folder = user_path(arguments.output)

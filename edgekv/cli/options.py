@@ -92,7 +92,7 @@ def sampling_value(name: str, text: str) -> Any:
 # Options
 
 LORA = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
-METER = f"auto (default), {', '.join(METERS)}"
+METER = ", ".join(METERS)
 REPEATED = {"action": "append", "default": []}
 
 
@@ -196,15 +196,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stop": option("TEXT", "end before this text (repeatable)", **REPEATED),
     "images": option("FILE", "an image, for the prompt's next <image> or else before it (repeatable)", **REPEATED),
     "json_schema": option("FILE", "answer with JSON of this schema (needs llguidance)"),
-    "meter": option("NAME", METER),
-    "power": option("METER", METER, default="auto"),
+    "meter": option("NAME", f"auto (default), {METER}"),
+    "power": option("METER", f"the meter of its energy: {METER}, or off (default: the best that can be read)"),
     "power_csv": option("FILE", "energy from an external meter's log: time and watts per line"),
-    "power_estimate": option("W", "energy as time times W watts, labelled an estimate", type=float),
     "power_idle": option(
-        "S",
-        "seconds at rest before the run, to subtract (default %(default)g; 0: none)",
-        type=float,
-        default=IDLE_S,
+        "S", f"seconds at rest before the run, to subtract (default 0, {IDLE_S:g} with a named meter)", type=float
     ),
     "json": option("FILE", "write the results, with every setting, as JSON", type=output_file),
     "plot": option("FILE", type=picture_file),

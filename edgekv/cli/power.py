@@ -18,15 +18,18 @@ import time
 
 import numpy as np
 
-from edgekv.cli.options import METER, add_options, number, option, output_file, switch
+from edgekv.cli.options import add_options, number, option, output_file, switch
 from edgekv.cli.terminal import plot, print_rows, redraw, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import EXACT
 from edgekv.machine import machine_info
 from edgekv.power import EnergyMeter, PowerSampler, find_meter, survey
-from edgekv.power.energy import CsvLog, Estimate, PowerSource, Trace
+from edgekv.power.energy import IDLE_S, CsvLog, PowerSource, SharedMeter, Trace
 from edgekv.power.meters import (
     Conditions,
+    MeterAbsent,
     MeterRefused,
     PowerMeter,
     Root,
@@ -34,10 +37,10 @@ from edgekv.power.meters import (
     power_file,
     profile_text,
     read_throttle,
-    require_meter_name,
 )
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
+OFF = "off"  # of --power
 JSON_SECONDS = 10.0
 REFRESH_S = 1.0
 SHOWN_S = 3.0  # over which live watts are averaged: long enough for a sensor with one reading a second
@@ -51,29 +54,54 @@ positive_number = number("more than 0", lambda value: value > 0)
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose the meter of a run's energy."""
-    group = parser.add_mutually_exclusive_group()
-    power = {"nargs": "?", "const": "auto", "default": None, "help": f"report energy per token: {METER}"}
-    add_options(group, "power power_csv power_estimate", power=power)
+    add_options(parser.add_mutually_exclusive_group(), "power power_csv")
     add_options(parser, "power_idle")
 
 
-def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
-    """Opens the source of power readings that the options name; None: they name none.
+def find_power_meter(arguments: argparse.Namespace) -> tuple[PowerMeter, list[str]]:
+    """Returns the meter of --power, by default the best that sees the work of --device, and notes on it.
 
-    If --power finds no meter for --device, the source measures nothing and its reason appears in the report.
+    Raises PowerError where there is none.
+    """
+    from edgekv.engine.loading import resolve_device
+
+    if arguments.power == OFF:
+        raise PowerError("--power off")
+    device = resolve_device(arguments.device, CacheSpec.parse(EXACT))
+    try:
+        return find_meter(arguments.power or "auto", device=GPU_DEVICES.get(device, "cpu"))
+    except MeterAbsent as error:
+        raise MeterAbsent(f"{error}; `edgekv power doctor` says what can be measured") from None
+
+
+def energy_source(arguments: argparse.Namespace) -> PowerSource:
+    """Opens the source of power readings; where no meter is found, it measures nothing and says why.
+
+    Raises PowerError where the options name a meter that can't be used.
     """
     if arguments.power_csv is not None:
         return CsvLog(arguments.power_csv)
-    if arguments.power_estimate is not None:
-        return Estimate(arguments.power_estimate)
-    if arguments.power is None:
-        return None
-    require_meter_name(arguments.power)
     try:
-        meter, notes = find_meter(arguments.power, device=GPU_DEVICES.get(arguments.device, "cpu"))
+        meter, notes = find_power_meter(arguments)
     except PowerError as error:
-        return PowerSource(f"{error}; `edgekv power doctor` says more")
-    return PowerSampler(meter, notes=notes)
+        if arguments.power not in (None, "auto", OFF):
+            raise
+        return PowerSource(str(error))
+    return PowerSampler(meter, notes=notes if arguments.power else ())
+
+
+def energy_meter(arguments: argparse.Namespace) -> EnergyMeter:
+    """Returns a meter of a run's energy; unless the options ask for it, one that is silent without a sensor."""
+    source = energy_source(arguments)
+    asked = arguments.power not in (None, OFF) or arguments.power_csv is not None
+    idle_s = arguments.power_idle if arguments.power_idle is not None else IDLE_S if asked else 0
+    return EnergyMeter(source if asked or source.about().meter else None, idle_s=idle_s)
+
+
+def shared_meter(arguments: argparse.Namespace) -> SharedMeter | None:
+    """Returns a meter of a server's requests; None where none is found. Raises as `energy_source`."""
+    source = energy_source(arguments)
+    return SharedMeter(source.meter) if isinstance(source, PowerSampler) else None
 
 
 # edgekv power

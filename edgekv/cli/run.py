@@ -21,7 +21,7 @@ from edgekv.cli.options import (
     read_text_option,
     sampling_params,
 )
-from edgekv.cli.power import add_power_options, energy_source
+from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, say, terminable, write_json
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
@@ -135,7 +135,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         images = [open_image(path) for path in arguments.image]
     elif isinstance(prompt, str) and arguments.overflow == "stop" and not is_saved(arguments):
         prompt = fitting_prompt(arguments, prompt)
-    meter = EnergyMeter(energy_source(arguments), idle_s=arguments.power_idle)
+    meter = energy_meter(arguments)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from edgekv.cli.options import REPEATED, SESSION, add_options, count, load_options, option, positive_seconds, size
-from edgekv.cli.power import add_power_options, energy_source
+from edgekv.cli.power import shared_meter
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
 from edgekv.engine.chat import MAX_NEW_TOKENS
@@ -70,15 +70,15 @@ OPTIONS = {
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, f"{SESSION} chat_template device draft", draft={"default": "auto"}, **OPTIONS)
-    add_power_options(parser)
+    add_options(parser, f"{SESSION} chat_template device draft power", draft={"default": "auto"}, **OPTIONS)
+    parser.set_defaults(power_csv=None)
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
     _require_uvicorn()
     options = load_options(arguments)
     api_key, hosts = _access(arguments)
-    source = energy_source(arguments)
+    meter = shared_meter(arguments)
     session = load_session(arguments, options, Bars())
     name = arguments.name or session.model.path.name
     if name in options.loras:
@@ -95,7 +95,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         queue_limit=arguments.queue,
         pool_bytes=available_memory_bytes() // 4 if arguments.prefix_cache is None else arguments.prefix_cache,
         max_new_tokens=arguments.max_new_tokens,
-        power=source if arguments.slots == 1 else None,  # else no answer's own can be told
+        power=meter,
         slots=arguments.slots,
     )
     bodies = max(ServerLimits.max_bodies, 6 * max_request)

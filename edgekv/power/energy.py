@@ -170,7 +170,6 @@ class MeterInfo:
 
     meter: str | None
     covers: str = ""
-    estimate: bool = False
     rails: tuple[str, ...] = ()
     total: tuple[str, ...] = ()
     cpu_share: float | None = None
@@ -245,21 +244,14 @@ class PhaseEnergy(Window):
         gross, net = (1e3 * j / tokens if j is not None and tokens else None for j in (window.joules, net_j))
         return cls(**vars(window), tokens=tokens, net_j=net_j, mj_per_token=gross, net_mj_per_token=net)
 
-    def to_text(self, name: str) -> str:
-        """Writes it as a line for a terminal."""
-        if self.joules is None:
-            return f"{name} n/a: {self.reason}"
-        parts, tokens = [name], ""
-        if self.tokens:
-            parts, tokens = [f"{name} {self.mj_per_token:.4g} mJ/token gross"], f"{self.tokens} tokens, "
-            if self.net_mj_per_token is not None:
-                parts.append(f"{self.net_mj_per_token:.4g} above idle")
+    def to_text(self) -> str:
+        """Writes what was measured for a terminal."""
         error = f" ± {self.error_j:.2g}" if self.error_j is not None else ""
-        parts[-1] += f" ({tokens}{self.seconds:.2f} s, {self.joules:.4g}{error} J)"
-        parts.append(f"{self.average_w:.3g} W average")
-        if self.peak_w is not None:
-            parts.append(f"{self.peak_w:.3g} W peak")
-        return ", ".join(parts)
+        text = f"{self.joules:.4g}{error} J"
+        if self.tokens:
+            above = f" ({self.net_mj_per_token:.4g} above idle)" if self.net_mj_per_token is not None else ""
+            text += f", {self.mj_per_token:.4g} mJ per token{above}"
+        return f"{text}, {self.average_w:.3g} W"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,32 +264,17 @@ class EnergyReport:
     throttling: tuple[str, ...] | None
 
     def rows(self) -> list[tuple[str, str]]:
-        """Lists (topic, text) for a terminal: the meter and the conditions, then the phases, or why not."""
-        about, idle = self.about, self.idle
-        if about.meter is None:
-            reasons = {phase.reason for phase in self.phases.values()}
-            return [("energy", f"n/a: {reason}") for reason in sorted(filter(None, reasons))]
-        total = " + ".join(about.total) if len(about.total) <= 4 else f"the sum of {len(about.total)} rails"
-        meter = f"{about.meter}: {total}" if total else about.meter
-        rows = [("power", f"{meter}; {about.covers}")]
-        if idle is not None:
-            rows.append(("idle", f"{idle.watts:.3g} W over {idle.seconds:.1f} s before the run"))
-        if sampled := [phase for phase in self.phases.values() if phase.n_samples]:
-            rows.append(("sampling", self._sampling_text(sampled)))
-        if not about.estimate:
-            rows.append(("clocks", meters.throttle_text(self.throttling)))
-        rows += [("note", note) for note in about.notes]
-        label = "ESTIMATE" if about.estimate else "energy"
-        return rows + [(label, phase.to_text(name)) for name, phase in self.phases.items()]
-
-    def _sampling_text(self, sampled: list[PhaseEnergy]) -> str:
-        n, seconds = sum(phase.n_samples or 0 for phase in sampled), sum(phase.seconds for phase in sampled)
-        longest = max(phase.interval_s or 0.0 for phase in sampled)
-        parts = [f"{n} samples, {n / seconds:.1f} Hz, at most {longest:.2g} s apart"]
-        if self.about.cpu_share is not None:
-            parts.append(f"{100 * self.about.cpu_share:.2f}% of one core")
-        parts += [f"lost {count} x {why}" for why, count in self.about.losses.items()]
-        return ", ".join(parts)
+        """Lists (topic, text) for a terminal: the energy and its meter in a line, then what makes it doubtful."""
+        about, phases = self.about, self.phases.items()
+        parts = [f"{name} {phase.to_text()}" for name, phase in phases if phase.joules is not None]
+        for reason in dict.fromkeys(phase.reason for _, phase in phases if phase.reason):
+            names = " and ".join(name for name, phase in phases if phase.reason == reason)
+            parts.append(f"{names} n/a: {reason}")
+        if about.meter is not None:
+            parts.append(f"measured by {about.meter}: {about.covers}")
+        notes = [f"lost {count} samples: {why}" for why, count in about.losses.items()]
+        notes += [meters.throttle_text(self.throttling)] if self.throttling else []
+        return [("energy", "; ".join(parts)), *(("note", note) for note in (*notes, *about.notes))]
 
 
 @dataclasses.dataclass
@@ -392,30 +369,12 @@ class EnergyMeter:
         return EnergyReport(source.about(), idle, phases, meters.limits_between(self._before, self._after))
 
 
-# Sources: an estimate, a sensor, a log
+# Sources: a sensor, a log
 
 CPU_SHARE = 0.006  # of one core, at most, outside the edges of phases: costly readings are made less often
 MAX_HZ = 100.0
 LATE_S = 0.5  # a reading that took longer belongs to no moment
 FIRST_SAMPLE_S, MARK_S, STOP_S = 3.0, 0.2, 3.0  # how long start, mark and stop wait for the sensor
-
-
-class Estimate(PowerSource):
-    """A power that the user states: energy is it times the seconds, and is called an estimate everywhere."""
-
-    def __init__(self, watts: float) -> None:
-        if not 0 < watts < 1e5:
-            raise PowerError(
-                field="power_estimate", value=watts, accepted=["watts that the machine draws, above 0"]
-            )
-        self._watts = watts
-
-    def window(self, start_s: float, end_s: float) -> Window:
-        seconds = end_s - start_s
-        return Window(seconds=seconds, joules=self._watts * seconds, average_w=self._watts)
-
-    def about(self) -> MeterInfo:
-        return MeterInfo("estimate", f"a stated {self._watts:g} W, not measured", estimate=True)
 
 
 class PowerSampler(PowerSource):
@@ -465,7 +424,7 @@ class PowerSampler(PowerSource):
     def about(self) -> MeterInfo:
         meter, seconds = self.meter, (self._ended_s or time.perf_counter()) - self._begun_s
         share, losses = self._cpu_s / seconds if self._begun_s else None, dict(self._losses)
-        return MeterInfo(meter.name, meter.covers, False, meter.rails, meter.total, share, losses, self.notes)
+        return MeterInfo(meter.name, meter.covers, meter.rails, meter.total, share, losses, self.notes)
 
     def read_throttle(self) -> Throttle | None:
         return self.meter.read_throttle()
@@ -477,11 +436,16 @@ class PowerSampler(PowerSource):
         power, energy = np.split(rows[:, 1:], 2, axis=1)
         return Trace(rows[:, 0], power, energy, meter.rails, meter.total, meter.tick_s, dict(self._losses))
 
+    def _is_paused(self) -> bool:
+        """Returns whether it samples at `mark` and `stop` alone."""
+        return False
+
     def _run(self) -> None:
         due_s = time.perf_counter() + self._period_s
         while True:
             try:
-                taken = self._requests.get(timeout=max(0.0, due_s - time.perf_counter()))
+                wait_s = None if self._is_paused() else max(0.0, due_s - time.perf_counter())
+                taken = self._requests.get(timeout=wait_s)
             except queue.Empty:
                 due_s = self._sample(is_edge=False)
                 continue
@@ -513,10 +477,98 @@ class PowerSampler(PowerSource):
         if ended_s - begun_s > LATE_S:
             self._losses[f"took longer than {LATE_S} s"] += 1
             return
+        self._keep((begun_s + ended_s) / 2, reading)
+
+    def _keep(self, time_s: float, reading: Reading) -> None:
         rails, missing = self.meter.rails, float("nan")
         power = [reading.power_w.get(rail, missing) for rail in rails]
         energy = [reading.energy_j.get(rail, missing) for rail in rails]
-        self._rows.extend([(begun_s + ended_s) / 2, *power, *energy])
+        self._rows.extend([time_s, *power, *energy])
+
+
+@dataclasses.dataclass(eq=False)
+class Share:
+    """A request's part of what a meter sees, known after the block of `SharedMeter.share`.
+
+    tokens: computed for it so far, which its thread counts. joules: its energy; watts: the mean power of all that
+    the meter saw meanwhile. None: not known.
+    """
+
+    begun_s: float = 0.0
+    tokens: float = 0.0
+    joules: float | None = None
+    watts: float | None = None
+    _shared: float = 0.0  # of the tokens: those whose energy was shared out
+    _own_j: float = 0.0
+    _seen_j: float = 0.0
+    _seen_s: float = 0.0  # when the meter was read last
+    _longest_s: float = 0.0  # between two readings
+
+
+class SharedMeter(PowerSampler):
+    """A meter of requests that are answered at the same time, in any threads; `start` it once.
+
+    The joules between two samples belong to the requests in proportion to the tokens computed for each meanwhile,
+    or else until the next sample. It samples only while there are requests, and keeps no samples.
+    """
+
+    def __init__(self, meter: PowerMeter) -> None:
+        super().__init__(meter)
+        self._lock = threading.Lock()
+        self._open: list[Share] = []
+        self._last: tuple[float, Reading] | None = None
+        self._unshared_j = 0.0
+
+    def _is_paused(self) -> bool:
+        return not self._open
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Share]:
+        """Meters what runs inside as one request, whose tokens are counted in the share."""
+        now_s = time.perf_counter()
+        share = Share(now_s, _seen_s=now_s)
+        with self._lock:
+            self._open.append(share)
+        self.mark()
+        try:
+            yield share
+        finally:
+            self.mark()
+            seconds = time.perf_counter() - share.begun_s
+            with self._lock:
+                self._open.remove(share)
+                if not self._open:
+                    share._own_j, self._unshared_j = share._own_j + self._unshared_j, 0.0
+                longest_s = max(share._longest_s, share.begun_s + seconds - share._seen_s)
+            if share._own_j > 0 and longest_s < MOST_GAP * seconds:
+                share.joules, share.watts = share._own_j, share._seen_j / seconds
+
+    def _keep(self, time_s: float, reading: Reading) -> None:
+        with self._lock:
+            before, self._last = self._last, (time_s, reading)
+            if before is None or not self._open or time_s <= before[0]:
+                return
+            watts = mean_watts(*before, time_s, reading, self.meter.total)
+            for share in self._open:
+                begun_s = max(before[0], share.begun_s)
+                share._longest_s = max(share._longest_s, time_s - begun_s)
+                share._seen_j += watts * max(0.0, time_s - begun_s)
+                share._seen_s = time_s
+            begun_s = max(before[0], min(share.begun_s for share in self._open))
+            self._unshared_j += watts * max(0.0, time_s - begun_s)
+            new = {share: share.tokens - share._shared for share in self._open}
+            if n_tokens := sum(new.values()):
+                for share, n in new.items():
+                    share._own_j += self._unshared_j * n / n_tokens
+                    share._shared += n
+                self._unshared_j = 0.0
+
+
+def mean_watts(begun_s: float, before: Reading, ended_s: float, after: Reading, total: tuple[str, ...]) -> float:
+    """Returns the mean power of the rails ``total`` between two readings, from watts, else from their counters."""
+    if all(rail in reading.power_w for rail in total for reading in (before, after)):
+        return sum(before.power_w[rail] + after.power_w[rail] for rail in total) / 2
+    return sum(after.energy_j[rail] - before.energy_j[rail] for rail in total) / (ended_s - begun_s)
 
 
 def _children_s() -> float:

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -87,6 +88,7 @@ class AnswerFormat:
         self._base: Json = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
         self._answers = [Answer(request, prompt, encoder) for prompt in prompts for _ in range(request.n)]
         self._usage, self.n_open = Counter[str](), len(self._answers)
+        self._joules = 0.0  # NaN: not known of each answer
         self._timings: Json = {}  # of the latest event
 
     def take(self, event: Event) -> list[Json]:
@@ -104,6 +106,7 @@ class AnswerFormat:
             self.n_open -= 1
             uncounted = {"prompt": 0, "cached": 0} if i % self._request.n else {}  # counted once per prompt
             self._usage.update({**event.usage, "reasoning": answer.n_reasoning, **uncounted})
+            self._joules += math.nan if event.joules is None else event.joules
             last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
             chunks.append(self._chunk(last, **self._timings))
         return chunks
@@ -115,12 +118,14 @@ class AnswerFormat:
     def closing(self) -> list[Json]:
         """Returns the last chunks."""
         options = self._request.stream_options
-        return [self._chunk(usage=usage_json(self._usage))] if options and options.include_usage else []
+        return (
+            [self._chunk(usage=usage_json(self._usage, self._joules))] if options and options.include_usage else []
+        )
 
     def whole(self) -> Json:
         """Returns all answers in one piece, after the last event."""
         choices = [self._choice(i, self.text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
-        rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage)}
+        rest = {"object": self.whole_object, "choices": choices, "usage": usage_json(self._usage, self._joules)}
         return {**self._base, **rest, **self._timings}
 
     def delta(self, delta: Json) -> Json:
@@ -202,14 +207,15 @@ class ChatFormat(AnswerFormat):
         return {"message": message | ({"tool_calls": answer.calls} if answer.calls else {})}
 
 
-def usage_json(usage: Counter[str]) -> Json:
-    """Returns OpenAI's usage object."""
+def usage_json(usage: Counter[str], joules: float) -> Json:
+    """Returns OpenAI's usage object, with the energy unless that is NaN."""
     return {
         "prompt_tokens": usage["prompt"],
         "completion_tokens": usage["completion"],
         "total_tokens": usage["prompt"] + usage["completion"],
         "prompt_tokens_details": {"cached_tokens": usage["cached"]},
         "completion_tokens_details": {"reasoning_tokens": usage["reasoning"]},
+        **({} if math.isnan(joules) else {"energy_joules": round(joules, 4)}),
     }
 
 

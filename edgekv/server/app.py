@@ -198,6 +198,7 @@ class _Server:
                 "kv": self._plan.kv.short,
                 "weights": self._plan.weights,
                 "ctx": self._plan.ctx,
+                "power_meter": self._engine.meter,
             }
         )
 

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -21,12 +21,12 @@ from edgekv.engine.report import FinishReason
 from edgekv.engine.sampling import Sampler, TokenLogprob
 from edgekv.engine.session import Session, Step
 from edgekv.engine.tools import tools_grammar
-from edgekv.errors import ConfigError, EdgeKVError, MemoryBudgetError, PowerError
+from edgekv.errors import ConfigError, EdgeKVError, MemoryBudgetError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
-from edgekv.power.energy import PowerSampler, PowerSource
+from edgekv.power.energy import Share, SharedMeter
 from edgekv.server.prompts import EncodedPrompt, Images, RequestEncoder
 from edgekv.server.requests import AnyRequest, ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 from edgekv.text.template import ChatTemplate
@@ -56,13 +56,14 @@ class Piece:
 class AnswerEnd:
     """The end of the answer ``index``. reason: OpenAI's finish reason.
 
-    usage: numbers of tokens: ``prompt``, ``completion``, and ``cached`` ones of the prompt.
+    usage: numbers of tokens: ``prompt``, ``completion``, and ``cached`` ones of the prompt. joules: where known.
     """
 
     index: int
     reason: FinishReason
     usage: Mapping[str, int]
     timings: dict[str, Any] | None = None
+    joules: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,7 @@ COUNTERS = {
     "generated_tokens": "Tokens of answers",
     "prefill_seconds": "Time spent reading prompts",
     "decode_seconds": "Time spent generating all but each first token",
+    "energy_joules": "Energy while requests were answered, of {meter}",
 }
 GAUGES = {
     "queue_length": "Requests that wait",
@@ -127,32 +129,34 @@ GAUGES = {
     "cache_bytes": "KV caches of all conversations that are kept",
     "sessions": "Conversations that are kept",
     "tokens_per_second": "Decoding speed of the latest answer",
-    "watts": "Average power of the latest answer's decoding",
-    "millijoules_per_token": "Energy per token of the latest answer",
+    "watts": "Power while the latest request was answered, of {meter}",
 }
 
 
 class Metrics:
-    """The metrics of the server, for Prometheus. Names end in their unit; a metric without a value is absent."""
+    """The metrics of the server, for Prometheus. Names end in their unit; a metric without a value is absent.
 
-    def __init__(self) -> None:
-        self.registry, self._lock = CollectorRegistry(), threading.Lock()
+    meter: the name of the power meter, and what it covers.
+    """
+
+    def __init__(self, meter: str = "") -> None:
+        self.registry, self._lock, self._meter = CollectorRegistry(), threading.Lock(), meter
         text = "Requests by endpoint and HTTP status"
         self.requests = Counter("edgekv_requests", text, ["endpoint", "status"], registry=self.registry)
         self._metrics: dict[str, Any] = {}
-        self.record(**dict.fromkeys(COUNTERS, 0.0))
+        self.record(**{name: 0.0 for name in COUNTERS if name != "energy_joules"})
 
-    def record(self, estimated: bool = False, /, **values: float | None) -> None:
-        """Adds to counters and sets gauges, but for None. estimated: whether "estimated" goes into their names."""
+    def record(self, **values: float | None) -> None:
+        """Adds to counters and sets gauges, but for None."""
         for name, value in values.items():
             if value is None:
                 continue
-            full = f"edgekv_{'estimated_' if estimated else ''}{name}"
             with self._lock:
-                if full not in self._metrics:
+                if name not in self._metrics:
                     kind: Any = Counter if name in COUNTERS else Gauge
-                    self._metrics[full] = kind(full, (COUNTERS | GAUGES)[name], registry=self.registry)
-            metric = self._metrics[full]
+                    text = (COUNTERS | GAUGES)[name].format(meter=self._meter)
+                    self._metrics[name] = kind(f"edgekv_{name}", text, registry=self.registry)
+            metric = self._metrics[name]
             metric.inc(value) if name in COUNTERS else metric.set(value)
 
     def as_json(self) -> dict[str, Any]:
@@ -280,7 +284,7 @@ class Engine:
 
     slots: the number of answers computed at once, which the session was loaded for. queue_limit: the number of
     requests that may wait. pool_bytes: the bytes of all conversations' caches. max_new_tokens: the limit of
-    answers whose request sets none. power: the meter of decoding. Raises ConfigError if the model's sampling
+    answers whose request sets none. power: the meter of requests. Raises ConfigError if the model's sampling
     defaults can't be read.
     """
 
@@ -292,12 +296,13 @@ class Engine:
         queue_limit: int,
         pool_bytes: int,
         max_new_tokens: int,
-        power: PowerSource | None = None,
+        power: SharedMeter | None = None,
         slots: int = 1,
     ) -> None:
         self.session, self.slots, self.max_new_tokens = session, slots, max_new_tokens
         self.sampling = sampling_defaults(session.model)
-        self.metrics, self.pool = Metrics(), SessionPool(session, pool_bytes, slots)
+        self.meter = f"{power.meter.name}: {power.meter.covers}" if power else None
+        self.metrics, self.pool = Metrics(self.meter or ""), SessionPool(session, pool_bytes, slots)
         tokenizer = session.require_tokenizer()
         self.prompts = RequestEncoder(template, tokenizer, session.plan.ctx, session.config.vocab_size)
         self._images, self._power = Images(session), power
@@ -313,6 +318,8 @@ class Engine:
 
     def start(self) -> None:
         """Starts the threads."""
+        if self._power:
+            self._power.start()
         for thread in self._threads:
             thread.start()
 
@@ -350,13 +357,17 @@ class Engine:
             self._changed.notify_all()
             self._count_jobs()
 
-    def answer(self, job: Job) -> AnswerEnd | EmbeddingVector:
-        """Computes an answer, emits its text, and returns its end. Raises Cancelled or an EdgeKVError."""
+    def answer(self, job: Job, share: Share) -> AnswerEnd | EmbeddingVector:
+        """Computes an answer, emits its text, and returns its end. Raises Cancelled or an EdgeKVError.
+
+        share: counts the tokens that are computed.
+        """
         request, ids = job.request, job.prompt.ids
         if isinstance(request, EmbeddingRequest):
             session = self.pool.borrow(job.lora)
             try:
                 values = session.embed(ids).tolist()
+                share.tokens += len(ids)
             finally:
                 self.pool.release(session)
             self.metrics.record(prompt_tokens=len(ids))
@@ -364,15 +375,19 @@ class Engine:
         prompt = self._images.with_embeddings(ids, job.prompt.images)
         session, new = self.pool.acquire(prompt, job.lora)
         try:
-            return self._generate(job, request, session, new)
+            return self._generate(job, request, session, new, share)
         finally:
             self.pool.release(session)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             end: Event | None = None
+            share = Share()
             try:
-                end = self.answer(job)
+                with self._power.share() if self._power else contextlib.nullcontext(share) as share:
+                    end = self.answer(job, share)
+                if isinstance(end, AnswerEnd):
+                    end = dataclasses.replace(end, joules=share.joules)
             except Cancelled:
                 pass
             except BaseException as error:  # a panic of a Rust library is no Exception; the slot goes on
@@ -381,6 +396,7 @@ class Engine:
                     LOG.exception("an answer failed")
                 elif end.status >= 500:
                     LOG.warning("an answer failed: %s", error)
+            self.metrics.record(energy_joules=share.joules, watts=share.watts)
             with self._changed:
                 self._active.remove(job)
                 self._count_jobs()
@@ -414,7 +430,7 @@ class Engine:
         self.metrics.record(queue_length=len(self._queue), active=len(self._active))
         self.metrics.record(sessions=self.pool.n_sessions, cache_bytes=self.pool.nbytes)
 
-    def _generate(self, job: Job, request: Request, session: Session, new: Prompt) -> AnswerEnd:
+    def _generate(self, job: Job, request: Request, session: Session, new: Prompt, share: Share) -> AnswerEnd:
         prompts, steps_made, n_sent = self.prompts, list[Step](), 0  # n_sent: steps that were emitted
         is_chat, eos = isinstance(request, ChatRequest), prompts.tokenizer.eos_ids
         params = request.sampling(self.sampling, job.choice)
@@ -424,6 +440,7 @@ class Engine:
 
         def progress(layer: int, n_layers: int) -> None:
             job.channel.check()
+            share.tokens = (n_prompt - timings.n_cached) * layer / n_layers
             if request.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
                 job.channel.emit(Piece(job.index, progress=values))
 
@@ -445,11 +462,10 @@ class Engine:
             progress=progress,
         )
         try:
-            with contextlib.closing(steps), contextlib.ExitStack() as decoding:
+            with contextlib.closing(steps):
                 for step in steps:
-                    if not steps_made:
-                        decoding.enter_context(self._metered(session))
                     steps_made.append(step)
+                    share.tokens += 1
                     timings.made_s.append(time.perf_counter())
                     text = step.text + (prompts.marks.get(step.token, "") if is_chat else "")
                     if text:
@@ -495,29 +511,6 @@ class Engine:
             tokens_per_second=report.decode_tokens_per_s,
         )
         return {"prompt": n_prompt, "cached": n_cached, "completion": n_made}
-
-    @contextlib.contextmanager
-    def _metered(self, session: Session) -> Iterator[None]:
-        """Measures the energy of an answer's decoding, with a source of its own, as a day's samples are many."""
-        source = self._power
-        if source is None:
-            yield
-            return
-        if isinstance(source, PowerSampler):
-            source = PowerSampler(source.meter, notes=source.notes)
-        source.start()
-        begun_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended_s = time.perf_counter()
-            source.mark()
-            source.stop()
-            with contextlib.suppress(PowerError):
-                energy, n = source.window(begun_s, ended_s), len(session.report().decode_latencies_s)
-                per_token = 1e3 * energy.joules / n if n else None
-                estimated = source.about().estimate
-                self.metrics.record(estimated, watts=energy.average_w, millijoules_per_token=per_token)
 
 
 def _stopped() -> RequestError:

@@ -174,11 +174,11 @@ async function watch() {
       if (!ctx) showProps(stats.model, await fetchJson("/props"));
       ({model, ctx} = stats);
       $("model").textContent = `${chosenModel()} · ${stats.kv.split(":")[0]}`;
-      const {edgekv_cache_bytes: cacheBytes, edgekv_tokens_per_second: speed, edgekv_watts: watts = stats.edgekv_estimated_watts} = stats;
+      const {edgekv_cache_bytes: cacheBytes, edgekv_tokens_per_second: speed, edgekv_watts: watts} = stats;
       if (!abort && $("cache").textContent === "–") $("cache").textContent = formatBytes(cacheBytes);
       if (!abort && speed && $("speed").textContent === "–") $("speed").textContent = speed.toFixed(1);
       $("power").hidden = watts === undefined;
-      $("watts").textContent = `${watts?.toFixed(2)}${stats.edgekv_watts === undefined ? " (stated)" : ""}`;
+      $("watts").textContent = `${watts?.toFixed(2)}`;
       showUse();
     }
   } catch { /* the server is gone for now */ }

@@ -133,7 +133,7 @@ class PartialFile:
         try:
             self._target = _followed(path)
             self._mode = self._target.stat().st_mode & 0o777 if os.path.lexists(self._target) else None
-            _remove_abandoned(self._target.parent, glob.escape(self._target.name))
+            remove_abandoned(self._target.parent, glob.escape(self._target.name))
             free = shutil.disk_usage(self._target.parent).free
             if nbytes > free:
                 raise CheckpointError(
@@ -227,7 +227,7 @@ def _lock(path: pathlib.Path, descriptor: int) -> bool | None:
         return None
 
 
-def _remove_abandoned(folder: pathlib.Path, names: str) -> None:
+def remove_abandoned(folder: pathlib.Path, names: str) -> None:
     """Removes the partial files and folders of killed processes. names: a pattern of the final names."""
     for partial in folder.glob(f"{names}.partial-*"):
         with contextlib.suppress(OSError):  # it is gone
@@ -280,7 +280,7 @@ def atomic_folder(
     None: this folder's. Raises OSError where it can't be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent, leftovers or glob.escape(folder.name))
+    remove_abandoned(folder.parent, leftovers or glob.escape(folder.name))
     new, descriptor = _new_partial(folder, None)
     with _closing(descriptor):
         try:

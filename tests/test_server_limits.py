@@ -76,7 +76,7 @@ def server(log: pathlib.Path) -> Iterator[Server]:
     )
     command = [sys.executable, "-c", code, "serve", "--model", DEMO, "--port", 0, "--ctx", 1024, "--kv", "onebit"]
     command += ["--chat-template", log.parent / "template.jinja"]
-    command += ["--client-timeout", 3, "--queue", 8, "--prefix-cache", "100M"]
+    command += ["--client-timeout", 3, "--queue", 8, "--cache-ram", "100M"]
     with log.open("w") as file, subprocess.Popen(list(map(str, command)), stderr=file, text=True) as process:
         try:
             while not (found := re.search(r"(http://\S+)", log.read_text())):

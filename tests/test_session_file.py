@@ -1,5 +1,6 @@
 """A restored session goes on as if nothing had happened; a damaged or foreign file is refused; kill -9."""
 
+import io
 import json
 import operator
 import os
@@ -382,8 +383,13 @@ def test_a_full_disk_keeps_the_old_file(loaded: Session, file: pathlib.Path) -> 
 
 
 def test_the_command_goes_on_with_a_session(
-    shared: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    shared: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))  # nothing is piped
+
     def out(*arguments: object, status: int = 0) -> str:
         common = ["--model", shared / "models" / "stories260K", "--temperature", 1, "--seed", 3]
         assert main(["run", *map(str, (*common, *arguments))]) == status

@@ -350,7 +350,7 @@ def say(text: str) -> None:
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
     system = option("TEXT", "the system message of a new conversation")
     no_history = switch("keep no file of the lines that were typed")
-    names = f"{SESSION} session overflow chat_template device draft"
+    names = f"{SESSION} session overflow chat_template device draft prefix_cache"
     changed = {"draft": {"default": "auto"}, "overflow": {"default": "slide"}}
     add_options(parser, names, **changed, system=system, no_history=no_history)
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
@@ -376,4 +376,5 @@ def chat_command(arguments: argparse.Namespace) -> int:
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))
     if arguments.session is not None:
         session.save(arguments.session)
+    session.close()  # which keeps what was read
     return 0

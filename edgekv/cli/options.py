@@ -134,6 +134,11 @@ def kv_names(text: str) -> str:
     return ",".join(items)
 
 
+def size_or_off(text: str) -> int | None:
+    """Returns a number of bytes, or None for off. Raises ConfigError (field prefix_cache) for another text."""
+    return None if text == "off" else parse_bytes(text, "prefix_cache") or None
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": option(
         "PATH",
@@ -179,6 +184,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "FILE",
         "continue the conversation in FILE if it exists, and save it there with its cache at the end",
         type=output_file,
+    ),
+    "prefix_cache": option(
+        "BYTES",
+        "of the disk for what was read: a prompt that begins alike goes on from there, also after a restart; "
+        "or off (default %(default)s, at most a tenth of what is free)",
+        type=size_or_off,
+        default="2G",
     ),
     "overflow": option(
         "WAY",

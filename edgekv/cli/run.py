@@ -185,7 +185,7 @@ def _generate(
             with meter.phase("decode") as decode, contextlib.closing(steps):
                 for n, step in enumerate(itertools.chain([first], steps), 1):
                     decode.tokens = n - 1
-                    print(step.text.removeprefix("" if tail else " "), end="", flush=True)
+                    print(step.text.removeprefix("" if tail or not prompt else " "), end="", flush=True)
                     tail = (tail + step.text)[-8:]
                     if step.finish_reason == "length" and n == settings["max_new_tokens"]:
                         end_reason = f"cut after {n} tokens; --max-new-tokens N for another length"

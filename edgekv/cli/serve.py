@@ -53,8 +53,8 @@ OPTIONS = {
         "max_request",
         f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
     ),
-    "prefix_cache": size(
-        "prefix_cache", "for recent conversations' caches (default: a quarter of the free memory)"
+    "cache_ram": size(
+        "cache_ram", "of memory for recent conversations' caches (default: a quarter of what is free)"
     ),
     "client_timeout": option(
         "S",
@@ -70,7 +70,9 @@ OPTIONS = {
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, f"{SESSION} chat_template device draft power", draft={"default": "auto"}, **OPTIONS)
+    add_options(
+        parser, f"{SESSION} chat_template device draft power prefix_cache", draft={"default": "auto"}, **OPTIONS
+    )
     parser.set_defaults(power_csv=None)
 
 
@@ -93,7 +95,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         session,
         open_template(arguments, session),
         queue_limit=arguments.queue,
-        pool_bytes=available_memory_bytes() // 4 if arguments.prefix_cache is None else arguments.prefix_cache,
+        pool_bytes=available_memory_bytes() // 4 if arguments.cache_ram is None else arguments.cache_ram,
         max_new_tokens=arguments.max_new_tokens,
         power=meter,
         slots=arguments.slots,

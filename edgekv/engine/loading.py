@@ -69,6 +69,8 @@ class LoadOptions(TypedDict, total=False):
     lora: a LoRA as PEFT saves it, as FOLDER or FOLDER:scale, merged into the checkpoint's weights.
     loras: LoRAs by name, each as FOLDER or FOLDER:scale, beside the weights: `Session.use_lora` chooses one for a
         conversation. Device "cpu" or "numpy".
+    prefix_cache: bytes of the disk, in edgekv's cache folder, for what conversations have read, so that others
+        that begin alike, also after a restart, read it from there (docs/sessions.md); None keeps nothing.
     """
 
     kv: str | CacheSpec | None
@@ -85,6 +87,7 @@ class LoadOptions(TypedDict, total=False):
     adapter: Path | None
     lora: Path | None
     loras: Mapping[str, Path]
+    prefix_cache: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Options:
     adapter: Path | None = None
     lora: Path | None = None
     loras: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    prefix_cache: Count | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

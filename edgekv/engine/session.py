@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import operator
 import threading
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,11 +31,12 @@ from edgekv.engine.loading import (
     open_tokenizer,
     warm_up,
 )
+from edgekv.engine.prefix_store import MIN_TOKENS, PrefixStore
 from edgekv.engine.report import FinishReason, RunReport, add_measurements
 from edgekv.engine.runner import Runner, State
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
-from edgekv.errors import ConfigError, ContextError, SessionError
+from edgekv.errors import ConfigError, ContextError, MemoryBudgetError, SessionError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-SHARED_OPTIONS = ("device", "threads", "slots", "config", "tokenizer", "adapter", "lora", "loras")
+SHARED_OPTIONS = ("device", "threads", "slots", "config", "tokenizer", "adapter", "lora", "loras", "prefix_cache")
 """The options that all sessions on the same loaded weights have in common."""
 MORE = "raise ctx for more, or let overflow slide"
 Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
@@ -171,6 +173,7 @@ class Session:
             state, loaded.decoder(lora), loaded.scheduler, plan.ctx, self.model.placeholder, self.can_slide, drafts
         )
         self._report = self._new_report()
+        self._prefixes = PrefixStore(self.model, options.prefix_cache) if options.prefix_cache else None
         self._beginning = threading.Lock()
         self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
 
@@ -414,16 +417,50 @@ class Session:
     def align(self, prompt: str | Prompt, n_first: Natural | None = None) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt differ; returns the rest of it, for `generate`.
 
+        With ``prefix_cache`` a conversation on disk that shares more of the prompt's beginning takes its place.
         The rest is at least the prompt's last piece, whose logits are needed. A text is encoded as the beginning
         of a conversation. n_first: so many tokens at its beginning stay when the context slides.
         """
         runner = self._idle_runner()
         pieces = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
         runner.read_prompt(pieces)
+        self._take_prefix(pieces)
         rest = runner.state.align(pieces)
         if n_first is not None:
             runner.state.n_first = n_first
         return rest
+
+    def _take_prefix(self, prompt: Prompt) -> None:
+        """Replaces what the caches hold by a file's content, where that shares enough more of a prompt."""
+        store, runner = self._prefixes, self._runner
+        n_ids = next((i for i, piece in enumerate(prompt) if isinstance(piece, Embeddings)), len(prompt))
+        n_needed = min(runner.state.shared(prompt)[0], runner.state.n_cached) + MIN_TOKENS
+        if store is None or n_ids < n_needed:
+            return
+        n, path = store.find(prompt[:n_ids], self.plan, self.lora)
+        if path is None or n < n_needed or (saved := store.open(path, self.plan, self.lora)) is None:
+            return
+        try:
+            state = self._loaded.new_state(self.plan)
+            saved.open_state(state, self.config)
+        except MemoryBudgetError:  # the prompt is read again instead
+            return
+        except SessionError:
+            store.remove(path)
+            return
+        before = runner.state
+        state.memo, state.sampler = before.memo, before.sampler
+        state.n_dropped, state.n_first = before.n_dropped, before.n_first
+        runner.state = state
+
+    def keep_prefix(self, between: Callable[[bool], None] = lambda is_copied: None) -> None:
+        """Writes what was read to the ``prefix_cache`` on disk, unless that has most of it; does nothing without.
+
+        `close` does so as well. An error of the disk is ignored. between: is called with False now and then, when
+        an exception ends the work, and with True once the conversation may go on.
+        """
+        if self._prefixes is not None:
+            self._prefixes.keep(self._idle_runner().state, self.plan, self.lora, between)
 
     def shared_prefix(self, prompt: Prompt) -> int:
         """Returns how many tokens the conversation and a prompt have in common at their beginning."""
@@ -434,11 +471,13 @@ class Session:
         self.use_lora(self.lora)
 
     def close(self) -> None:
-        """Ends a text that is being generated and frees the caches. A second call does nothing."""
+        """Ends a text that is being generated, and frees the caches. A second call does nothing."""
         steps = self._running_steps()
         if steps is not None:
             steps.close()
         if self._open_runner is not None:
+            with contextlib.suppress(SessionError):  # another thread computes
+                self.keep_prefix()
             self._open_runner.state.caches = []
             self._open_runner = None
 
@@ -493,6 +532,7 @@ class Session:
         loaded = self._loaded
         plan = loaded.fork_plan(kv, ctx, options.kv_budget)
         session = Session(loaded, plan, options, lora=lora)
+        session._prefixes = self._prefixes  # which knows the files already
         if plan.kv != self.plan.kv:
             session._compile_s = warm_up(loaded.decoder(lora), plan.kv, plan.ctx, None)
             session._report = session._new_report()

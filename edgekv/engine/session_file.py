@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,11 +51,17 @@ def fixed_checksum(caches: Iterable[LayerState]) -> str:
     return f"{crc:08x}"
 
 
-def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
+def write(
+    path: str | os.PathLike[str],
+    content: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    between: Callable[[bool], None] = lambda is_copied: None,
+) -> int:
     """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to the part in use, as a safetensors file.
 
-    The file is written whole or not at all. Returns its bytes. Raises CheckpointError when it can't be written,
-    SessionError for content that is no JSON.
+    The file is written whole or not at all. between: is called with False before work on an array, which it may
+    end by an exception, and with True when the arrays are needed no longer, before the file is made durable.
+    Returns its bytes. Raises CheckpointError when it can't be written, SessionError for content that is no JSON.
     """
     try:
         text = json.dumps(content, allow_nan=False, ensure_ascii=False)
@@ -65,23 +71,30 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapp
             f"{path}: the session's memo is no JSON ({error}); keep texts, finite numbers, lists and dicts in it",
             field="memo",
         ) from None
-    used = {name: array[used_part(array)] for name, array in arrays.items()}
+
+    def each(some: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        for item in some.items():
+            between(False)
+            yield item
+
+    used = {name: array[used_part(array)] for name, array in each(arrays)}
     specs = {name: (NAMES[array.dtype], array.shape) for name, array in used.items()}
-    crc = checksum(encoded, ((name, *specs[name], array) for name, array in used.items()))
+    crc = checksum(encoded, ((name, *specs[name], array) for name, array in each(used)))
     metadata = {"edgekv_session": VERSION, "crc32": crc, "content": text}
     with TensorWriter(user_path(path), specs, metadata, private=True) as file:
-        for name, array in used.items():
+        for name, array in each(used):
             file.write(name, array)
+        between(True)
     return file.nbytes
 
 
 class SessionFile:
-    """An opened session file whose checksum is right. content: its JSON.
+    """An opened session file whose checksum is right, if that ``is_checked``. content: its JSON.
 
     Raises SessionError when it is missing, foreign, of another version, truncated or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], is_checked: bool = True) -> None:
         self.path = user_path(path)
         try:
             self._tensors = Tensors.open(self.path)
@@ -95,9 +108,10 @@ class SessionFile:
             raise self._error(f"has format version {found}, this edgekv reads {VERSION}")
         content = metadata.get("content", "").encode(errors="replace")
         try:
-            arrays = ((name, x.dtype, x.shape, x.read()) for name, x in self._tensors.items())
-            if metadata.get("crc32") != checksum(content, arrays):
-                raise self._error("is damaged: its content does not match its checksum")
+            if is_checked:
+                arrays = ((name, x.dtype, x.shape, x.read()) for name, x in self._tensors.items())
+                if metadata.get("crc32") != checksum(content, arrays):
+                    raise self._error("is damaged: its content does not match its checksum")
             self.content: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])  # refuses NaN
         except (CheckpointError, ValueError, RecursionError) as error:
             raise self._error(f"is damaged ({short_repr(str(error))})") from None
@@ -142,8 +156,12 @@ def save_state(
     model: Model,
     lora: str | None,
     plan: SessionPlan,
+    between: Callable[[bool], None] = lambda is_copied: None,
 ) -> int:
-    """Writes a state to a session file; returns its bytes. lora: the name of the LoRA beside the weights."""
+    """Writes a state to a session file; returns its bytes.
+
+    lora: the name of the LoRA beside the weights. between: as of `write`.
+    """
     state.drop_drafts()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler
@@ -167,7 +185,7 @@ def save_state(
     }
     arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
     arrays |= {f"span/{i}": span.rows for i, span in enumerate(state.spans)}
-    return write(path, content, arrays)
+    return write(path, content, arrays, between)
 
 
 class SavedContent(msgspec.Struct):

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -34,6 +34,7 @@ from edgekv.vision.model import Prompt
 
 LOG = logging.getLogger("edgekv.server")
 WORTH_COPYING = 32  # shared tokens from which on the cache of another conversation is copied
+REST_S = 1.0  # without requests, after which what was read goes to the prefix cache on disk
 INTERVAL_S = 0.25  # between two measurements of cache bytes, and two events of progress
 
 
@@ -78,7 +79,7 @@ Event = Piece | AnswerEnd | EmbeddingVector | EdgeKVError
 
 
 class Cancelled(Exception):
-    """Raised when the client of a job has disconnected."""
+    """Raised when the client of a job has disconnected, and in other work when a job has come."""
 
 
 class Channel:
@@ -218,9 +219,32 @@ class SessionPool:
             raise
         finally:
             if source:
-                with self._changed:
-                    self._sources.remove(source)
-                    self._changed.notify_all()
+                self._let_go(source)
+
+    def _let_go(self, source: Session) -> None:
+        with self._changed:
+            if source in self._sources:
+                self._sources.remove(source)
+                self._changed.notify_all()
+
+    def keep_prefixes(self, is_wanted: Callable[[], bool]) -> None:
+        """Writes what idle sessions have read to disk. Raises Cancelled if one ``is_wanted``."""
+        for session in list(self._all):
+            with self._changed:
+                if session not in self._idle or session in self._sources:
+                    continue
+                self._sources.append(session)
+
+            def between(is_copied: bool, session: Session = session) -> None:
+                if is_copied:
+                    self._let_go(session)
+                elif is_wanted():
+                    raise Cancelled
+
+            try:
+                session.keep_prefix(between)
+            finally:
+                self._let_go(session)
 
     def borrow(self, lora: str | None) -> Session:
         """Returns a session with this LoRA for work that keeps its conversation; `release` gives it back."""
@@ -310,9 +334,10 @@ class Engine:
         self._queue: deque[deque[Job]] = deque()  # by request
         self._active: list[Job] = []
         self._changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._has_read = False
+        work = {f"slot-{i}": self._run for i in range(slots)} | {"prefixes": self._keep_prefixes}
         self._threads = [
-            threading.Thread(target=self._run, name=f"edgekv-slot-{i}", daemon=True) for i in range(slots)
+            threading.Thread(target=run, name=f"edgekv-{it}", daemon=True) for it, run in work.items()
         ]
         self._count_jobs()
 
@@ -399,6 +424,8 @@ class Engine:
             self.metrics.record(energy_joules=share.joules, watts=share.watts)
             with self._changed:
                 self._active.remove(job)
+                self._has_read = True
+                self._changed.notify_all()
                 self._count_jobs()
             if end is not None:
                 job.channel.emit(end)
@@ -421,6 +448,26 @@ class Engine:
                 self._queue.append(jobs)
             self._count_jobs()
             return self._active[-1]
+
+    def _keep_prefixes(self) -> None:
+        """Writes what was read to disk, while no answer is asked for and once the engine is stopped."""
+
+        def is_wanted() -> bool:
+            return bool(self._queue or self._active) and not self._stopping
+
+        while not self._stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or (self._has_read and not is_wanted()))
+                self._changed.wait_for(lambda: self._stopping or is_wanted(), REST_S)
+                if is_wanted():
+                    continue
+                self._has_read = False
+            try:
+                self.pool.keep_prefixes(is_wanted)
+            except Cancelled:
+                self._has_read = True
+            except Exception:
+                LOG.exception("the prefix cache was not written")
 
     def _drop_disconnected(self) -> None:
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())

@@ -1,5 +1,7 @@
 """Chat: templates in a sandbox, turns that reuse the cache on every scheme, the terminal with a real Ctrl-C."""
 
+import asyncio
+import contextlib
 import copy
 import functools
 import json
@@ -8,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from helpers import SESSION_KV, n_cached, raises
@@ -240,6 +243,134 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     talk.clear()
     assert [m["role"] for m in talk.messages] == ["system"]
     assert n_cached(session) == 0
+
+
+SPOKEN = """\
+{%- for tool in tools or () %}{{ tool | tojson }}\n{% endfor %}
+{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}
+{%- for call in message.tool_calls %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}<|assistant|>"""
+CLOCK = {"name": "clock", "parameters": {"properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Session:
+    return Session.load("demo", ctx=1024)
+
+
+def calls(session: Session) -> SamplingParams:
+    """Returns settings of answers that call: where schemas hold for what is none, it begins with a brace."""
+    tokenizer = session.require_tokenizer()
+    braces = [i for i in range(tokenizer.vocab_size) if b"{" in tokenizer.token_bytes(i)]
+    return SamplingParams(0.0, logit_bias=dict.fromkeys(braces, -100))
+
+
+@pytest.mark.parametrize("template", [SPOKEN, TAGGED.replace("eos_token", "''")])
+def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Path) -> None:
+    """By templates with and without tools: the call is data, its result is read, and a session file has both."""
+    talk = Chat(
+        demo.fork(),
+        ChatTemplate(template, demo.require_tokenizer()),
+        "A clerk.",
+        tools=[{"type": "function", "function": CLOCK}],
+        schema={"type": "object"},
+    )
+    assert text_of(talk.ask("How late is it?", max_new_tokens=100, sampling=calls(demo))) == ""
+    (call,) = talk.tool_calls
+    assert call["function"]["name"] == "clock"
+    assert call["function"]["arguments"]["zone"] in ("UTC", "CET")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "It is noon."}
+    for bad in (
+        [],
+        [result | {"tool_call_id": "x"}],
+        [result | {"content": 12}],
+        [{"role": "user", "content": ""}],
+    ):
+        with raises(ConfigError, field="text", match=call["id"]):
+            talk.ask(bad)
+    talk.schema = None
+    assert text_of(talk.ask([result], max_new_tokens=8))
+    assert talk.session.report().prefill_tokens < 90  # all but the tools' declarations, at most
+    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    text = demo.require_tokenizer().decode(talk.session.tokens)
+    assert (
+        text.index('"zone": {"enum"')
+        < text.index("How late is it?")
+        < text.index('"zone": "')
+        < text.index("noon")
+    )
+    assert talk.tool_calls == []
+    talk.session.save(tmp_path / "talk")
+    again = Chat(Session.restore(tmp_path / "talk", demo), talk.template)
+    assert again.messages == talk.messages
+    assert again.undo() == "How late is it?"
+    assert [m["role"] for m in again.messages] == ["system"]
+
+
+def test_a_call_that_is_cut_off_is_none(demo: Session) -> None:
+    talk = Chat(demo.fork(), tools=[{"type": "function", "function": CLOCK}], schema={"type": "object"})
+    steps = list(talk.ask("How late is it?", max_new_tokens=14, sampling=calls(demo)))
+    assert steps[-1].finish_reason == "length"
+    assert talk.tool_calls == []
+    assert talk.messages[-1]["content"].startswith("<tool_call>")
+
+
+def test_tools_and_schemas_are_refused_before_work(demo: Session) -> None:
+    for tools in ("x", [5], [CLOCK], [{"type": "function", "function": {"name": "a b"}}]):
+        with raises(ConfigError, field="tools"):
+            Chat(demo.fork(), tools=tools)
+    talk = Chat(demo.fork(), schema={"type": "nothing"})
+    with pytest.raises(ConfigError, match="schema can't be followed"):
+        talk.ask("What?")
+    assert (talk.messages, talk.session.tokens) == ([], [])
+    talk.schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert json.loads(text_of(talk.ask("Is it?"))).keys() == {"a"}
+
+
+@pytest.mark.parametrize("n_layers", [1, 10**9])
+def test_answers_for_coroutines(demo: Session, n_layers: int) -> None:
+    """Cancelled within its prompt, or after three tokens, an answer leaves a chat to go on with."""
+    greedy = SamplingParams(0.0)
+
+    async def main() -> None:
+        talk, other, reached = Chat(demo.fork()), Chat(demo.fork()), asyncio.Event()
+        text = "".join([step.text async for step in talk.aask("Who?", max_new_tokens=12, sampling=greedy)])
+        assert text == text_of(other.ask("Who?", max_new_tokens=12, sampling=greedy))
+        with raises(ContextError, field="max_new_tokens"):
+            await anext(talk.aask("x", max_new_tokens=0))
+        loop, go_on, seen = asyncio.get_running_loop(), threading.Event(), list[str]()
+
+        def progress(done: int, total: int) -> None:
+            if done >= n_layers:
+                loop.call_soon_threadsafe(reached.set)
+                assert go_on.wait(60)
+
+        async def ask() -> None:
+            async for step in talk.aask("And who came then, over the sea?", progress=progress):
+                seen.append(step.text)
+                if len(seen) == 3:
+                    reached.set()
+
+        task = asyncio.ensure_future(ask())
+        await reached.wait()
+        task.cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (len(talk.messages), len(seen) >= 3) == ((2, False) if n_layers == 1 else (4, True))
+        async with contextlib.aclosing(talk.aask("And then?")) as steps:
+            await anext(steps)
+        assert talk.messages[-1]["role"] == "assistant"
+        talk.session.require_idle()
+
+    asyncio.run(main())
 
 
 def test_answer_ids_end_where_the_text_ends(loaded: Session) -> None:

@@ -186,19 +186,19 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
 
 
 def test_how_a_model_wants_to_be_sampled(tmp_path: pathlib.Path) -> None:
-    from edgekv.engine.model import Model, sampling_defaults
+    from edgekv.engine.model import Model
 
     folder = golden_cases.write_checkpoint("llama31", tmp_path / "model")
-    assert sampling_defaults(Model.open(folder)).temperature == 0.7
+    assert Model.open(folder).sampling.temperature == 0.7
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}))
-    params = sampling_defaults(Model.open(folder))
+    params = Model.open(folder).sampling
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.95, 0.05)
     file.write_text('{"do_sample": false, "temperature": 0.6}')
-    assert sampling_defaults(Model.open(folder / "model.safetensors")).temperature == 0
+    assert Model.open(folder / "model.safetensors").sampling.temperature == 0
     for text in ('{"temperature": "hot"}', '{"top_p": 2}', "[", '{"temperature": -1}', '{"top_k": -1}'):
         file.write_text(text)
         with pytest.raises(EdgeKVError, match=r"generation_config\.json") as error:
-            sampling_defaults(Model.open(folder))
+            _ = Model.open(folder).sampling
         assert "\n" not in str(error.value)
-    assert sampling_defaults(Model.open("demo")).repetition_penalty == 1.1
+    assert Model.open("demo").sampling.repetition_penalty == 1.1

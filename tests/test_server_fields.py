@@ -16,7 +16,6 @@ from serving import DEMO, chat, open_endpoints, openai_client
 from starlette.testclient import TestClient
 
 from edgekv import Session
-from edgekv.engine.model import sampling_defaults
 from edgekv.power.energy import SharedMeter
 
 PROMPT = "It was a dark night when the old man"
@@ -55,7 +54,7 @@ def sea(client: openai.OpenAI, **options: Any) -> Any:
 def test_a_completion_is_the_sessions_text(client: openai.OpenAI, session: Session) -> None:
     answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
     own = session.fork()
-    greedy = dataclasses.replace(sampling_defaults(session.model), temperature=0.0)
+    greedy = dataclasses.replace(session.model.sampling, temperature=0.0)
     expected = "".join(step.text for step in own.generate(PROMPT, max_new_tokens=24, sampling=greedy))
     assert answer.choices[0].text == expected
     assert answer.choices[0].finish_reason == "length"

@@ -30,7 +30,6 @@ from edgekv.cli.options import (
 from edgekv.cli.run import is_saved, open_session, open_template
 from edgekv.cli.terminal import Bars, Interrupt, raw_stream
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
-from edgekv.engine.model import sampling_defaults
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Step
 from edgekv.errors import EdgeKVError
@@ -361,7 +360,7 @@ def chat_command(arguments: argparse.Namespace) -> int:
     sampling_params(arguments)  # a bad value is said before anything is loaded
     taken_up = is_saved(arguments)
     session = open_session(arguments, options, Bars())
-    sampling = sampling_params(arguments, sampling_defaults(session.model))
+    sampling = sampling_params(arguments, session.model.sampling)
     chat = Chat(session, open_template(arguments, session), arguments.system)
     model, plan = session.model, session.plan
     if sys.stdin.isatty():

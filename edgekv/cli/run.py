@@ -25,7 +25,7 @@ from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, say, terminable, write_json
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import Options, default_ctx, open_tokenizer
-from edgekv.engine.model import Model, sampling_defaults
+from edgekv.engine.model import Model
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import continue_sampler
 from edgekv.engine.session import Session
@@ -139,7 +139,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
-    sampling = sampling_params(arguments, sampling_defaults(session.model))
+    sampling = sampling_params(arguments, session.model.sampling)
     settings = {
         "images": images,
         "max_new_tokens": arguments.max_new_tokens or LENGTH + SPARE,

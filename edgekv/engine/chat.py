@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
-from typing import Any
+import threading
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from edgekv.checks import Count, Natural, checked
+from edgekv.checks import Count, Natural, checked, checked_value
+from edgekv.engine.grammar import Grammar, JsonSchema
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step, Stops
-from edgekv.errors import ContextError, SessionError
+from edgekv.engine.tools import (
+    AnswerParser,
+    Tool,
+    Tools,
+    find_format,
+    json_value,
+    special_marks,
+    tool_definitions,
+    tools_as_text,
+    tools_grammar,
+)
+from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.text import StreamDecoder, Tokenizer
 from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate
 from edgekv.types import LayerProgress, Path
 from edgekv.vision.model import Embeddings, ImagesReport, Prompt, place_images, require_places, require_vision
 
 MAX_NEW_TOKENS = 1024
+T = TypeVar("T")
+
+
+class _Called(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Called
 
 
 class _Turn(msgspec.Struct):
@@ -27,23 +53,47 @@ class _Turn(msgspec.Struct):
     content: str
     ids: list[Natural] = []
     images: list[str] = []
+    tool_calls: list[_Call] = []
     dropped: bool = False
+
+
+class _Result(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    role: Annotated[str, msgspec.Meta(pattern=r"^tool\Z")]
+    tool_call_id: str
+    content: str
+    name: str = ""
 
 
 class Chat:
     """A chat with a session's model.
 
-    template: the chat template; None: the model's own, or a plain transcript for a model without one.
-    system: the system message of a new chat. The history is in the session's memo: a saved session brings it back,
-    and `Session.reset` forgets it. Methods that change it raise SessionError while a text is being generated.
+    template: the chat template; None: the model's own, or a plain transcript for a model without one. system: the
+    system message of a new chat. tools: functions that answers may call, as OpenAI's API has them: dicts of type
+    "function" and function, with its name, description and parameters (a JSON schema). schema: the JSON schema of
+    answers, which may be set anew between two. Tools and schemas need the llguidance library.
+    The history is in the session's memo: a saved session brings it back, and `Session.reset` forgets it. Methods
+    that change it raise SessionError while a text is being generated.
     Where the session's `can_slide`, the oldest questions and answers leave a full context, each as a whole.
     """
 
     @checked()
-    def __init__(self, session: Session, template: ChatTemplate | None = None, system: str | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        template: ChatTemplate | None = None,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        schema: Mapping[str, Any] | None = None,
+    ) -> None:
         self.session, self._tokenizer = session, session.require_tokenizer()
         self.template = template or ChatTemplate.open(self._tokenizer, session.model.tokenizer_path)
         self._encoder = ChatEncoder(self.template, self._tokenizer)
+        what = "a list of {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+        functions = tuple(tool.function for tool in _converted(tools, list[Tool], "tools", what))
+        self._tools = Tools(functions, functions, forced=False, several=True) if functions else None
+        self._form, self.schema = find_format(self.template.source), schema
+        self._marks = special_marks(self._tokenizer) if functions else {}
         self._checked: object = None  # the history that was found valid
         self._images: dict[str, Embeddings] = {}  # the images of the history, by their files
         if system and not self.messages:
@@ -51,7 +101,7 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history, oldest first: dicts of role, content, images, an answer's token ids, and dropped.
+        """The history, oldest first: dicts of role, content, images, an answer's ids or tool_calls, and dropped.
 
         Raises SessionError where a session file's is damaged.
         """
@@ -64,6 +114,11 @@ class Chat:
             self._checked = messages
         return messages
 
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of the last answer: dicts of id, type, and function, which has name and arguments (a dict)."""
+        return list(self.messages[-1].get("tool_calls", ())) if self.messages else []
+
     @checked()
     def set_system(self, text: str) -> None:
         """Replaces the system message, from the next question on; "" removes it. The chat is then read again."""
@@ -75,7 +130,7 @@ class Chat:
     @checked()
     def ask(
         self,
-        text: str,
+        text: str | Sequence[Mapping[str, Any]],
         *,
         images: Sequence[Path] = (),
         max_new_tokens: Count = MAX_NEW_TOKENS,
@@ -85,18 +140,49 @@ class Chat:
     ) -> Generator[Step, None, None]:
         """Asks something; returns an iterator of the answer's tokens. Where the caller stops, the answer ends.
 
-        images: files that the message shows, before its text where that has no `<image>` for each. The other
-        arguments are those of `Session.generate`. Raises ContextError for a message that does not fit, ImageError
-        for a model that takes no images.
+        text: the question, or results of `tool_calls`: dicts of role "tool", tool_call_id and content, a text. The
+        steps' texts are without calls. images: files that the message shows, before its text where that has no
+        `<image>` for each. The other arguments are those of `Session.generate`. Raises ContextError for a message
+        that does not fit, ImageError for a model that takes no images.
         """
+        if not isinstance(text, str):
+            added = self._results(text)
+            return self._answer(
+                [*self.messages, *added], max_new_tokens, stop, sampling=sampling, progress=progress
+            )
         message: dict[str, Any] = {"role": "user", "content": text}
         if images:
             require_vision(self.session.model)
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
             message["images"] = list(map(str, images))
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
-        return self._answer([*self.messages, message], stop, **how)
+        return self._answer([*self.messages, message], max_new_tokens, stop, sampling=sampling, progress=progress)
+
+    async def aask(self, text: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Step, None]:
+        """Asks as `ask` does, with the same options, in a thread; yields the tokens, while the event loop goes on.
+
+        Where the task is cancelled, or the iterator closed (`contextlib.aclosing`), the answer ends.
+        """
+        progress = checked_value("progress", options.pop("progress", None), LayerProgress | None)
+        ended = threading.Event()
+
+        def report(done: int, total: int) -> None:
+            if ended.is_set():
+                raise SessionError("the answer was cancelled")
+            if progress is not None:
+                progress(done, total)
+
+        loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(1, "edgekv-chat")
+        steps = pool.submit(self.ask, text, progress=report, **options)
+        try:
+            await asyncio.shield(asyncio.wrap_future(steps))
+            while (step := await loop.run_in_executor(pool, next, steps.result(), None)) is not None:
+                yield step
+        finally:
+            ended.set()
+            closed = loop.run_in_executor(pool, lambda: steps.exception() or steps.result().close())  # type: ignore[func-returns-value]
+            await asyncio.shield(closed)
+            pool.shutdown(wait=False)
 
     @checked()
     def retry(
@@ -110,8 +196,7 @@ class Chat:
         """Answers the last question again; returns an iterator, whose first token replaces the answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "progress": progress}
-        return self._answer(self.messages[:-1], stop, **how)
+        return self._answer(self.messages[:-1], max_new_tokens, stop, sampling=sampling, progress=progress)
 
     def undo(self) -> str:
         """Takes back the last question with its answer; returns the question. Raises SessionError for none."""
@@ -132,17 +217,33 @@ class Chat:
         self.messages[:] = system
 
     def _answer(
-        self, history: Sequence[dict[str, Any]], stop: Stops, *, max_new_tokens: int, **how: Any
+        self, history: Sequence[dict[str, Any]], max_new_tokens: int, stop: Stops, **how: Any
     ) -> Generator[Step, None, None]:
         self.session.require_idle()
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._read_images(messages)
         prompt, room = self._fitting(messages, max_new_tokens)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
-        new = self.session.align(prompt)
-        steps = self.session.generate(new, stop=stops, max_new_tokens=min(room, max_new_tokens), **how)
+        how |= {"stop": stops, "constraint": self._constraint(), "max_new_tokens": min(room, max_new_tokens)}
+        steps = self.session.generate(self.session.align(prompt), **how)
         self.session.report().images = images
         return self._collected(messages, steps, ends_full=room < max_new_tokens)
+
+    def _constraint(self) -> Grammar | None:
+        tokenizer, vocab_size = self._tokenizer, self.session.config.vocab_size
+        if self._tools:
+            grammar = tools_grammar(self._tools, self._form, self._marks, self.schema)
+            return Grammar(grammar, tokenizer, vocab_size)
+        return None if self.schema is None else JsonSchema(self.schema, tokenizer, vocab_size)
+
+    def _results(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""
+        ids = [call["id"] for call in self.tool_calls]
+        accepted = f"a text, or {{'role': 'tool', 'tool_call_id': ..., 'content': ...}} with ids of {ids}"
+        turns = _converted(results, list[_Result], "text", accepted)
+        if not turns or any(turn.tool_call_id not in ids for turn in turns):
+            raise ConfigError(field="text", value=results, accepted=[accepted])
+        return [msgspec.to_builtins(turn) for turn in turns]
 
     def _fitting(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[Prompt, int]:
         """Returns the whole prompt, and how many tokens of an answer have room beside the question.
@@ -195,7 +296,12 @@ class Chat:
 
     def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         shown = [message for message in messages if not message.get("dropped")]
-        return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
+        names = None
+        if not self.template.knows_tools:
+            shown = tools_as_text(shown, self._tools, self._form)
+        elif self._tools:
+            names = {"tools": tool_definitions(self._tools.functions)}
+        return self._encoder.ids(shown, lambda i: shown[i].get("ids"), names)
 
     def _collected(
         self, messages: list[dict[str, Any]], steps: Generator[Step, None, None], *, ends_full: bool
@@ -204,7 +310,9 @@ class Chat:
 
         ends_full: whether max_new_tokens is what the context had room for.
         """
-        history, ctx = list(self.messages), self.session.plan.ctx
+        history, ctx, tools = list(self.messages), self.session.plan.ctx, self._tools
+        names = [function.name for function in tools.functions] if tools else []
+        parser = AnswerParser(form=self._form if tools else None, names=names, plain=bool(self._form.begin))
         taken: list[Step] = []
         self.messages[:] = messages
         try:
@@ -214,22 +322,41 @@ class Chat:
                     if ends_full and step.finish_message == "max_new_tokens":
                         self.session.report().finish_message = full = f"context full ({ctx} tokens)"
                         step = dataclasses.replace(step, finish_message=full)
+                    if tools:
+                        text = step.text + self._marks.get(step.token, "")
+                        deltas = parser.push(text, last=step.finish_reason is not None)
+                        text = "".join(delta.get("content", "") for delta in deltas)
+                        step = dataclasses.replace(step, text=text)
                     yield step
                     if self.session.can_slide and not step.finish_reason and len(self.session.tokens) > ctx:
                         self.session._runner.replace(self._shortened(messages, [step.token for step in taken]))
         finally:
             with contextlib.suppress(SessionError):  # the session was closed meanwhile
                 try:
-                    history = [*messages, self._answer_message(taken)] if taken else history
+                    history = [*messages, self._answer_message(taken, parser)] if taken else history
                 finally:
                     self.messages[:] = history
 
-    def _answer_message(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Returns the message of an answer, after a rewind to the end of its text."""
+    def _answer_message(self, steps: Sequence[Step], parser: AnswerParser) -> dict[str, Any]:
+        """Returns the message of an answer, after a rewind to the end of its text; a call that was cut is text."""
         text, tokens = "".join(step.text for step in steps), [step.token for step in steps]
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
+        calls = [
+            {**call, "function": {"name": function["name"], "arguments": arguments}}
+            for call in parser.calls
+            if (arguments := json_value((function := call["function"])["arguments"])) is not None
+        ]
+        if calls:  # whose tokens a template writes in its own way
+            return {"role": "assistant", "content": parser.content.strip(), "tool_calls": calls}
         return {"role": "assistant", "content": text.strip(), "ids": ids}
+
+
+def _converted(value: Any, kind: type[T], field: str, accepted: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigError(field=field, value=value, accepted=[accepted]) from None
 
 
 def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,9 +18,8 @@ from edgekv.checks import Count, check_fields, refusal
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
 from edgekv.engine.drafts import DRAFTS, NONE, open_drafts
-from edgekv.engine.model import Model, sampling_defaults
+from edgekv.engine.model import Model
 from edgekv.engine.runner import State
-from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
 from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import ConfigError, ContextError
@@ -335,11 +334,6 @@ class LoadedModel:
     def vision(self) -> Vision:
         """The model's vision encoder, loaded at its first use. Raises ImageError where there is none."""
         return Vision(self.model, self.scheduler.threads)
-
-    @functools.cached_property
-    def sampling(self) -> SamplingParams:
-        """The model's own sampling settings. Raises ConfigError where their file is damaged."""
-        return sampling_defaults(self.model)
 
     def decoder(self, lora: str | None) -> Decoder:
         """Returns the decoder with one of ``loras``; None: without. Raises ConfigError for an unknown name."""

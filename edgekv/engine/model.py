@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import pathlib
@@ -25,6 +26,8 @@ from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.weights.ops import LoraDeltas, low_rank, low_rank_bytes
 from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
+
+SAMPLED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,22 @@ class Model:
         token = self.image_token
         return token if token is not None and token < self.config.vocab_size else 0
 
+    @functools.cached_property
+    def sampling(self) -> SamplingParams:
+        """The settings of the generation_config.json beside the weights, else those of `SamplingParams`.
+
+        Raises ConfigError where the file can't be read, or has values that `SamplingParams` refuses.
+        """
+        path = (self.path if self.path.is_dir() else self.path.parent) / "generation_config.json"
+        config = read_config(path) if path.is_file() else {}
+        values = {name: config[name] for name in SAMPLED if config.get(name) is not None}
+        if config.get("do_sample") is False:
+            values["temperature"] = 0.0
+        try:
+            return SamplingParams(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}", field=error.field) from None
+
     @property
     def is_store(self) -> bool:
         """Whether it was opened as a weight store."""
@@ -227,22 +246,3 @@ class Model:
         if isinstance(self.weights, WeightStore):
             return self.weights
         return open_or_build(rounding.weights if rounding else self.weights, form, progress, rounding)
-
-
-SAMPLED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
-
-
-def sampling_defaults(model: Model) -> SamplingParams:
-    """Returns the settings of the generation_config.json beside the weights, else those of `SamplingParams`.
-
-    Raises ConfigError where the file can't be read, or has values that `SamplingParams` refuses.
-    """
-    path = (model.path if model.path.is_dir() else model.path.parent) / "generation_config.json"
-    config = read_config(path) if path.is_file() else {}
-    values = {name: config[name] for name in SAMPLED if config.get(name) is not None}
-    if config.get("do_sample") is False:
-        values["temperature"] = 0.0
-    try:
-        return SamplingParams(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", field=error.field) from None

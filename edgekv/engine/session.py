@@ -320,7 +320,7 @@ class Session:
                 what = "a JSON schema beside a constraint: give one of them, as a schema is a constraint"
                 raise ConfigError(what, field="json_schema")
             constraint = JsonSchema(json_schema, self.require_tokenizer(), self.config.vocab_size)
-        defaults = self._loaded.sampling if sampling is None else SamplingParams()
+        defaults = self.model.sampling if sampling is None else SamplingParams()
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, defaults)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fitting_prompt(pieces, runner.slides)

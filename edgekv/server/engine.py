@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from edgekv.engine.chat import answer_ids
 from edgekv.engine.grammar import Constraint, Grammar, JsonSchema
-from edgekv.engine.model import sampling_defaults
 from edgekv.engine.report import FinishReason
 from edgekv.engine.sampling import Sampler, TokenLogprob
 from edgekv.engine.session import Session, Step
@@ -324,7 +323,7 @@ class Engine:
         slots: int = 1,
     ) -> None:
         self.session, self.slots, self.max_new_tokens = session, slots, max_new_tokens
-        self.sampling = sampling_defaults(session.model)
+        self.sampling = session.model.sampling
         self.meter = f"{power.meter.name}: {power.meter.covers}" if power else None
         self.metrics, self.pool = Metrics(self.meter or ""), SessionPool(session, pool_bytes, slots)
         tokenizer = session.require_tokenizer()

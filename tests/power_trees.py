@@ -92,10 +92,25 @@ AGX_ORIN = hwmon(
 NANO = iio("6-0040", {0: ("POM_5V_IN", 2003), 1: ("POM_5V_GPU", 0), 2: ("POM_5V_CPU", 320)})
 
 
-def fake_vcgencmd(folder: pathlib.Path, script: str) -> pathlib.Path:
-    """Writes an executable called vcgencmd; ``script`` is its shell code."""
+def cpufreq(**groups: str) -> Tree:
+    """Writes groups of cores such as policy0 -> its governor."""
+    tree = {}
+    for name, governor in groups.items():
+        base = f"sys/devices/system/cpu/cpufreq/{name}"
+        tree[f"{base}/scaling_governor"] = f"{governor}\n"
+        tree[f"{base}/scaling_available_governors"] = "powersave userspace performance\n"
+    return tree
+
+
+NVPMODEL = {
+    "etc/nvpmodel.conf": "# a comment\n< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=2 NAME=MODE_15W >\n"
+}
+
+
+def fake_vcgencmd(folder: pathlib.Path, script: str, name: str = "vcgencmd") -> pathlib.Path:
+    """Writes an executable, vcgencmd or another; ``script`` is its shell code."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "vcgencmd"
+    path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

@@ -10,10 +10,11 @@ import power_trees as trees
 import pytest
 
 from edgekv.cli import main
-from edgekv.cli.power import samples_csv
+from edgekv.cli.power import advice, samples_csv
+from edgekv.errors import PowerError
 from edgekv.power import METERS
 from edgekv.power.energy import Trace, read_log
-from edgekv.power.meters import MeterAbsent
+from edgekv.power.meters import MeterAbsent, PowerModes
 
 
 @pytest.fixture
@@ -36,15 +37,9 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_json_and_live(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["power", "--seconds", "0.3"]) == 0
     assert "rpi-pmic  4.00 W" in capsys.readouterr().out
-    assert main(["power", "--json", "--seconds", "0.3"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["meter"]["meter"] == "rpi-pmic"
-    assert facts["power"]["average_w"] == pytest.approx(4.0)
-    assert facts["power"]["n_samples"] > 1
-    assert facts["machine"]["cores"]
 
 
 @pytest.mark.usefixtures("bare")
@@ -53,10 +48,6 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
     assert "verdict     nothing can be measured here" in capsys.readouterr().out
     assert main(["power", "--seconds", "0.1"]) == 0
     assert "n/a: no power sensor" in capsys.readouterr().out
-    assert main(["power", "--json", "--seconds", "0.1"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["power"], facts["meter"]["meter"]) == (None, None)
-    assert "no power sensor" in facts["reason"]
 
 
 @pytest.mark.usefixtures("bare")
@@ -67,6 +58,8 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
         ("power --meter rapl", "not here"),
         ("power record --csv x.csv -- true", "no power sensor"),
         ("power record", "no command"),
+        ("power advise", "no power sensor"),
+        ("power advise /no/such/model", "there is none"),
         ("power record -- /no/such/program", "/no/such/program: can't be run"),
         ("power record --csv /no/such/folder/x.csv -- true", "/no/such/folder"),
         ("run --prompt x --power-csv /no/log.csv", "/no/log.csv"),
@@ -92,12 +85,10 @@ def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[s
 def test_record_writes_the_samples_and_passes_the_status_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, picture = tmp_path / "log.csv", tmp_path / "watts.svg"
+    path = tmp_path / "log.csv"
     before = time.time()
     command = ["sh", "-c", "echo said; sleep 0.3; exit 7"]
-    files = ["--csv", str(path), "--plot", str(picture)]
-    assert main(["power", "record", *files, "--idle", "0.1", "--", *command]) == 7
-    assert "<svg" in picture.read_text()
+    assert main(["power", "record", "--csv", str(path), "--idle", "0.1", "--", *command]) == 7
     out, err = capfd.readouterr()
     assert out == "said\n"
     assert "energy      command 1" in err or "energy      command n/a" in err
@@ -124,7 +115,107 @@ def test_a_counter_s_samples_as_watts() -> None:
     ]
 
 
-# edgekv power doctor
+# edgekv power advise
+
+
+def governors(root: pathlib.Path) -> list[str]:
+    return [
+        file.read_text().strip() for file in sorted(root.glob("sys/devices/system/cpu/cpufreq/*/scaling_governor"))
+    ]
+
+
+@pytest.fixture
+def modes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A machine with two groups of cores, whose governors differ; and no nvpmodel."""
+    root = trees.write_tree(tmp_path / "root", trees.cpufreq(policy0="powersave", policy4="performance"))
+    found = PowerModes.find(root)
+    monkeypatch.setattr(PowerModes, "find", lambda: found)
+    monkeypatch.setattr("edgekv.cli.power.SETTLE_S", 0.0)
+    monkeypatch.setattr("edgekv.cli.power.all_cores", lambda: 2)
+    return root
+
+
+@pytest.mark.usefixtures("steady")
+def test_advise_measures_each_number_of_threads_in_turns(
+    modes: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a steady power joules per token and tokens per second belong together; modes are named and left alone."""
+    assert main(["power", "advise", "demo", "--seconds", "0.5"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["setting", "J", "per", "token", "from", "to", "tokens/s"]
+    for row, n in zip(rows[:2], "12", strict=True):
+        *name, joules, least, most, speed = row.split()
+        assert name == ["--threads", n]
+        assert float(least) <= float(joules) <= float(most)
+        assert float(joules) * float(speed) == pytest.approx(4.0, rel=0.02)
+    assert rows[2].startswith("advice      --threads ")
+    assert "fastest" in rows[2]
+    assert rows[3] == "measured    by rpi-pmic: a made-up board"
+    assert rows[-1] == "modes       governor: powersave, performance; now powersave; --modes tries them"
+    assert governors(modes) == ["powersave", "performance"]
+
+
+@pytest.mark.usefixtures("steady")
+def test_advise_tries_modes_and_restores_them(
+    modes: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after Ctrl-C; a mode that can't be chosen is said before any work, a short stretch after it."""
+    command, tried = ["power", "advise", "--modes", "--seconds", "0.4"], []
+
+    def stretch(*_: object) -> tuple[float, float]:
+        tried.append(governors(modes))
+        if len(tried) == 15:
+            raise KeyboardInterrupt
+        return 1.0, 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edgekv.cli.power.decode_stretch", stretch)
+        assert main(command) == 0
+        assert tried == [["powersave"] * 2] * 2 + [["performance"] * 2] * 2 + [["powersave"] * 2] * 2 + tried[6:]
+        assert len(tried) == 12
+        assert "--threads 2 in mode performance" in capsys.readouterr().out
+        assert governors(modes) == ["powersave", "performance"]
+        assert main(command) == 130
+        assert governors(modes) == ["powersave", "performance"]
+        for file in modes.rglob("scaling_governor"):
+            file.unlink()
+            file.mkdir()
+        assert main(command) == 2
+        assert "can't be written (is a directory): modes are chosen as root" in capsys.readouterr().err
+        assert len(tried) == 15
+    monkeypatch.setattr(PowerModes, "find", lambda: None)
+    assert main(command) == 2
+    assert "neither nvpmodel nor a governor" in capsys.readouterr().err
+    assert main(["power", "advise", "--seconds", "0.001"]) == 2
+    assert "measure longer: --seconds 0.002" in capsys.readouterr().err
+
+
+def test_the_modes_of_a_jetson(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, log = (
+        trees.write_tree(tmp_path / "root", trees.NVPMODEL | trees.cpufreq(policy0="powersave")),
+        tmp_path / "log",
+    )
+    program = f'echo "$@" >> {log}; [ "$2" != 2 ] || exit 1; echo "NV Power Mode: MODE_15W"; echo 2'
+    trees.fake_vcgencmd(tmp_path / "bin", program, "nvpmodel")
+    assert PowerModes.find(root).kind == "governor"  # the program is not on the PATH
+    monkeypatch.setenv("PATH", trees.path_with(tmp_path / "bin"))
+    found = PowerModes.find(root)
+    assert (found.kind, found.names, found.now) == ("nvpmodel", ("MAXN", "MODE_15W"), ("MODE_15W",))
+    found.apply(["MAXN"])
+    assert log.read_text().splitlines() == ["-q", "-m 0"]
+    with pytest.raises(PowerError, match=r"nvpmodel -m 2 fails .*: modes are chosen as root"):
+        found.apply(found.now)
+    assert PowerModes.find(tmp_path) is None
+
+
+def test_advice_compares_with_the_fastest() -> None:
+    fast, slow = [(2.0, 10.0), (2.2, 10.5), (2.1, 10.0)], [(1.0, 8.0), (1.05, 8.0), (1.1, 7.5)]
+    assert (
+        advice({"a": slow, "b": fast}) == "a: 50% fewer joules per token than b, the fastest; 20% fewer tokens/s"
+    )
+    assert advice({"a": slow, "b": [(0.9, 10.0)] * 3}) == "b: the fewest joules per token, and the fastest"
+    close = [(1.0, 10.0), (1.2, 10.0), (1.3, 10.0)]
+    assert advice({"a": slow, "b": close}) == "b: the fastest, and no other is surely below it in joules per token"
 
 
 # edgekv run --power

@@ -21,7 +21,6 @@ from edgekv.power.meters import (
     Rapl,
     RpiPmic,
     Throttle,
-    find_profile,
     limits_between,
     read_throttle,
 )
@@ -106,9 +105,10 @@ def test_every_jetson(name: str, tmp_path: pathlib.Path) -> None:
     meter, notes = find_meter(root=root)
     assert (meter.name, list(meter.total), notes) == (meter_name, total, [])
     assert trees.total_w(meter) == pytest.approx(watts)
-    board = find_profile(root)
-    assert board == (profile and json.loads((PROFILES / f"{profile}.json").read_text()))
-    assert board is None or meter.name in board["meters"]
+    boards = [json.loads(path.read_text()) for path in PROFILES.iterdir()]
+    assert [meter.name in board["meters"] for board in boards if re.search(board["model"], model)] == [
+        True
+    ] * bool(profile)
 
 
 def eio(path: pathlib.Path) -> None:
@@ -272,13 +272,12 @@ def test_a_sensor_that_refuses_or_does_not_see_the_work_is_noted(tmp_path: pathl
     assert "rapl is here but can't be read" in note
 
 
-def test_profiles_name_known_meters(tmp_path: pathlib.Path) -> None:
+def test_profiles_name_known_meters() -> None:
     for path in PROFILES.iterdir():
         board = json.loads(path.read_text())
         assert set(board["meters"]) <= set(METERS)
         for bound in board["lower_bounds"]:
             assert bound["peak_ms"] == pytest.approx(bound["bytes"] / board["peak_gb_s"] / 1e6, abs=0.05)
-    assert find_profile(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
 
 
 # What limits the clocks

@@ -5,26 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import dataclasses
 import grp
 import io
-import json
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from statistics import median
 
 import numpy as np
 
-from edgekv.cli.options import add_options, number, option, output_file, switch
-from edgekv.cli.terminal import plot, print_rows, redraw, require_matplotlib
+from edgekv.cli.options import SOURCE, add_options, model_path, number, option, output_file, switch
+from edgekv.cli.terminal import Bars, print_rows, redraw, table, terminable
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.loading import SessionPlan, find_device, resolve_device
+from edgekv.engine.model import Model
 from edgekv.errors import PowerError
+from edgekv.eval.bench import SchemeTimer
 from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT
-from edgekv.machine import machine_info
+from edgekv.machine import all_cores, available_memory_bytes, blas_threads, machine_info, require_memory
 from edgekv.power import EnergyMeter, PowerSampler, find_meter, survey
 from edgekv.power.energy import IDLE_S, CsvLog, PowerSource, SharedMeter, Trace
 from edgekv.power.meters import (
@@ -32,17 +36,21 @@ from edgekv.power.meters import (
     MeterAbsent,
     MeterRefused,
     PowerMeter,
+    PowerModes,
     Root,
-    find_profile,
+    limits_between,
     power_file,
-    profile_text,
     read_throttle,
+    throttle_text,
 )
+from edgekv.weights.cpu import candidates
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 OFF = "off"  # of --power
-JSON_SECONDS = 10.0
 REFRESH_S = 1.0
+STRETCH_S, ROUNDS = 5.0, 3  # of advice: of each setting
+SETTLE_S = 1.0  # after a change of mode
+DEPTH = 256  # tokens before a stretch
 SHOWN_S = 3.0  # over which live watts are averaged: long enough for a sensor with one reading a second
 PHASE = "command"
 RULE, GROUP = "99-edgekv-power.rules", "video"
@@ -63,8 +71,6 @@ def find_power_meter(arguments: argparse.Namespace) -> tuple[PowerMeter, list[st
 
     Raises PowerError where there is none.
     """
-    from edgekv.engine.loading import resolve_device
-
     if arguments.power == OFF:
         raise PowerError("--power off")
     device = resolve_device(arguments.device, CacheSpec.parse(EXACT))
@@ -109,19 +115,22 @@ def shared_meter(arguments: argparse.Namespace) -> SharedMeter | None:
 
 def power_arguments(parser: argparse.ArgumentParser) -> None:
     meter = {"default": argparse.SUPPRESS}  # given before the action or after it
-    picture = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
-    until = f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})"
-    seconds = option("N", until, type=positive_number)
-    add_options(parser, "meter plot", meter=meter, plot=picture, seconds=seconds)
-    parser.add_argument("--json", **switch("print a summary as JSON at the end"))
+    seconds = option("N", "stop after N seconds (default: at Ctrl-C)", type=positive_number, default=math.inf)
+    add_options(parser, "meter", meter=meter, seconds=seconds)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     about = "meter a command, write the samples as CSV, print a summary"
     record = actions.add_parser("record", help=about, allow_abbrev=False)
     samples = option("FILE", "write every sample: Unix time, watts, each rail's watts", type=output_file)
     idle = option("S", "seconds at rest before, to subtract (default: none)", type=float, default=0.0)
-    add_options(record, "meter plot", meter=meter, plot=picture, csv=samples, idle=idle)
+    add_options(record, "meter", meter=meter, csv=samples, idle=idle)
     record.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
     record.set_defaults(execute=_record)
+    about = "say which number of threads takes the fewest joules a token on a model, and what it costs in speed"
+    advise = actions.add_parser("advise", help=about, description=about, allow_abbrev=False)
+    seconds = option("S", "seconds of each stretch (default %(default)g)", type=positive_number, default=STRETCH_S)
+    modes = switch("try the modes of nvpmodel or cpufreq too; the present one comes back, also after Ctrl-C")
+    add_options(advise, f"{SOURCE} weights kv ctx meter", meter=meter, seconds=seconds, modes=modes)
+    advise.set_defaults(execute=_advise)
     about = "say which sensors are here and can be read, and how to get permission"
     actions.add_parser("doctor", help=about).set_defaults(execute=_doctor)
     parser.epilog = "edgekv power record --csv FILE -- COMMAND meters any program and passes its exit status on"
@@ -129,57 +138,19 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _open(arguments: argparse.Namespace) -> PowerSource:
     """Opens the meter. Without any, raises PowerError if an option needs one, else returns an empty source."""
-    name, plotted = getattr(arguments, "meter", "auto"), getattr(arguments, "plot", None)
-    if plotted:
-        require_matplotlib()
+    name = getattr(arguments, "meter", "auto")
     try:
         meter, notes = find_meter(name)
     except PowerError as error:
-        if name != "auto" or plotted or getattr(arguments, "csv", None):
+        if name != "auto" or getattr(arguments, "csv", None):
             raise
         return PowerSource(str(error))
     return PowerSampler(meter, notes=notes)
 
 
-def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
-    if isinstance(source, PowerSampler) and getattr(arguments, "plot", None):
-        trace = source.trace()
-        seconds = trace.times_s - trace.times_s[0] if len(trace.times_s) else trace.times_s
-        rails = [(rail, seconds, trace.watts((rail,))) for rail in trace.rails if len(trace.rails) > 1]
-        plot(arguments.plot, [("total", seconds, trace.watts()), *rails], xlabel="seconds", ylabel="watts")
-
-
 def power_command(arguments: argparse.Namespace) -> int:
-    source = _open(arguments)
-    if arguments.json:
-        _print_json(source, arguments.seconds or JSON_SECONDS)
-    else:
-        _print_live(source, math.inf if arguments.seconds is None else arguments.seconds)
-    _plot(source, arguments)
+    _print_live(_open(arguments), arguments.seconds)
     return 0
-
-
-def _print_json(source: PowerSource, seconds: float) -> None:
-    source.start()
-    begun_s, conditions_before = time.perf_counter(), Conditions.now()
-    with contextlib.suppress(KeyboardInterrupt):
-        time.sleep(seconds)
-    ended_s, conditions_after = time.perf_counter(), Conditions.now()
-    source.stop()
-    power = reason = None
-    try:
-        power = dataclasses.asdict(source.window(begun_s, ended_s))
-    except PowerError as error:
-        reason = str(error)
-    facts = {
-        "meter": dataclasses.asdict(source.about()),
-        "power": power,
-        "reason": reason,
-        "before": conditions_before.as_dict(),
-        "after": conditions_after.as_dict(),
-        "machine": machine_info(),
-    }
-    print(json.dumps(facts, indent=2))
 
 
 def _print_live(source: PowerSource, seconds: float) -> None:
@@ -239,7 +210,6 @@ def _record(arguments: argparse.Namespace) -> int:
             signal.signal(signal.SIGINT, old_handler)
     if arguments.csv and isinstance(sampler, PowerSampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
-    _plot(sampler, arguments)
     report = meter.report()
     assert report is not None
     print_rows([("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()], sys.stderr)
@@ -262,6 +232,91 @@ def samples_csv(trace: Trace, unix_offset_s: float) -> str:
     return text.getvalue()
 
 
+# edgekv power advise
+
+
+Stretches = list[tuple[float, float]]
+"""Joules per token and tokens per second of each stretch."""
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    """Decodes with each number of threads in each mode, in turns; prints which takes the fewest joules."""
+    arguments.power, arguments.device = getattr(arguments, "meter", None), "cpu"
+    (meter, _), modes = find_power_meter(arguments), PowerModes.find()
+    if arguments.modes and modes is None:
+        raise PowerError("--modes: neither nvpmodel nor a governor of cpufreq can be chosen here; leave it out")
+    model = Model.open(model_path(arguments), config=arguments.config)
+    plan = SessionPlan.make(model, kv=arguments.kv, ctx=arguments.ctx, weights=arguments.weights)
+    require_memory(plan.parts(), available_memory_bytes())
+    cores, form, sampler = all_cores(), model.weight_format(plan.weights), PowerSampler(meter)
+    numbers = range(1, cores + 1) if cores <= 8 else sorted(candidates(cores))
+    names = [f" in mode {name}" for name in modes.names] if modes and arguments.modes else [""]
+    found: dict[str, Stretches] = {f"--threads {n}{name}": [] for name in names for n in numbers}
+    before = read_throttle()
+    with Bars() as bars, terminable(), contextlib.ExitStack() as stack:
+        decoders = [find_device("cpu").decoder(model, form, plan.ctx, n, bars.update) for n in numbers]
+        if modes and arguments.modes:
+            modes.apply(modes.now)  # a refusal comes before any work
+            stack.callback(modes.apply, modes.now)
+        sampler.start()
+        stack.callback(sampler.stop)
+        for i, stretches in enumerate(ROUNDS * list(found.values())):
+            mode, k = divmod(i % len(found), len(decoders))
+            if modes and arguments.modes and k == 0:
+                modes.apply([modes.names[mode]] * len(modes.now))
+                time.sleep(SETTLE_S)
+            bars.update("metering", i, ROUNDS * len(found))
+            stretches.append(decode_stretch(decoders[k], plan, sampler, arguments.seconds))
+    print(table(ADVICE, found.items()))
+    rows = [("advice", advice(found)), ("measured", f"by {meter.name}: {meter.covers}")]
+    if throttled := limits_between(before, read_throttle()):
+        rows.append(("note", throttle_text(throttled)))
+    if modes and not arguments.modes:
+        rows.append(("modes", f"{modes.kind}: {', '.join(modes.names)}; now {modes.now[0]}; --modes tries them"))
+    print_rows(rows)
+    return 0
+
+
+def decode_stretch(
+    decoder: Decoder, plan: SessionPlan, sampler: PowerSampler, seconds: float
+) -> tuple[float, float]:
+    """Returns joules per token and tokens per second. Raises PowerError where the meter does not know."""
+    depth = min(DEPTH, plan.ctx // 2)
+    timer = SchemeTimer(decoder, plan.kv, depth, plan.ctx - depth)
+    with blas_threads(1):
+        sampler.mark()
+        begun_s = now_s = time.perf_counter()
+        while now_s < begun_s + seconds and len(timer.totals) < plan.ctx - depth - 1:
+            timer.decode(1)
+            now_s = time.perf_counter()
+        sampler.mark()
+    try:
+        joules = sampler.window(begun_s, now_s).joules
+    except PowerError as error:
+        raise PowerError(f"{error}; measure longer: --seconds {2 * seconds:g}") from None
+    return joules / len(timer.totals), len(timer.totals) / (now_s - begun_s)
+
+
+def advice(found: Mapping[str, Stretches]) -> str:
+    """Compares the setting of the fewest joules per token with the fastest one."""
+    joules, speeds = ({name: median(s[i] for s in found[name]) for name in found} for i in (0, 1))
+    best, fastest = min(found, key=joules.__getitem__), max(found, key=speeds.__getitem__)
+    if best == fastest:
+        return f"{best}: the fewest joules per token, and the fastest"
+    if max(found[best])[0] >= min(found[fastest])[0]:
+        return f"{fastest}: the fastest, and no other is surely below it in joules per token"
+    saved, slower = 1 - joules[best] / joules[fastest], 1 - speeds[best] / speeds[fastest]
+    return f"{best}: {saved:.0%} fewer joules per token than {fastest}, the fastest; {slower:.0%} fewer tokens/s"
+
+
+ADVICE: dict[str, Callable[[tuple[str, Stretches]], str]] = {
+    "setting": lambda row: row[0],
+    "J per token": lambda row: f"{median(joules for joules, _ in row[1]):.4g}",
+    "from": lambda row: f"{min(row[1])[0]:.4g}",
+    "to": lambda row: f"{max(row[1])[0]:.4g}",
+    "tokens/s": lambda row: f"{median(speed for _, speed in row[1]):.2f}",
+}
+
 # edgekv power doctor
 
 
@@ -273,16 +328,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def diagnosis(meters: dict[str, PowerMeter | PowerError], root: Root = "/") -> list[tuple[str, str]]:
-    """Returns (topic, text) of the board, each kind of sensor, permissions, and the one that --power uses."""
-    profile, board = find_profile(root), machine_info(root)["board"]
-    text = profile_text(profile) if profile else "no profile"
+    """Returns (topic, text) of the board, each kind of sensor, permissions, and the one that is used."""
     try:
         member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
         group = f"you are{'' if member else ' not'} in the group {GROUP}"
     except KeyError:
         group = f"there is no group {GROUP} on this system"
     rows = [
-        ("board", f"{board or 'not a known board'}: {text}"),
+        ("board", machine_info(root)["board"] or "not named by the system"),
         *((name, _sensor_text(meter)) for name, meter in meters.items()),
     ]
     rows.append(("throttling", "is reported here" if read_throttle(root) else "nothing here reports it"))
@@ -295,7 +348,9 @@ def diagnosis(meters: dict[str, PowerMeter | PowerError], root: Root = "/") -> l
     usable = [name for name, meter in meters.items() if isinstance(meter, PowerMeter)]
     verdict = "nothing can be measured here: use an external meter's log with --power-csv FILE"
     if usable:
-        verdict = f"--power uses {usable[0]}" + (f"; also here: {', '.join(usable[1:])}" if usable[1:] else "")
+        verdict = f"run and serve use {usable[0]}" + (
+            f"; also here: {', '.join(usable[1:])}" if usable[1:] else ""
+        )
     return [*rows, ("verdict", verdict)]
 
 

@@ -246,7 +246,7 @@ class PhaseEnergy(Window):
 
     def to_text(self) -> str:
         """Writes what was measured for a terminal."""
-        error = f" ± {self.error_j:.2g}" if self.error_j is not None else ""
+        error = f" ± {self.error_j:.2g}" if self.error_j else ""
         text = f"{self.joules:.4g}{error} J"
         if self.tokens:
             above = f" ({self.net_mj_per_token:.4g} above idle)" if self.net_mj_per_token is not None else ""

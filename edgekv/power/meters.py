@@ -10,7 +10,6 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -19,13 +18,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import psutil
 
 from edgekv.errors import PowerError
-from edgekv.machine import format_bytes, machine_info
+from edgekv.machine import format_bytes
 
 Root = str | os.PathLike[str]
 Clock = Callable[[], float]
@@ -602,7 +601,12 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
     raise MeterAbsent("; ".join(notes) or NO_METER)
 
 
-# The state of a machine: limits on the clocks, temperature, cooling; and the profiles of known boards
+NVPMODEL = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")
+NVPMODEL_NOW = re.compile(r"NV Power Mode: (\S+)")
+MODE_S = 30.0  # the longest that nvpmodel may take
+AS_ROOT = "modes are chosen as root (sudo), and some Jetson modes only at boot"
+
+# The state of a machine: limits on the clocks, temperature, cooling, modes
 
 
 def _find(root: Root, pattern: str) -> list[pathlib.Path]:
@@ -727,19 +731,48 @@ def clock_ranges(root: Root = "/") -> list[str]:
     return lines
 
 
-def find_profile(root: Root = "/") -> dict[str, Any] | None:
-    """Returns this machine's profile in `power/boards`, by its device tree's model; None: it is not known."""
-    model, folder = machine_info(root)["board"], power_file("boards")
-    profiles = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))] if folder else []
-    return next((profile for profile in profiles if model and re.search(profile["model"], model)), None)
+@dataclasses.dataclass(frozen=True)
+class PowerModes:
+    """Modes that trade speed for power: a Jetson's by nvpmodel, or the governors of the processor's clocks.
+
+    now: the present mode, of each group of cores if these have their own. apply: sets as many; raises PowerError.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    now: tuple[str, ...]
+    apply: Callable[[Sequence[str]], object]
+
+    @classmethod
+    def find(cls, root: Root = "/") -> PowerModes | None:
+        """Finds the machine's modes; None: there are none to choose from."""
+        ids = {name: i for i, name in NVPMODEL.findall(read_sysfs(pathlib.Path(root, "etc/nvpmodel.conf")) or "")}
+        if ids and shutil.which("nvpmodel"):
+            now = NVPMODEL_NOW.findall(run_nvpmodel("-q"))
+            return cls("nvpmodel", tuple(ids), tuple(now), lambda modes: run_nvpmodel("-m", ids[modes[0]]))
+        files = _find(root, "sys/devices/system/cpu/cpufreq/policy*/scaling_governor")
+        now = [read_sysfs(file) or "" for file in files]
+        names = (read_sysfs(files[0].with_name("scaling_available_governors")) or "") if files else ""
+        usable = tuple(name for name in names.split() if name != "userspace")  # whose clock is the last one set
+
+        def write(modes: Sequence[str]) -> None:
+            try:
+                for file, mode in zip(files, modes, strict=True):
+                    file.write_text(mode)
+            except OSError as error:
+                raise PowerError(f"{error.filename} can't be written ({error_text(error)}): {AS_ROOT}") from None
+
+        return cls("governor", usable, tuple(now), write) if usable else None
 
 
-def profile_text(profile: dict[str, Any]) -> str:
-    """Writes a profile as a line for a terminal."""
-    measured = f", {profile['measured_gb_s']:g} measured" if profile["measured_gb_s"] else ""
-    note = f"; {profile['note']}" if profile["note"] else ""
-    cpu = f"{profile['cores']} x {profile['cpu']} at {profile['clock_mhz']} MHz"
-    return f"{cpu}, {profile['peak_gb_s']:g} GB/s peak{measured}{note}"
+def run_nvpmodel(*arguments: str) -> str:
+    """Runs nvpmodel, without an answer to what it asks, and returns what it prints. Raises PowerError."""
+    command = ["nvpmodel", *arguments]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=MODE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PowerError(f"{' '.join(command)} fails ({error_text(error)}): {AS_ROOT}") from None
+    return done.stdout.decode(errors="replace")
 
 
 def power_file(name: str) -> pathlib.Path | None:

@@ -76,10 +76,11 @@ def ask(page: Any, text: str) -> None:
     expect(page.locator("#send")).to_be_visible()
 
 
-def replaced(page: Any, text: str) -> None:
+def replaced(page: Any, text: str, **usage: float) -> None:
     """Has the server answer this text, as a model would have to be brought to say it."""
     chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"choices": [], "usage": {"completion_tokens": 5, "total_tokens": 8, **usage}})
     lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=lines, content_type="text/event-stream"))
 
@@ -91,20 +92,46 @@ def changed(page: Any, server: Server, **props: Any) -> None:
     page.reload()
 
 
-def set_field(page: Any, name: str, value: str) -> None:
+def set_fields(page: Any, **fields: object) -> None:
     page.locator("#settings").click()
-    page.locator(name).fill(value)
-    page.keyboard.press("Escape")
+    for name, value in fields.items():
+        page.locator(f"[name={name}]").fill(str(value))
+    page.get_by_role("button", name="Done").click()
 
 
-def test_talk_and_watch(page: Any) -> None:
+def test_the_model_is_introduced(page: Any, server: Server) -> None:
+    """What it is and can't do, with two prompts that suit it: the shipped model's own, or general ones."""
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text("can't answer")
+    expect(welcome).to_contain_text(f"{CTX} tokens")
+    expect(welcome).to_contain_text("can't look at pictures")
+    prompt = get(server, "/props")["examples"][1]
+    page.get_by_role("button", name=prompt).click()
+    expect(page.locator(".user .body")).to_have_text(prompt)
+    expect(page.locator(".assistant .actions")).to_have_count(1)
+    changed(page, server, note="", examples=[], modalities={"vision": True})
+    page.locator("#new").click()
+    expect(welcome).to_contain_text("looks at pictures")
+    expect(welcome.get_by_role("button")).to_have_count(2)
+
+
+def test_figures_are_the_conversations_own(page: Any) -> None:
+    expect(page.locator("#memory")).to_be_hidden()
     ask(page, "Tell me of the sea. " + "word " * 100)
-    for place, figures in {
-        "#speed": r"^\d+\.\d$",
-        "#cache": r"^\d+(\.\d)? [KM]iB \(f16: \d+(\.\d)? [KM]iB\)$",
-        "#used": rf"^[1-9]\d* of {CTX}$",
-    }.items():
-        expect(page.locator(place)).to_have_text(re.compile(figures))
+    figures = {"#speed": r"^\d+\.\d tokens/s$", "#written": "^24 tokens$", "#used": rf"^[1-9]\d* of {CTX} tokens$"}
+    figures["#memory"] = r"^\d+(\.\d)? [KM]iB instead of \d+(\.\d)? [KM]iB$"
+    for place, text in figures.items():
+        expect(page.locator(place)).to_have_text(re.compile(text))
+    memory = page.locator("#memory").inner_text()
+    page.locator("#new").click()
+    expect(page.locator("#used")).to_have_text(f"0 of {CTX} tokens")
+    expect(page.locator("#memory")).to_be_hidden()
+    replaced(page, "Short.", energy_joules=1.5)
+    for _ in range(2):
+        ask(page, "Again")
+    expect(page.locator("#energy")).to_have_text("3.00 J (0.30 J a token)")
+    page.get_by_role("button", name="Tell me of the sea").first.click()
+    expect(page.locator("#memory")).to_have_text(memory)
 
 
 def test_conversations_are_kept_renamed_and_deleted(page: Any) -> None:
@@ -136,9 +163,9 @@ LIBRARIES = ("marked", "highlight", "katex")
 LONG_LINES = [  # which take an expression that goes back over them hours, or nest too deep
     *("a|b\n" + "-" * 200_000 + "x", "a|b\n" + "- |:" * 50_000 + "x", "~" * 200_000 + "`", "_a" * 4_000),
     *("```" + " " * 200_000 + "`", "`" * 200_000 + "x", "- " * 100_000 + "x", "---" + " " * 200_000 + "x"),
-    *("#" * 200_000, " " * 200_000 + "|", "|" * 200_000 + "\n|-|", "*" * 200_000, "**a" * 70_000, "`a\n" * 33_000),
-    *("[a](http://" * 20_000, "[" * 200_000, "a\n" * 50_000, "> a\n" * 25_000, "- a\n" * 25_000, "a\n\n" * 33_000),
-    *("> " * 4_000, "$a \n" * 20_000, "\\[a\n" * 20_000, "$$a\n" * 20_000, "\\(\n" * 30_000, "<b\n" * 30_000),
+    *("#" * 200_000, " " * 200_000 + "|", "|" * 200_000 + "\n|-|", "*" * 200_000, "**a" * 70_000, "> " * 4_000),
+    *("[a](http://" * 20_000, "[" * 200_000, "a\n" * 10_000, "> a\n" * 10_000, "- a\n" * 10_000, "a\n\n" * 10_000),
+    *("`a\n" * 10_000, "$a \n" * 5_000, "\\[a\n" * 5_000, "$$a\n" * 5_000, "\\(\n" * 5_000, "<b\n" * 10_000),
 ]
 
 
@@ -165,10 +192,10 @@ def test_libraries_are_those_that_are_listed() -> None:
         assert version in name
         assert (PAGE / "vendor" / re.findall(r"\((.+)\)", licence)[0]).is_file()
         listed[name] = digest
-    here = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in PAGE.glob("vendor/*.js")}
+    here = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in PAGE.glob("vendor/*.*s")}
     assert listed == here
     index = (PAGE / "index.html").read_text(encoding="utf-8")
-    assert set(re.findall(r'src="vendor/(.+?)"', index)) == set(here)
+    assert set(re.findall(r'"vendor/(.+?)"', index)) == set(here)
 
 
 HOSTILE = (
@@ -271,7 +298,7 @@ def test_edit_and_regenerate(page: Any) -> None:
 
 
 def test_stop_keeps_what_was_said(page: Any) -> None:
-    set_field(page, "#max-tokens", "250")
+    set_fields(page, max_tokens=250)
     page.locator("#text").fill("A long story, please.")
     page.locator("#send").click()
     expect(page.locator(".assistant .body")).not_to_be_empty()
@@ -283,28 +310,124 @@ def test_stop_keeps_what_was_said(page: Any) -> None:
     expect(page.locator(".assistant .body")).to_have_text(re.compile(re.escape(text.split()[0])))
 
 
-def test_settings_are_sent_and_kept(page: Any, server: Server) -> None:
+SETTINGS = {"temperature": 0, "top_p": 0.5, "top_k": 3, "seed": 7, "repetition_penalty": 1.2}
+SETTINGS |= {"frequency_penalty": 0.1, "presence_penalty": -0.1, "max_tokens": 5}
+
+
+def test_settings_belong_to_a_conversation(page: Any, server: Server) -> None:
+    """They are sent as OpenAI's fields, and kept; another conversation has the model's, shown in empty fields."""
     changed(page, server, loras=["mine"])
     page.locator("#settings").click()
-    page.locator("#temperature").fill("0")
-    page.locator("#max-tokens").fill("5")
-    page.locator("#system").fill("Speak as a sailor.")
-    page.locator("#lora").select_option("mine")
+    assert page.locator("[name=temperature]").get_attribute("placeholder") == "1"
+    page.locator("[name=model]").select_option("mine")
     page.get_by_role("button", name="Done").click()
+    set_fields(page, system="Speak as a sailor.", **SETTINGS)
     for _ in range(2):
         with page.expect_request("**/v1/chat/completions") as asked:
             ask(page, "Hello")
         body = asked.value.post_data_json
-        assert (body["model"], body["temperature"], body["max_tokens"]) == ("mine", 0, 5)
+        assert {name: body[name] for name in SETTINGS} == SETTINGS
+        assert body["model"] == "mine"
         assert body["messages"][0] == {"role": "system", "content": "Speak as a sailor."}
-        expect(page.locator("#status")).to_have_text("The answer was cut off at its limit")
+        expect(page.locator("#status")).to_contain_text("The answer was cut off at its limit")
         page.reload()
-        expect(page.locator("#model")).to_contain_text("mine")
-    assert page.locator("#system").input_value() == "Speak as a sailor."
+        expect(page.locator("#model")).to_have_text("mine")
+    page.locator("#new").click()
+    expect(page.locator("#model")).to_have_text("demo")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Hello")
+    assert not {*SETTINGS} & {*asked.value.post_data_json}
+    set_fields(page, top_k=9)
+    page.locator("#settings").click()
+    page.get_by_role("button", name="Use for new conversations").click()
+    page.locator("#new").click()
+    page.locator("#settings").click()
+    assert page.locator("[name=top_k]").input_value() == "9"
+    page.get_by_role("button", name="Clear").click()
+    assert page.locator("[name=top_k]").input_value() == ""
+    page.keyboard.press("Escape")
+
+
+def test_answers_of_a_schema(browser: Any, server: Server) -> None:
+    """What is no JSON is refused in the dialog; what the server can't follow leads back to the settings."""
+    page = opened(browser, server)
+    page.locator("#settings").click()
+    field = page.locator("[name=response_format]")
+    field.fill('{"type": ')
+    page.get_by_role("button", name="Done").click()
+    assert page.locator("#options").evaluate("dialog => dialog.open")
+    assert "no JSON object" in field.evaluate("field => field.validationMessage")
+    field.fill('{"type": "shape"}')
+    page.get_by_role("button", name="Done").click()
+    page.locator("#text").fill("Hello")
+    page.locator("#send").click()
+    expect(page.locator(".error")).to_contain_text("The JSON schema of this conversation can't be used")
+    page.locator(".error").get_by_role("button", name="Settings").click()
+    field.fill(
+        '{"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"], "additionalProperties": false}'
+    )
+    page.get_by_role("button", name="Done").click()
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".assistant .body")).to_contain_text(re.compile(r'\{\s*"n"'))
+    page.close()
+
+
+def test_conversations_are_searched_exported_and_imported(page: Any, context: Any, tmp_path: pathlib.Path) -> None:
+    replaced(page, "An answer of whales")
+    set_fields(page, seed=7)
+    ask(page, "The first talk")
+    page.locator("#new").click()
+    replaced(page, "An answer of ships")
+    ask(page, "The second talk")
+    for words, n in {"whales answer": 1, "TALK": 2, "harpoon": 0, "": 2}.items():
+        page.locator("#search").fill(words)
+        expect(page.locator("#list li")).to_have_count(n)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    saved = tmp_path / "saved.json"
+    download.value.save_as(saved)
+    data = json.loads(saved.read_text())
+    for i in range(2):
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.locator("#list li").first.get_by_role("button", name="Delete").click()
+        expect(page.locator("#list li")).to_have_count(1 - i)
+    hostile = [{"role": "user", "content": "x", "images": ["https://e.example/p.png"]}]
+    for bad in ("{", "[]", {"conversations": []}, {**data, "conversations": [None]}):
+        expect_refused(page, tmp_path, bad)
+    for change in (
+        {"messages": hostile},
+        {"messages": [{"role": "system", "content": ""}]},
+        {"used": "much"},
+        {"id": 3},
+    ):
+        expect_refused(
+            page,
+            tmp_path,
+            {**data, "conversations": [data["conversations"][0], data["conversations"][1] | change]},
+        )
+    page.locator("#import-file").set_input_files(saved)
+    expect(page.locator("#list li")).to_have_count(2)
+    page.get_by_role("button", name="The first talk", exact=True).click()
+    expect(page.locator(".assistant .body")).to_have_text("An answer of whales")
+    page.reload()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="The first talk", exact=True).click()
+        page.get_by_role("button", name="Regenerate").click()
+    assert asked.value.post_data_json["seed"] == 7
+
+
+def expect_refused(page: Any, folder: pathlib.Path, data: Any) -> None:
+    """Expects that nothing of a file is imported."""
+    path = folder / "bad.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    page.locator("#status").evaluate("status => { status.textContent = '' }")
+    page.locator("#import-file").set_input_files(path)
+    expect(page.locator("#status")).to_contain_text("bad.json can't be imported")
+    expect(page.locator("#list li")).to_have_count(0)
 
 
 def test_a_full_context_is_no_dead_end(page: Any) -> None:
-    set_field(page, "#max-tokens", "20")
+    set_fields(page, max_tokens=20)
     for i in range(3):
         ask(page, f"{i} " + "word " * 70)
         if page.locator("#full").is_visible():
@@ -337,14 +460,35 @@ def test_errors_are_shown_and_can_be_mended(browser: Any, server: Server) -> Non
     expect(page.locator("#slide")).to_be_hidden()
     page.locator("#fresh").click()
     expect(page.locator("#full")).to_be_hidden()
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+    answers: dict[str, Any] = {
+        "does not answer": lambda route: route.abort(),
+        "busy": lambda route: route.fulfill(
+            status=429, json={"error": {"code": "queue_full", "message": "32 wait"}}
+        ),
+        "short of memory": lambda route: route.fulfill(status=503, json={"error": {"code": "overloaded"}}),
+        "answered 502": lambda route: route.fulfill(status=502, body="<html>"),
+        "broke off": lambda route: route.fulfill(
+            body='data: {"choices": []}\n\n', content_type="text/event-stream"
+        ),
+    }
     page.locator("#text").fill("Hello?")
+    page.route("**/v1/chat/completions", answers["busy"])
     page.locator("#send").click()
-    expect(page.locator(".error")).to_be_visible()
+    expect(page.locator(".error")).to_contain_text("busy")
+    for text, answer in answers.items():
+        page.unroute("**/v1/chat/completions")
+        page.route("**/v1/chat/completions", answer)
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".error")).to_contain_text(text)
     page.unroute("**/v1/chat/completions")
+    page.reload()
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".assistant .actions")).to_have_count(1)
     expect(page.locator(".error")).to_have_count(0)
+    page.route("**/health", lambda route: route.abort())
+    expect(page.locator("#status")).to_contain_text("The server does not answer")
+    page.unroute("**/health")
+    expect(page.locator("#status")).to_be_empty()
     page.close()
 
 
@@ -370,8 +514,12 @@ def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
     png, jpeg = (base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in parts[:2])
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")), noise)
     assert Image.open(io.BytesIO(jpeg)).size == (1024, 205)
-    page.reload()
+    changed(page, server, modalities={"vision": False})
     expect(page.locator(".user .images img")).to_have_count(2)
+    expect(page.locator(".user")).to_contain_text("not sent: this model can't look at pictures")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Regenerate").click()
+    assert asked.value.post_data_json["messages"][0]["content"] == "Describe the second picture."
 
 
 def test_with_a_key(browser: Any, server: Server) -> None:
@@ -388,7 +536,6 @@ def test_with_a_key(browser: Any, server: Server) -> None:
     page.route("**/*", guarded)
     page.goto(server.url)
     expect(page.locator("#key")).to_be_visible()
-    expect(page.locator("#power")).to_be_hidden()  # nothing is known yet
     page.locator("#key").fill("k3y")
     expect(page.locator("#model")).to_contain_text("demo")
     ask(page, "Hello")
@@ -405,3 +552,29 @@ def test_for_screen_readers(page: Any) -> None:
     )
     assert unnamed == []
     expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-busy", "false")
+
+
+def test_on_a_phone(browser: Any, server: Server) -> None:
+    """Nothing is wider than 360 pixels, in light and dark; the list is behind a button."""
+    page = opened(browser, server, viewport={"width": 360, "height": 640}, color_scheme="dark")
+    replaced(
+        page,
+        "| a | b |\n|---|---|\n"
+        + f"| {'c ' * 40} | {'d' * 90} |\n\n```\n{'e' * 200}\n```\n\n$$"
+        + "f+" * 90
+        + "g$$",
+    )
+    ask(page, "w" * 200)
+    expect(page.locator("#list")).to_be_hidden()
+    page.locator("#menu").click()
+    expect(page.locator("#list")).to_be_visible()
+    page.locator("#new").click()
+    expect(page.locator("#list")).to_be_hidden()
+    page.locator("#menu").click()
+    page.get_by_role("button", name=re.compile("^w+$")).click()
+    wide = "() => [document.documentElement, talk, options].map(e => e.scrollWidth - e.clientWidth)"
+    page.locator("#settings").click()
+    assert page.evaluate(wide) == [0, 0, 0]
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(background) != "rgb(255, 255, 255)"
+    page.close()

@@ -32,55 +32,107 @@ function inStore(mode, action) {
 
 function newestFirst() { return [...conversations.values()].sort((a, b) => b.updated - a.updated); }
 
-function readSettings() {
-  try { return JSON.parse(localStorage.getItem("edgekv")) ?? {}; } catch { return {}; }
+function readDefaults() {
+  try { return checkedSettings(JSON.parse(localStorage.getItem("edgekv"))); } catch { return {}; }
 }
 
 function newConversation() {
   const now = Date.now();
-  return {id: crypto.randomUUID?.() ?? `${now}-${Math.random()}`, title: "", updated: now, used: 0, messages: []};
+  return {id: crypto.randomUUID?.() ?? `${now}-${Math.random()}`, title: "", updated: now, used: 0, messages: [], settings: readDefaults()};
 }
 
-function serverError(error) {
-  return Object.assign(new Error(error?.message ?? "the server does not answer"), {code: error?.code});
+const FORMAT = "edgekv conversations", PICTURE = /^data:image\/(?:png|jpeg);base64,[\w+/=]+$/;
+
+// Returns the conversations of an exported file, with nothing that this page would not have written. Throws what is wrong.
+function checkedExport(text) {
+  let data = null;
+  try { data = JSON.parse(text); } catch { /* said below */ }
+  if (data?.format !== FORMAT || !Array.isArray(data.conversations)) throw new Error("it was not exported by this page");
+  return data.conversations.map((talk, i) => {
+    const {id, title, updated, used, messages, settings, figures} = talk ?? {}, place = `conversation ${i + 1}`;
+    const isWhole = isText(id) && isText(title) && isCount(updated) && isCount(used) && Array.isArray(messages) && messages.length;
+    if (!isWhole) throw new Error(`${place} has no title, time or messages`);
+    return {
+      id, title, updated, used, settings: checkedSettings(settings),
+      figures: Object.fromEntries(FIGURES.flatMap(name => isCount(figures?.[name]) ? [[name, figures[name]]] : [])),
+      messages: messages.map((message, j) => checkedMessage(message ?? {}, `message ${j + 1} of ${place}`)),
+    };
+  });
 }
 
-function headers() {
-  const key = $("key").value;
-  return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
+function checkedMessage({role, content, reasoning = "", images = [], dropped = false}, place) {
+  const isKnown = ["user", "assistant"].includes(role) && isText(content) && isText(reasoning) && Array.isArray(images);
+  if (!isKnown || !images.every(url => isText(url) && PICTURE.test(url))) throw new Error(`${place} is damaged`);
+  return {role, content, reasoning, images, dropped: dropped === true};
 }
 
-// Yields the chunks of an answer. Throws the server's error, or AbortError after the signal.
+function checkedSettings(settings) {
+  return Object.fromEntries(Object.entries(settings ?? {}).filter(([name, value]) =>
+    isSetting(name) && isText(value) && isSchema(name, value)));
+}
+
+// Returns false for a JSON schema that is no JSON object.
+function isSchema(name, value) {
+  if (name !== "response_format" || !value) return true;
+  try { return Object.getPrototypeOf(JSON.parse(value)) === Object.prototype; } catch { return false; }
+}
+
+function settingFields() { return [...$("fields").elements].filter(field => field.name); }
+function isSetting(name) { return settingFields().some(field => field.name === name); }
+
+function isText(value) { return typeof value === "string"; }
+function isCount(value) { return Number.isFinite(value) && value >= 0; }
+
+const FAILURES = {  // by code, or by a parameter: then the server's message follows
+  unreachable: "The server does not answer. Is it still running, and is this device still connected?",
+  broken_off: "The connection broke off before the answer was complete.",
+  queue_full: "The server is busy with other requests. Wait a little.",
+  overloaded: "The server is short of memory. Wait until other answers are done, or go on in a new conversation.",
+  shutting_down: "The server is shutting down. Try again once it is back.",
+  interrupted: "The server was interrupted.",
+  internal_error: "The server failed; its log says why.",
+  invalid_api_key: "The server wants its key: enter it above.",
+  response_format: "The JSON schema of this conversation can't be used: correct it in the settings.",
+};
+
+function failure({code, param, message}) {
+  const text = FAILURES[param] ? `${FAILURES[param]} ${message}` : FAILURES[code] ?? message;
+  return Object.assign(new Error(text), {code, param});
+}
+
+async function request(path, options) {
+  const key = $("key").value, headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
+  const response = await fetch(path, {...options, headers});
+  if (response.status === 401) $("keyed").hidden = false;
+  return response;
+}
+
+// Yields the chunks of an answer. Throws a failure, or AbortError after the signal.
 async function* answer(body, signal) {
   const options = {stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true};
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), signal, body: JSON.stringify({...body, ...options}),
-  });
-  if (!response.ok) throw serverError((await response.json().catch(() => null))?.error);
+  const lost = code => error => { throw error.name === "AbortError" ? error : failure({code}); };
+  const sent = request("/v1/chat/completions", {method: "POST", signal, body: JSON.stringify({...body, ...options})});
+  const response = await sent.catch(lost("unreachable"));
+  if (!response.ok) throw failure((await response.json().catch(() => null))?.error ?? {message: `The server answered ${response.status}.`});
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
+    const {value, done} = await reader.read().catch(lost("broken_off"));
+    if (done) throw failure({code: "broken_off"});
     const parts = (buffer + value).split("\n\n");
     buffer = parts.pop();
     for (const part of parts) {
-      if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+      if (part === "data: [DONE]") return;
+      if (!part.startsWith("data: ")) continue;
       const event = JSON.parse(part.slice(6));
-      if (event.error) throw serverError(event.error);
+      if (event.error) throw failure(event.error);
       yield event;
     }
   }
 }
 
-async function fetchJson(path) {
-  const response = await fetch(path, {headers: headers()});
-  $("keyed").hidden = response.status !== 401 && !$("key").value;
-  return response.ok ? response.json() : null;
-}
-
 function asApiMessage({role, content, images}) {
-  const parts = (images ?? []).map(url => ({type: "image_url", image_url: {url}}));
+  const parts = (canSee() && images || []).map(url => ({type: "image_url", image_url: {url}}));
   return {role, content: parts.length ? [...parts, {type: "text", text: content}] : content};
 }
 
@@ -93,7 +145,8 @@ const LONGEST_SIDE = 1024, SMALL_FILE = 200_000;
 let attachedImages = [];
 
 async function attach(files) {
-  for (const file of files) {
+  if (!canSee()) $("status").textContent = "This model can't look at pictures";
+  for (const file of canSee() ? files : []) {
     if (!file.type.startsWith("image/")) continue;
     try { attachedImages.push(await asUrl(file)); }
     catch { $("status").textContent = `${file.name} is no image that this browser can read`; }

@@ -1,12 +1,15 @@
 // The page's state, and the handlers of events.
 
 const NEARLY_FULL = 0.9;
-let conversation = newConversation(), settings = readSettings(), abort = null, model = "", ctx = 0;
+const FIGURES = ["packed", "plain", "speed", "written", "joules"];
+let conversation = newConversation(), abort = null, props = null, isGone = false;
+
+function canSee() { return Boolean(props?.modalities.vision); }
 
 function openTalk(id) {
   abort?.abort();
   conversation = conversations.get(id) ?? newConversation();
-  closeMenu();
+  setMenu(false);
   redraw();
   $("text").focus();
 }
@@ -26,29 +29,36 @@ async function rename(talk) {
   redrawList();
 }
 
-function editMessage(i, text) {
+// Asks a question: a new one, or in the place of an earlier message and all after it.
+function say(content, at = conversation.messages.length) {
   if (abort) return;
-  conversation.messages.length = i + 1;
-  conversation.messages[i].content = text;
+  const [replaced] = conversation.messages.splice(at);
+  conversation.messages.push({role: "user", content, images: replaced?.images ?? attachedImages.splice(0)});
+  showAttached();
   ask();
 }
 
 function regenerate() {
   if (abort) return;
   if (conversation.messages.at(-1)?.role === "assistant") conversation.messages.pop();
-  if (conversation.messages.length) ask();
+  ask();
 }
 
 function redraw(error) {
   show(conversation, error);
+  $("model").textContent = props ? loraOf(conversation) || props.model_alias : "edgekv";
   redrawList();
   showContext(error);
 }
 
-function redrawList() { showList(newestFirst(), conversation.id); }
+function redrawList() {
+  const words = $("search").value.toLowerCase().split(/\s+/);
+  const text = talk => [talk.title, ...talk.messages.map(message => message.content)].join("\n").toLowerCase();
+  showList(newestFirst().filter(talk => words.every(word => text(talk).includes(word))), conversation.id);
+}
 
 async function saveConversation(talk, updated = Date.now()) {
-  if (talk.removed) return;
+  if (talk.removed || !talk.messages.length) return;
   talk.updated = updated;
   talk.title ||= talk.messages[0]?.content.replace(/\s+/g, " ").slice(0, 60) || "An image";
   conversations.set(talk.id, talk);
@@ -59,18 +69,13 @@ async function saveConversation(talk, updated = Date.now()) {
 // Requests the next answer, and saves it while it grows, so that it survives closing the page.
 async function ask() {
   const talk = conversation, reply = {role: "assistant", content: "", reasoning: ""};
+  setBusy(true);
   redraw();
   const grow = startAnswer();
   let error = null, saved = performance.now();
-  setBusy(true);
   await saveConversation(talk);
   try {
-    const messages = talk.messages.filter(message => !message.dropped).map(asApiMessage);
-    if (settings.system) messages.unshift({role: "system", content: settings.system.trim()});
-    const body = {model: chosenModel(), messages};
-    if (settings.temperature) body.temperature = Number(settings.temperature);
-    if (settings["max-tokens"]) body.max_tokens = Number(settings["max-tokens"]);
-    for await (const chunk of answer(body, abort.signal)) {
+    for await (const chunk of answer(requestOf(talk), abort.signal)) {
       watchAnswer(chunk, talk);
       const {delta = {}, finish_reason} = chunk.choices[0] ?? {};
       reply.cut ||= finish_reason === "length";
@@ -81,14 +86,28 @@ async function ask() {
       if (talk === conversation) grow(reply);
       if (performance.now() - saved > 1000) { saved = performance.now(); await saveConversation(talk); }
     }
-  } catch (failure) {
-    if (failure.name !== "AbortError") error = failure;
+  } catch (failed) {
+    if (failed.name !== "AbortError") error = failed;
   }
   setBusy(false);
   await saveConversation(talk);
   if (talk === conversation) redraw(error);
-  if (!error) $("status").textContent = reply.cut ? "The answer was cut off at its limit" : "";
+  $("status").textContent = reply.cut && !error ? "The answer was cut off at its limit: ask to go on, or set a longer one in the settings" : "";
 }
+
+// Returns the body of the request for the next answer, with the conversation's settings.
+function requestOf(talk) {
+  const {model, system, response_format: schema, ...numbers} = talk.settings ?? {};
+  const messages = talk.messages.filter(message => !message.dropped).map(asApiMessage);
+  if (system?.trim()) messages.unshift({role: "system", content: system.trim()});
+  const body = {model: loraOf(talk) || props?.model_alias, messages};
+  for (const [name, value] of Object.entries(numbers)) if (value) body[name] = Number(value);
+  if (schema?.trim()) body.response_format = {type: "json_schema", json_schema: {name: "answer", schema: JSON.parse(schema)}};
+  return body;
+}
+
+// Returns the LoRA that a conversation is set to; "" for the model itself.
+function loraOf(talk) { return props?.loras.includes(talk.settings?.model) ? talk.settings.model : ""; }
 
 function setBusy(on) {
   abort = on ? new AbortController() : null;
@@ -99,39 +118,48 @@ function setBusy(on) {
   else $("text").focus();
 }
 
-// Shows the figures of a growing answer.
+// Takes the figures of a growing answer into its conversation, and shows them.
 function watchAnswer(chunk, talk) {
-  const {prompt_progress: reading, timings, usage} = chunk, values = reading ?? timings;
-  if (values) {
-    const {kv_cache_bytes: packed, kv_cache_f16_bytes: plain} = values;
-    $("cache").textContent = formatBytes(packed) + (packed < plain ? ` (f16: ${formatBytes(plain)})` : "");
-  }
+  const {prompt_progress: reading, timings, usage} = chunk, values = reading ?? timings, figures = talk.figures ??= {};
+  if (values) Object.assign(figures, {packed: values.kv_cache_bytes, plain: values.kv_cache_f16_bytes});
   if (reading) $("status").textContent = `Reading ${reading.processed} of ${reading.total} tokens`;
   if (timings?.predicted_n) {
     $("status").textContent = `${timings.predicted_n} tokens`;
-    $("first").textContent = `${(timings.prompt_ms / 1000).toFixed(2)} s`;
-    if (timings.predicted_per_second) $("speed").textContent = timings.predicted_per_second.toFixed(1);
+    figures.speed = timings.predicted_per_second ?? figures.speed;
     talk.used = timings.cache_n + timings.prompt_n + timings.predicted_n;
   }
-  if (usage) talk.used = usage.total_tokens;
-  showUse();
+  if (usage) {
+    talk.used = usage.total_tokens;
+    figures.written = (figures.written ?? 0) + usage.completion_tokens;
+    if (usage.energy_joules) figures.joules = (figures.joules ?? 0) + usage.energy_joules;
+  }
+  if (talk === conversation) showFigures();
 }
 
-function showUse() {
-  $("meter").value = ctx ? Math.min(1, conversation.used / ctx) : 0;
-  $("used").textContent = ctx ? `${conversation.used} of ${ctx}` : "–";
+// Shows the figures that are known.
+function showFigures() {
+  const {used, figures: {packed, plain, speed, written, joules} = {}} = conversation, ctx = props?.ctx;
+  const texts = {
+    used: ctx && `${used} of ${ctx} tokens`, speed: speed && `${speed.toFixed(1)} tokens/s`,
+    memory: packed && formatBytes(packed) + (packed < plain ? ` instead of ${formatBytes(plain)}` : ""),
+    written: written && `${written} tokens`, energy: joules && `${joules.toPrecision(3)} J (${(joules / written).toPrecision(2)} J a token)`,
+  };
+  for (const [id, text] of Object.entries(texts)) {
+    $(id).textContent = text || "";
+    $(id).closest("div").hidden = !text;
+  }
+  $("meter").value = ctx ? Math.min(1, used / ctx) : 0;
 }
 
-// Shows how full the context is, and the actions if it is nearly full.
+// Shows how full the context is, and what to do if it is nearly full.
 function showContext(error) {
-  showUse();
-  const over = error?.code === "context_length_exceeded", near = ctx && conversation.used > NEARLY_FULL * ctx;
-  const alone = questions().length < 2;
-  $("full").hidden = !over && !near;
-  $("slide").hidden = alone;
-  $("fullness").textContent = !over ? "The context is nearly full." : alone
-    ? "This message alone is longer than the model's context: edit it, or start anew."
-    : "The conversation is longer than the model's context.";
+  showFigures();
+  const over = error?.code === "context_length_exceeded", isAlone = questions().length < 2;
+  $("full").hidden = !over && !(conversation.used > NEARLY_FULL * props?.ctx);
+  $("slide").hidden = isAlone;
+  $("fullness").textContent = !over ? "The model can keep little more of this conversation in mind." : isAlone
+    ? "This message alone is longer than what the model can keep in mind: edit it, or start anew."
+    : "The conversation is longer than what the model can keep in mind.";
 }
 
 // Returns the indices of the questions that are still sent.
@@ -139,74 +167,80 @@ function questions() {
   return conversation.messages.flatMap((message, i) => message.role === "user" && !message.dropped ? [i] : []);
 }
 
-// Drops the oldest half of the messages, by length, but never the last question.
+// Drops the older half of the questions, with their answers, but never the last question.
 async function slide() {
-  const length = message => message.content.length + 1000 * (message.images?.length ?? 0);
-  const {messages} = conversation, included = messages.filter(message => !message.dropped);
-  let left = included.reduce((sum, message) => sum + length(message), 0) / 2;
-  for (const next of questions().slice(1)) {
-    if (left <= 0) break;
-    for (const message of messages.slice(0, next))
-      if (!message.dropped) { message.dropped = true; left -= length(message); }
-  }
+  const sent = questions();
+  for (const message of conversation.messages.slice(0, sent[Math.ceil(sent.length / 2)])) message.dropped = true;
   conversation.used = 0;
   await saveConversation(conversation);
-  if (messages.at(-1).role === "user") ask();
+  if (conversation.messages.at(-1).role === "user") ask();
   else redraw();
 }
 
-// Shows whether the model takes images, and its LoRAs.
-function showProps(modelName, props) {
-  $("attach").hidden = !props?.modalities.vision;
-  const loras = props?.loras ?? [];
+// Shows what the model can do, and its own settings in the empty fields.
+function showProps() {
+  const {modalities, loras, model_alias: name, default_generation_settings: {params}} = props;
+  $("attach").hidden = !modalities.vision;
   $("loras").hidden = !loras.length;
-  $("lora").replaceChildren(...[["", modelName], ...loras.map(name => [name, name])].map(([value, text]) => new Option(text, value)));
-  $("lora").value = loras.includes(settings.lora) ? settings.lora : "";
+  $("fields").elements.model.replaceChildren(...["", ...loras].map(lora => new Option(lora || name, lora)));
+  for (const field of settingFields()) if (params[field.name] != null) field.placeholder = params[field.name];
 }
 
-// Returns the name of the LoRA or the model that requests ask for.
-function chosenModel() { return $("lora").value || model; }
-
+// Asks each second whether the server is there, and at first and after an absence what it serves.
 async function watch() {
-  try {
-    const stats = document.hidden ? null : await fetchJson("/stats");
-    if (stats) {
-      if (!ctx) showProps(stats.model, await fetchJson("/props"));
-      ({model, ctx} = stats);
-      $("model").textContent = `${chosenModel()} · ${stats.kv.split(":")[0]}`;
-      const {edgekv_cache_bytes: cacheBytes, edgekv_tokens_per_second: speed, edgekv_watts: watts} = stats;
-      if (!abort && $("cache").textContent === "–") $("cache").textContent = formatBytes(cacheBytes);
-      if (!abort && speed && $("speed").textContent === "–") $("speed").textContent = speed.toFixed(1);
-      $("power").hidden = watts === undefined;
-      $("watts").textContent = `${watts?.toFixed(2)}`;
-      showUse();
-    }
-  } catch { /* the server is gone for now */ }
+  const path = props && !isGone ? "/health" : "/props", answered = document.hidden ? null : await request(path).catch(() => undefined);
+  if (answered?.ok && path === "/props") {
+    props = await answered.json();
+    showProps();
+    if (!abort && !document.querySelector(".editor")) redraw();
+    if (isGone) $("status").textContent = "";
+  }
+  isGone = answered === undefined;
+  if (isGone && !abort) $("status").textContent = FAILURES.unreachable;
   setTimeout(watch, 1000);
 }
 
-const FIELDS = ["temperature", "max-tokens", "system"];
-
-function settingsChanged() {
-  settings = Object.fromEntries([...FIELDS, "lora"].map(id => [id, $(id).checkValidity() ? $(id).value : ""]));
-  try { localStorage.setItem("edgekv", JSON.stringify(settings)); } catch { /* kept for this page */ }
+function openSettings() {
+  for (const field of settingFields()) field.value = conversation.settings?.[field.name] ?? "";
+  $("options").returnValue = "";
+  $("options").showModal();
 }
 
-function closeMenu() {
-  $("side").classList.remove("open");
-  $("menu").ariaExpanded = "false";
+// Takes the settings that are valid.
+async function takeSettings() {
+  const fields = settingFields().filter(field => field.value), valid = fields.filter(field => field.validity.valid);
+  conversation.settings = Object.fromEntries(valid.map(({name, value}) => [name, value]));
+  if (valid.length < fields.length) $("status").textContent = "What was no valid setting was left out";
+  if ($("options").returnValue === "keep") try { localStorage.setItem("edgekv", JSON.stringify(conversation.settings)); } catch { /* private */ }
+  await saveConversation(conversation, conversation.updated);
+  if (!abort) redraw();
 }
+
+function exportAll() {
+  const file = new Blob([JSON.stringify({format: FORMAT, conversations: newestFirst()}, null, 1)], {type: "application/json"});
+  element("a", {href: URL.createObjectURL(file), download: "edgekv-conversations.json"}).click();
+}
+
+// Adds the conversations of a file; of two that are the same one, the later stays.
+async function importAll(file) {
+  try {
+    const talks = checkedExport(await file.text()).filter(talk => !(conversations.get(talk.id)?.updated >= talk.updated));
+    await inStore("readwrite", objects => talks.map(talk => objects.put(talk)).at(-1) ?? objects.count());
+    for (const talk of talks) conversations.set(talk.id, talk);
+    openTalk(newestFirst()[0]?.id);
+    $("status").textContent = `Conversations added: ${talks.length}`;
+  } catch (error) { $("status").textContent = `${file.name} can't be imported: ${error.message}`; }
+}
+
+function setMenu(open) { $("menu").ariaExpanded = String($("side").classList.toggle("open", open)); }
 
 const on = (id, event, action) => $(id).addEventListener(event, action);
 on("form", "submit", event => {
   event.preventDefault();
   const content = $("text").value.trim();
   if ((!content && !attachedImages.length) || abort) return;
-  conversation.messages.push({role: "user", content, images: attachedImages});
-  attachedImages = [];
-  showAttached();
   $("text").value = "";
-  ask();
+  say(content);
 });
 on("text", "keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
@@ -214,28 +248,31 @@ on("text", "keydown", event => {
 document.addEventListener("keydown", event => {
   if (event.key !== "Escape" || $("options").open) return;
   if (abort) abort.abort();
-  else closeMenu();
+  else setMenu(false);
 });
 on("text", "paste", event => {
-  if (!$("attach").hidden && event.clipboardData.files.length) { event.preventDefault(); attach(event.clipboardData.files); }
+  if (event.clipboardData.files.length) { event.preventDefault(); attach(event.clipboardData.files); }
 });
-for (const kind of ["dragover", "dragleave", "drop"])
-  document.addEventListener(kind, event => {
-    event.preventDefault();
-    $("form").classList.toggle("over", kind === "dragover" && !$("attach").hidden);
-    if (kind === "drop" && !$("attach").hidden) attach(event.dataTransfer.files);
-  });
+for (const kind of ["dragover", "drop"])
+  document.addEventListener(kind, event => { event.preventDefault(); if (kind === "drop") attach(event.dataTransfer.files); });
 on("attach", "click", () => $("file").click());
 on("file", "change", async () => { await attach($("file").files); $("file").value = ""; });
 on("stop", "click", () => abort?.abort());
 for (const id of ["new", "fresh"]) on(id, "click", () => openTalk(null));
 on("slide", "click", slide);
-on("settings", "click", () => $("options").showModal());
-on("options", "change", settingsChanged);
-on("menu", "click", () => { $("menu").ariaExpanded = String($("side").classList.toggle("open")); });
+on("settings", "click", openSettings);
+on("options", "close", takeSettings);
+on("fields", "input", ({target: {name, value}, target}) => {
+  target.setCustomValidity(isSchema(name, value) ? "" : "This is no JSON object: check its quotes, commas and braces");
+});
+on("clear", "click", () => { for (const field of settingFields()) field.value = ""; });
+on("search", "input", redrawList);
+on("export", "click", exportAll);
+on("import", "click", () => $("import-file").click());
+on("import-file", "change", async () => { await importAll($("import-file").files[0]); $("import-file").value = ""; });
+on("menu", "click", () => setMenu());
 
 (async () => {
-  for (const id of FIELDS) $(id).value = settings[id] ?? "";
   await openStore();
   openTalk(newestFirst()[0]?.id);
   watch();

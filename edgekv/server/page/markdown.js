@@ -21,6 +21,10 @@ const INLINE = /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\]|\\\(([^]+?)\\\)|\$(?![\s$])(
 
 function escaped(text) { return text.replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`); }
 
+function anchor(href, html, raw) {
+  return LINK.test(href) ? `<a href="${escaped(href)}" target="_blank" rel="noopener noreferrer">${html}</a>` : escaped(raw);
+}
+
 function mathHtml({tex, raw, isDisplay}) {
   try {
     const html = katex.renderToString(tex, {output: "mathml", displayMode: isDisplay, strict: "ignore", maxSize: 20, maxExpand: 200});
@@ -63,13 +67,8 @@ const parser = new marked.Marked({
       const html = isKnown ? hljs.highlight(text, {language, ignoreIllegals: true}).value : escaped(text);
       return `<pre><code class="${language}">${html}</code></pre>`;
     },
-    link({href, raw, tokens}) {
-      if (!LINK.test(href)) return escaped(raw);
-      return `<a href="${escaped(href)}" target="_blank" rel="noopener noreferrer">${this.parser.parseInline(tokens)}</a>`;
-    },
-    image({href, text, raw}) {
-      return LINK.test(href) ? `<a href="${escaped(href)}" target="_blank" rel="noopener noreferrer">${escaped(text || href)}</a>` : escaped(raw);
-    },
+    link({href, raw, tokens}) { return anchor(href, this.parser.parseInline(tokens), raw); },
+    image({href, raw, text}) { return anchor(href, escaped(text || href), raw); },
     checkbox({checked}) { return checked ? "☑ " : "☐ "; },
   },
 });

@@ -30,25 +30,46 @@ function button(label, action, properties = {}) {
 
 let shown = null;  // the conversation
 
-// Shows a conversation. error: the error of the last answer.
+// Shows a conversation. error: the failure of the last answer.
 function show(conversation, error) {
   const last = conversation.messages.length - 1, follows = conversation !== shown || isAtEnd();
   shown = conversation;
   $("talk").replaceChildren(...conversation.messages.map((message, i) => article(message, i, i === last && !error)));
-  if (error) $("talk").append(element("article", {className: "error"}, `${error.message} `, button("Try again", regenerate)));
+  if (last < 0 && props) $("talk").append(welcome());
+  if (error) $("talk").append(failed(error));
   if (follows) scrollToEnd();
+}
+
+function failed({message, code, param}) {
+  const made = element("article", {className: "error", role: "alert"}, element("p", {textContent: message}));
+  if (isSetting(param)) made.append(button("Settings", openSettings), " ");
+  if (code !== "context_length_exceeded") made.append(button("Try again", regenerate));
+  return made;
+}
+
+const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Plan a simple dinner for four, with a shopping list."];
+
+// Returns what an empty conversation shows: what the model is, what it can't do, and two things to try.
+function welcome() {
+  const {note, examples, ctx, model_alias: name} = props, about = note || `${name} answers what you write. Like any model, it can be wrong`;
+  const limits = `It keeps up to ${ctx} tokens of a conversation in mind, about ${Number((ctx * 0.75).toPrecision(2))} words, and ${canSee() ? "looks at" : "can't look at"} pictures.`;
+  const privacy = "What you write goes to this server only; conversations are kept in this browser.";
+  return element("section", {className: "welcome"}, element("h2", {textContent: name}),
+    element("p", {textContent: `${about[0].toUpperCase()}${about.slice(1)}. ${limits} ${privacy}`}), element("p", {textContent: "Two things to try:"}),
+    (examples.length ? examples : EXAMPLES).map(text => button(text, () => say(text))));
 }
 
 function article(message, i, isLast) {
   const made = element("article", {className: message.role, ariaLabel: NAMES[message.role]});
   if (message.dropped) made.classList.add("dropped");
-  if (message.images?.length)
+  if (message.images?.length) {
     made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
-  const body = bodyOf(message);
+    if (props && !canSee()) made.append(element("p", {className: "hint", textContent: "not sent: this model can't look at pictures"}));
+  }
   const actions = element("div", {className: "actions"}, button("Copy", made => copyText(message.content, made)));
   if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i)));
-  if (message.role === "assistant" && isLast) actions.append(button("Regenerate", regenerate));
-  made.append(body, actions);
+  if (isLast && !abort) actions.append(button(message.role === "user" ? "Try again" : "Regenerate", regenerate));
+  made.append(bodyOf(message), actions);
   return made;
 }
 
@@ -70,7 +91,7 @@ function reasoning(message) {
 
 function edit(article, message, i) {
   const area = element("textarea", {className: "editor", value: message.content, rows: 3, ariaLabel: "Edit the message"});
-  const done = () => { if (area.value.trim()) editMessage(i, area.value.trim()); };
+  const done = () => { if (area.value.trim()) say(area.value.trim(), i); };
   area.addEventListener("keydown", event => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
     if (event.key === "Escape") { event.stopPropagation(); redraw(); }

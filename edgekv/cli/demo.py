@@ -36,9 +36,9 @@ Each KV scheme reads them, is asked for the five numbers, and goes on with the p
 """
 NEXT = """
 next
-  edgekv chat --model Qwen/Qwen3-0.6B                        a model that answers (1.5 GB)
-  edgekv budget --shape llama3.1-8b --ctx 32768 --memory 8G  does a larger one fit?
-  edgekv eval --gate --model PATH --text YOUR-TEXT           what is good enough for your text"""
+  edgekv chat Qwen/Qwen3-0.6B                         a model that answers (1.5 GB)
+  edgekv budget llama3.1-8b --ctx 32768 --memory 8G   does a larger one fit?
+  edgekv eval --gate --model PATH --text YOUR-TEXT    what is good enough for your text"""
 
 
 @dataclasses.dataclass(frozen=True)

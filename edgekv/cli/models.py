@@ -33,8 +33,8 @@ from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import AUTO, default_scheme, size_text
-from edgekv.kvcache.registry import PRESETS, select_specs
+from edgekv.kvcache.choice import AUTO, default_scheme, packed_presets, size_text
+from edgekv.kvcache.registry import select_specs
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
@@ -186,7 +186,8 @@ def _contexts_that_fit(model: Model, options: Options, plan: SessionPlan, availa
     def total(kv: CacheSpec, ctx: int) -> int:
         return sum(_plan(model, dataclasses.replace(options, ctx=ctx, kv_budget=None), kv).parts().values())
 
-    presets = select_specs([CacheSpec.parse(name) for name in PRESETS], model.config, plan.ctx, named=False)[0]
+    named = [CacheSpec.parse(name) for name in ("f16", *packed_presets())]
+    presets = select_specs(named, model.config, plan.ctx, named=False)[0]
     other = next((kv for kv in presets if total(kv, plan.ctx) <= available), presets[-1])
     contexts = range(1, plan.ctx + 1)
     longest = {kv.short: bisect_right(contexts, available, key=partial(total, kv)) for kv in (plan.kv, other)}
@@ -210,8 +211,9 @@ def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> Session
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
-    """Returns the requested scheme, or for auto the most exact preset, that fits the memory; None if none does."""
-    for kv in PRESETS if options.kv in (None, AUTO) and options.kv_budget is None else (options.kv,):
+    """Returns the requested scheme, or for auto its choice or a smaller preset, that fits; None if none does."""
+    is_auto = options.kv in (None, AUTO) and options.kv_budget is None
+    for kv in (options.kv, *packed_presets() * is_auto):
         plan = _plan(model, options, kv)
         if sum(plan.parts().values()) <= available:
             return plan.kv.short

@@ -77,7 +77,7 @@ def test_of_many_threads_one_has_the_turn() -> None:
             assert refused.acquire(timeout=60)
         held.set()
         assert sorted(each.result(60) for each in tried) == [False] * (n - 1) + [True]
-    assert not turn.is_taken
+    assert not turn.holders
 
 
 @pytest.fixture

@@ -106,17 +106,19 @@ def count(text: str = "", **more: Any) -> dict[str, Any]:
     return option("N", text, type=positive_int, **more)
 
 
-def size(field: str, text: str) -> dict[str, Any]:
-    """Returns the arguments of `add_argument` for a number of bytes, which errors call ``field``."""
+def size(field: str, text: str, default: str | None = None, off: str | None = None) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for bytes, which errors call ``field``; ``off`` is None."""
 
-    def read(given: str) -> int:
+    def read(given: str) -> int | None:
+        if given == off:
+            return None
         if given.strip().isdigit() and int(given) < 1 << 20:
             raise ConfigError(
                 "has no unit", field=field, value=given, accepted=[f"{given}{unit}" for unit in "GMKB"]
             )
         return parse_bytes(given, field)
 
-    return option("BYTES", text, type=read)
+    return option("BYTES", text, type=read, default=default)
 
 
 SYNONYMS = {"q8_0": "q8", "q4_0": "q4", "fp16": "f16", "bf16": "f16"}
@@ -132,11 +134,6 @@ def kv_names(text: str) -> str:
             say(f"--kv {name}: taken for {taken}, the cache of as many bits here")
             items[i] = f"{taken}{colon}{rest}"
     return ",".join(items)
-
-
-def size_or_off(text: str) -> int | None:
-    """Returns a number of bytes, or None for off. Raises ConfigError (field prefix_cache) for another text."""
-    return None if text == "off" else parse_bytes(text, "prefix_cache") or None
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -185,12 +182,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "continue the conversation in FILE if it exists, and save it there with its cache at the end",
         type=output_file,
     ),
-    "prefix_cache": option(
-        "BYTES",
+    "prefix_cache": size(
+        "prefix_cache",
         "of the disk for what was read: a prompt that begins alike goes on from there, also after a restart; "
         "or off (default %(default)s, at most a tenth of what is free)",
-        type=size_or_off,
         default="2G",
+        off="off",
     ),
     "overflow": option(
         "WAY",

@@ -32,6 +32,8 @@ class Codec(abc.ABC):
     backends: ClassVar[Mapping[str, str]] = {}
     backend_state: Any = None
     """What a backend derives from the bound arrays, for itself; None after other arrays are bound."""
+    fixed: F32 | None = None
+    """What a seed or an adapter fixed for all tokens, without which their bits mean nothing; on the host."""
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
@@ -53,10 +55,6 @@ class Codec(abc.ABC):
         """Takes the allocated arrays of `layout`, (n_kv_heads, ...) each, and the kernels to use on them."""
         self.arrays, self.kernels = arrays, kernels
         self.backend_state = None
-
-    def fixed(self) -> F32 | None:
-        """Returns what a seed or an adapter fixed for all tokens, (...), without which their bits mean nothing."""
-        return None
 
     @abc.abstractmethod
     def encode(self, x: F32, t0: int) -> None:

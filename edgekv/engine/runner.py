@@ -187,13 +187,6 @@ class State:
         self.rewind(same)
         return list(prompt[n:])
 
-    def prefix(self) -> State:
-        """Returns a state with the same caches, their tokens, and nothing of its owner: no sampler, no memo."""
-        self.drop_drafts()
-        bare = State(self.caches, self._rope_invalidates_keys)
-        bare.tokens, bare.spans = self.tokens[: self.n_cached], self.spans
-        return bare
-
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Replaces all tokens; the new ones are pending."""
         self.drop_drafts()
@@ -276,7 +269,7 @@ class Runner:
 
     def require_free(self) -> None:
         """Raises SessionError while another thread, or a caller, computes this conversation."""
-        if self._turn.is_taken:
+        if self._turn.holders:
             raise SessionError(BUSY)
 
     @contextlib.contextmanager

@@ -27,24 +27,19 @@ class Turn:
     """What one thread has at a time, taken at once or refused. An interrupt before or after leaves it free."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, object] = {}
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a thread has it."""
-        return bool(self._holders)
+        self.holders: dict[str, object] = {}  # one at most
 
     @contextlib.contextmanager
     def taken(self, refusal: SessionError) -> Iterator[None]:
         """Takes it for a block. Raises ``refusal`` where it is taken."""
         me = object()
         try:
-            if self._holders.setdefault("it", me) is not me:  # in one step, which no other thread comes between
+            if self.holders.setdefault("it", me) is not me:  # in one step, which no other thread comes between
                 raise refusal
             yield
         finally:
-            if self._holders.get("it") is me:
-                del self._holders["it"]
+            if self.holders.get("it") is me:
+                del self.holders["it"]
 
 
 class SerialScheduler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import threading
@@ -31,12 +32,12 @@ from edgekv.engine.loading import (
     open_tokenizer,
     warm_up,
 )
-from edgekv.engine.prefix_store import MIN_TOKENS, PrefixStore
+from edgekv.engine.prefix_store import PrefixStore
 from edgekv.engine.report import FinishReason, RunReport, add_measurements
 from edgekv.engine.runner import Runner, State
 from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
-from edgekv.errors import ConfigError, ContextError, MemoryBudgetError, SessionError
+from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
@@ -424,34 +425,17 @@ class Session:
         runner = self._idle_runner()
         pieces = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
         runner.read_prompt(pieces)
-        self._take_prefix(pieces)
+        if self._prefixes is not None:
+            before, new_state = runner.state, functools.partial(self._loaded.new_state, self.plan)
+            n_held = min(before.shared(pieces)[0], before.n_cached)
+            if state := self._prefixes.take(pieces, n_held, self.plan, self.lora, new_state):
+                state.memo, state.sampler = before.memo, before.sampler
+                state.n_dropped, state.n_first = before.n_dropped, before.n_first
+                runner.state = state
         rest = runner.state.align(pieces)
         if n_first is not None:
             runner.state.n_first = n_first
         return rest
-
-    def _take_prefix(self, prompt: Prompt) -> None:
-        """Replaces what the caches hold by a file's content, where that shares enough more of a prompt."""
-        store, runner = self._prefixes, self._runner
-        n_ids = next((i for i, piece in enumerate(prompt) if isinstance(piece, Embeddings)), len(prompt))
-        n_needed = min(runner.state.shared(prompt)[0], runner.state.n_cached) + MIN_TOKENS
-        if store is None or n_ids < n_needed:
-            return
-        n, path = store.find(prompt[:n_ids], self.plan, self.lora)
-        if path is None or n < n_needed or (saved := store.open(path, self.plan, self.lora)) is None:
-            return
-        try:
-            state = self._loaded.new_state(self.plan)
-            saved.open_state(state, self.config)
-        except MemoryBudgetError:  # the prompt is read again instead
-            return
-        except SessionError:
-            store.remove(path)
-            return
-        before = runner.state
-        state.memo, state.sampler = before.memo, before.sampler
-        state.n_dropped, state.n_first = before.n_dropped, before.n_first
-        runner.state = state
 
     def keep_prefix(self, between: Callable[[bool], None] = lambda is_copied: None) -> None:
         """Writes what was read to the ``prefix_cache`` on disk, unless that has most of it; does nothing without.

@@ -39,7 +39,7 @@ class CodecStore(KVCache):
         return {type(codec) for codec in cls(EXAMPLE, config).stored().values()}
 
     def fixed(self) -> list[F32]:
-        return [fixed for codec in self.stored().values() if (fixed := codec.fixed()) is not None]
+        return [fixed for codec in self.stored().values() if (fixed := codec.fixed) is not None]
 
     def layout(self) -> Layout:
         codecs = self.stored().items()

@@ -465,8 +465,6 @@ class Engine:
                 self.pool.keep_prefixes(is_wanted)
             except Cancelled:
                 self._has_read = True
-            except Exception:
-                LOG.exception("the prefix cache was not written")
 
     def _drop_disconnected(self) -> None:
         self._queue = deque(jobs for jobs in self._queue if not jobs[0].channel.cancelled.is_set())

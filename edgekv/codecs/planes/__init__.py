@@ -112,6 +112,7 @@ class Rotation:
             rng = np.random.Generator(np.random.PCG64(seed))
             self.matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
             self.inverse = np.ascontiguousarray(self.matrix.T)
+        self.fixed: F32 = self.matrix if self.flips is None else self.flips
 
     def bind(self, like: Array) -> None:
         """Copies the constants to the device of ``like``."""
@@ -120,11 +121,6 @@ class Rotation:
             self.inverse = np.asarray(self.inverse, like=like)
         else:
             self.flips = np.asarray(self.flips, like=like)
-
-    @property
-    def fixed(self) -> F32:
-        """What ``seed`` fixed: signs (width,), or the matrix (width, head_dim)."""
-        return self.matrix if self.flips is None else self.flips
 
     def forward(self, x: F32, kernels: Kernels) -> F32:
         """Returns P x (A, n, width) of x (A, n, head_dim)."""
@@ -180,9 +176,7 @@ class CentredPlanes(Codec):
         self.width = -(-head_dim // BLOCK) * BLOCK
         self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
         self.rotation = Rotation(head_dim, self.width, seed)
-
-    def fixed(self) -> F32:
-        return self.rotation.fixed
+        self.fixed = self.rotation.fixed
 
     def layout(self) -> Layout:
         g, blocks, width = self.n_kv_heads, self.capacity // BLOCK, self.width
@@ -367,9 +361,7 @@ class InterleavedValues(Codec):
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.rotation = Rotation(head_dim, head_dim, seed)
-
-    def fixed(self) -> F32:
-        return self.rotation.fixed
+        self.fixed = self.rotation.fixed
 
     def layout(self) -> Layout:
         g, capacity = self.n_kv_heads, self.capacity

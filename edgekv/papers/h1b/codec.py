@@ -25,16 +25,14 @@ class SignSketch(Codec):
         self.tau: F32 = np.ones((n_kv_heads, 1), np.float32)
         rng = np.random.Generator(np.random.PCG64(seed))
         self.projection = rng.standard_normal((bits, head_dim)).astype(np.float32)  # R: not stored per token
+        self.fixed = self.projection
         self.centre: F32 = np.zeros((n_kv_heads, head_dim), np.float32)
         self.is_centred = False
-
-    def fixed(self) -> F32:
-        return self.projection
 
     def set_learned(self, projection: F32 | None, centre: F32 | None) -> None:
         """Replaces, before `bind`, R (bits, head_dim) and the keys' centres (n_kv_heads, head_dim) if given."""
         if projection is not None:
-            self.projection = np.ascontiguousarray(projection, np.float32)
+            self.projection = self.fixed = np.ascontiguousarray(projection, np.float32)
         if centre is not None:
             self.centre, self.is_centred = np.ascontiguousarray(centre, np.float32), True
 

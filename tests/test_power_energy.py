@@ -138,8 +138,6 @@ def test_a_slow_counter_may_be_behind_at_both_ends() -> None:
 class Recorded(PowerSource):
     """A source with a known trace: 3 W until 10 s, then 9 W."""
 
-    has_idle = True
-
     def __init__(self) -> None:
         times = np.arange(0.0, 30.0, 0.01)
         watts = np.where(times < 10.0, 3.0 + 0.1 * np.sign(np.sin(40 * times)), 9.0)

@@ -38,6 +38,7 @@ HINT = (
     'to use it at once: eval "$(edgekv completion bash)", or in fish: edgekv completion fish | source; '
     "or write it where your shell looks for them"
 )
+PATHS = ("FILE", "PATH", "FOLDER", "MODEL")  # how help calls what is a file, or may be one
 FISH = """\
 complete -c edgekv -f
 function __edgekv_is_at
@@ -91,7 +92,7 @@ def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
     for parser, place in parsers:  # which grows on the way
         lines += _fish_lines(parser, place)
         for action in parser._actions:
-            if action.metavar in ("FILE", "PATH", "FOLDER", "MODEL"):
+            if action.metavar in PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if isinstance(action, argparse._SubParsersAction):
                 parsers += [(sub, f"{place} {name}") for name, sub in action.choices.items()]
@@ -114,7 +115,7 @@ def _fish_lines(parser: argparse.ArgumentParser, place: str) -> Iterator[str]:
                 yield f"{at} -a {sub.dest} -d {quoted(sub.help or '')}\n"
             continue
         names = "".join(f" -{'l' if name[1] == '-' else 's'} {name.lstrip('-')}" for name in action.option_strings)
-        files = " -F" if action.metavar in ("FILE", "PATH", "FOLDER") else ""
+        files = " -F" if action.metavar in PATHS else ""
         choices = f" -a {quoted(' '.join(map(str, action.choices)))}" if action.choices else ""
         value = f" -r{files or ' -f'}" if names and action.nargs not in (0, "?") else files
         if names or files or choices:

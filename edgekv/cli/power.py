@@ -67,15 +67,15 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_power_meter(arguments: argparse.Namespace) -> tuple[PowerMeter, list[str]]:
-    """Returns the meter of --power, by default the best that sees the work of --device, and notes on it.
+    """Returns the meter of --power, by default the best for --device (None: any), and notes on it.
 
     Raises PowerError where there is none.
     """
     if arguments.power == OFF:
         raise PowerError("--power off")
-    device = resolve_device(arguments.device, CacheSpec.parse(EXACT))
+    device = arguments.device and resolve_device(arguments.device, CacheSpec.parse(EXACT))
     try:
-        return find_meter(arguments.power or "auto", device=GPU_DEVICES.get(device, "cpu"))
+        return find_meter(arguments.power or "auto", device=device and GPU_DEVICES.get(device, "cpu"))
     except MeterAbsent as error:
         raise MeterAbsent(f"{error}; `edgekv power doctor` says what can be measured") from None
 
@@ -114,9 +114,10 @@ def shared_meter(arguments: argparse.Namespace) -> SharedMeter | None:
 
 
 def power_arguments(parser: argparse.ArgumentParser) -> None:
-    meter = {"default": argparse.SUPPRESS}  # given before the action or after it
+    meter = {"default": argparse.SUPPRESS, "dest": "power"}  # given before the action or after it
     seconds = option("N", "stop after N seconds (default: at Ctrl-C)", type=positive_number, default=math.inf)
     add_options(parser, "meter", meter=meter, seconds=seconds)
+    parser.set_defaults(power=None, power_csv=None, device=None)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     about = "meter a command, write the samples as CSV, print a summary"
     record = actions.add_parser("record", help=about, allow_abbrev=False)
@@ -130,37 +131,20 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
     seconds = option("S", "seconds of each stretch (default %(default)g)", type=positive_number, default=STRETCH_S)
     modes = switch("try the modes of nvpmodel or cpufreq too; the present one comes back, also after Ctrl-C")
     add_options(advise, f"{SOURCE} weights kv ctx meter", meter=meter, seconds=seconds, modes=modes)
-    advise.set_defaults(execute=_advise)
+    advise.set_defaults(execute=_advise, device="cpu")
     about = "say which sensors are here and can be read, and how to get permission"
     actions.add_parser("doctor", help=about).set_defaults(execute=_doctor)
     parser.epilog = "edgekv power record --csv FILE -- COMMAND meters any program and passes its exit status on"
 
 
-def _open(arguments: argparse.Namespace) -> PowerSource:
-    """Opens the meter. Without any, raises PowerError if an option needs one, else returns an empty source."""
-    name = getattr(arguments, "meter", "auto")
-    try:
-        meter, notes = find_meter(name)
-    except PowerError as error:
-        if name != "auto" or getattr(arguments, "csv", None):
-            raise
-        return PowerSource(str(error))
-    return PowerSampler(meter, notes=notes)
-
-
 def power_command(arguments: argparse.Namespace) -> int:
-    _print_live(_open(arguments), arguments.seconds)
-    return 0
-
-
-def _print_live(source: PowerSource, seconds: float) -> None:
-    """Prints the power each second, on a terminal over the last one, for ``seconds`` or until Ctrl-C."""
+    """Prints the power each second, on a terminal over the last one, for --seconds or until Ctrl-C."""
+    source, seconds, height = energy_source(arguments), arguments.seconds, 0
     source.start()
     begun_s = now_s = time.perf_counter()
     if not isinstance(source, PowerSampler):  # once: it will not change
         seconds = 0
         redraw([*_power_lines(source, now_s, now_s), Conditions.now().to_text()], 0)
-    height = 0
     with contextlib.suppress(KeyboardInterrupt):
         while now_s < begun_s + seconds:
             time.sleep(min(REFRESH_S, begun_s + seconds - now_s))
@@ -168,6 +152,7 @@ def _print_live(source: PowerSource, seconds: float) -> None:
             lines = _power_lines(source, max(begun_s, now_s - SHOWN_S), now_s)
             height = redraw([*lines, Conditions.now().to_text()], height)
     source.stop()
+    return 0
 
 
 def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]:
@@ -194,7 +179,9 @@ def _record(arguments: argparse.Namespace) -> int:
     command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not command:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
-    sampler = _open(arguments)
+    sampler = energy_source(arguments)
+    if arguments.csv and not isinstance(sampler, PowerSampler):
+        raise PowerError(sampler.about().covers)
     unix_offset_s = time.time() - time.perf_counter()
     with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
         try:
@@ -208,7 +195,8 @@ def _record(arguments: argparse.Namespace) -> int:
                 code = child.wait()
         finally:
             signal.signal(signal.SIGINT, old_handler)
-    if arguments.csv and isinstance(sampler, PowerSampler):
+    if arguments.csv:
+        assert isinstance(sampler, PowerSampler)
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
     report = meter.report()
     assert report is not None
@@ -241,7 +229,6 @@ Stretches = list[tuple[float, float]]
 
 def _advise(arguments: argparse.Namespace) -> int:
     """Decodes with each number of threads in each mode, in turns; prints which takes the fewest joules."""
-    arguments.power, arguments.device = getattr(arguments, "meter", None), "cpu"
     (meter, _), modes = find_power_meter(arguments), PowerModes.find()
     if arguments.modes and modes is None:
         raise PowerError("--modes: neither nvpmodel nor a governor of cpufreq can be chosen here; leave it out")

@@ -180,11 +180,8 @@ class MeterInfo:
 class PowerSource:
     """What a run's energy is taken from. This base class measures nothing, and says why.
 
-    It is started before a run and stopped after it; times are those of `time.perf_counter`. has_idle: waiting
-    before the run shows what the machine draws at rest.
+    It is started before a run and stopped after it; times are those of `time.perf_counter`.
     """
-
-    has_idle = False
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -319,7 +316,7 @@ class EnergyMeter:
         if self._source:
             self._before = join_limits(meters.read_throttle(self._root), self._source.read_throttle())
             self._source.start()
-            if self._source.has_idle and self._idle_s:
+            if self._idle_s and self._source.about().meter:
                 begun_s = self._clock()
                 try:
                     time.sleep(self._idle_s)
@@ -383,8 +380,6 @@ class PowerSampler(PowerSource):
     A thread rather than a process: reading releases the interpreter lock, and both were measured beside decoding
     (docs/lab/energy.md). It is a daemon: a sensor that never answers costs its samples and nothing else.
     """
-
-    has_idle = True
 
     def __init__(self, meter: PowerMeter, *, notes: Sequence[str] = ()) -> None:
         self.meter, self.notes = meter, tuple(notes)
@@ -591,8 +586,6 @@ class CsvLog(PowerSource):
 
     Raises PowerError if the file can't be used as it is now.
     """
-
-    has_idle = True
 
     def __init__(
         self, path: str | os.PathLike[str], wall_clock: Clock = time.time, clock: Clock = time.perf_counter

@@ -369,6 +369,66 @@ def test_a_quantization_names_its_file(tmp_path: pathlib.Path, here: Run) -> Non
     assert f"accepted: some/GGUF:{parts[0]}, some/GGUF:{parts[1]}\n" in several.stderr
 
 
+def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models, parts of downloads and stores are listed and go by their names; nothing else is touched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home.parent / "cache"))
+    files, other, bert = (home.parent / name for name in ("files", "other", "bert"))
+    for folder in (files, other, bert):
+        folder.mkdir()
+    for file in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (files / file).write_bytes(b"x" * 1000 + file.encode())
+    (bert / "config.json").write_text('{"model_type": "bert"}')
+    shutil.copy(demo.folder / "config.json", other)
+    with serving(some__demo=demo, some__GGUF=Repository(files), some__other=Repository(other)) as hub:
+        for name in ("some/demo", "some/GGUF:Q4_0", "some/GGUF:Q8_0"):
+            assert here(hub, "pull", name).returncode == 0
+        here(hub, "budget", "some/other")
+    assert here(hub, *RUN, "--model", "some/demo").returncode == 0
+    hidden = home / "hub" / "models--org--bert" / "snapshots" / "0" / "config.json"
+    hidden.parent.mkdir(parents=True)
+    hidden.write_text((bert / "config.json").read_text())
+    (home / "hub" / "models--broken--one").write_text("no folder")
+    (home / "hub" / "models--org--link").symlink_to(files)
+    (home / "hub" / "models--org--loop" / "snapshots").mkdir(parents=True)
+    (home / "hub" / "models--org--loop" / "snapshots" / "x").symlink_to("x")
+    (home.parent / "cache" / "edgekv" / "stores" / "damaged-int8-v1").mkdir()
+
+    def listed() -> dict[tuple[str, str], int]:
+        return {(row["name"], row["what"]): row["bytes"] for row in json.loads(here(hub, "list", "--json").stdout)}
+
+    found = listed()
+    model = sum((demo.folder / file).stat().st_size for file in ("model.safetensors", "tokenizer.model"))
+    assert model < found["some/demo", "llama"] < model + 5000
+    assert found["some/GGUF:a-Q4_0.gguf", "GGUF"] == 1011
+    assert found["some/other", "not whole; `edgekv pull` goes on"] == (other / "config.json").stat().st_size + 40
+    assert found["some/demo", "weights as f32"] > model
+    rest = {name for name, _ in found} - {
+        "some/demo",
+        "some/GGUF:a-Q4_0.gguf",
+        "some/GGUF:a-Q8_0.gguf",
+        "some/other",
+    }
+    assert rest <= {"kernels", "gguf", "gates", "bits"}
+    text = here(hub, "list").stdout
+    assert all(name in text for name, _ in found)
+    for names in ("some/demo some/GUF:Q4_0", "org/bert", "org/link", "../hub", "stores", "scenes"):
+        refused = here(hub, "rm", *names.split())
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert listed() == found
+    gone = found["some/demo", "llama"] + found["some/demo", "weights as f32"]
+    done = here(hub, "rm", "some/demo", "some/GGUF:q4_0")
+    assert f"({gone} bytes)\n" in done.stdout
+    assert "some/GGUF:q4_0: freed 1011 B" in done.stdout
+    assert (home / "hub" / "models--some--GGUF").is_dir()
+    assert here(hub, "rm", "some/GGUF", "some/other").returncode == 0
+    assert {name for name, _ in listed()} == rest
+    assert hidden.exists()
+    assert sorted(path.name for path in files.iterdir()) == ["a-Q4_0.gguf", "a-Q8_0.gguf"]
+    assert {path.name for path in (home / "hub").glob("models--some--*")} == set()
+    shutil.rmtree(home)
+    assert json.loads(here(hub, "list", "--json").stdout) is not None
+
+
 def test_without_a_network(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are not found, nothing answers, or a look-up hangs: one line, which says how to go on."""
     monkeypatch.setattr("edgekv.checkpoint.hub.CONNECT_S", 0.2)
@@ -392,7 +452,7 @@ def test_without_a_network(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert f"can't be downloaded: {endpoint} can't be reached" in done.stderr
             assert said in done.stderr
-            assert "give a path, or demo" in done.stderr
+            assert "give a path, demo, or a name of `edgekv list`" in done.stderr
     over.set()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import fcntl
 import functools
@@ -180,6 +181,60 @@ def fetch_config(name: HubName) -> dict[str, Any]:
             path = _fetch(hub, name, CONFIG, name.revision or "main")
             _name_revision(hub, name, path.parent.name)
         return read_config(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A file or folder on the disk that can be made again: whose it is, what, and when it was last used."""
+
+    name: str
+    what: str
+    path: pathlib.Path
+    bytes: int
+    last_used: datetime.datetime
+
+    @classmethod
+    def of(cls, name: str, what: str, path: pathlib.Path) -> Kept:
+        """Measures a file, or the files in a folder that are no links. Raises OSError."""
+        files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+        states = [file.stat() for file in (files if path.is_dir() else [path])]
+        used = max((max(state.st_atime, state.st_mtime) for state in states), default=0.0)
+        moment = datetime.datetime.fromtimestamp(int(used)).astimezone()
+        return cls(name, what, path, sum(state.st_size for state in states), moment)
+
+    def remove(self) -> None:
+        """Removes a folder, or a file of the Hub's cache with its blob, and a repository that is empty then."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+            return
+        repository = next(folder for folder in self.path.parents if _FOLDER.fullmatch(folder.name))
+        for file in dict.fromkeys((self.path, self.path.resolve())):
+            if file.parent.resolve().is_relative_to(repository.resolve()):
+                file.unlink()
+        if not any(repository.glob("blobs/*")):
+            shutil.rmtree(repository)
+
+
+def kept_models() -> list[Kept]:
+    """Returns the models in the Hub's cache that edgekv reads, each GGUF file by itself, and parts of them."""
+    found = list[Kept]()
+    for folder in pathlib.Path(_hub().constants.HF_HUB_CACHE).glob("models--*"):
+        match, places = _FOLDER.fullmatch(folder.name), [*folder.glob("snapshots/*")]
+        if match is None or folder.is_symlink():
+            continue
+        name, part = f"{match[1]}/{match[2]}", "not whole; `edgekv pull` goes on"
+        with contextlib.suppress(OSError, EdgeKVError):  # damaged, or no model that edgekv knows
+            files = {f"{name}:{file.relative_to(p)}": file for p in places for file in p.rglob(f"*{GGUF}")}
+            partial = [*folder.glob("blobs/*partial")]
+            configs = [read_config(place / CONFIG) for place in places if (place / CONFIG).is_file()]
+            if files:
+                found += [Kept.of(name, "GGUF", file) for name, file in files.items()]
+                found += [Kept.of(name, part, file) for file in partial]
+            elif configs or partial:
+                families = [architecture(config).config.model_type for config in configs]
+                is_whole = any(_has_weights(place) for place in places)
+                found.append(Kept.of(name, families[0] if is_whole and families else part, folder))
+    return found
 
 
 def find_or_pull(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -361,7 +416,7 @@ def _transfer(name: HubName) -> Iterator[Any]:
             problem = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
         problem = next((problems[kind] for kind in problems if isinstance(error, kind)), problem)
         if isinstance(error, NoConnection):
-            problem += f" ({reason}); without a network: give a path, or demo"
+            problem += f" ({reason}); without a network: give a path, demo, or a name of `edgekv list`"
         raise _error(name, problem) from error
 
 

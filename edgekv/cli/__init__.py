@@ -22,6 +22,8 @@ COMMANDS = {
     "chat": ("chat", "talk with a model in turns; /help lists what can be done on the way"),
     "serve": ("serve", "serve a model through OpenAI's API, with a page to chat on"),
     "pull": ("models", "download a model of the Hugging Face Hub: only what is needed, resumable"),
+    "list": ("models", "list what is on the disk: models, their quantized weights, kernels; bytes and last use"),
+    "rm": ("models", "remove what `edgekv list` shows, at once, and say how many bytes that freed"),
     "info": ("models", "print a model's shapes, the bytes of its weights and their hash, without loading them"),
     "budget": ("models", "say whether weights and KV cache fit: exact bytes, before anything is downloaded"),
     "schemes": ("eval", "list the KV schemes: bytes, measured quality and speed, and which to take"),

@@ -6,6 +6,7 @@ What one command alone needs is imported there, so that the others begin sooner.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,17 @@ from bisect import bisect_right
 from functools import partial
 from typing import Any
 
-from edgekv.checkpoint.hub import fetch_config, find_cached, parse_hub_name, parse_model_name, pull, read_shape
+from edgekv.checkpoint.hub import (
+    SHIPPED_NOTES,
+    Kept,
+    fetch_config,
+    find_cached,
+    kept_models,
+    parse_hub_name,
+    parse_model_name,
+    pull,
+    read_shape,
+)
 from edgekv.cli.options import (
     SOURCE,
     add_options,
@@ -26,12 +37,12 @@ from edgekv.cli.options import (
     size,
     switch,
 )
-from edgekv.cli.terminal import Bars, print_rows, say
+from edgekv.cli.terminal import Bars, align_columns, print_rows, say
 from edgekv.engine.loading import Options, SessionPlan, default_ctx, open_model
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import CheckpointError
-from edgekv.files import user_path
+from edgekv.files import cache_root, read_object, user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO, default_scheme, packed_presets, size_text
 from edgekv.kvcache.registry import select_specs
@@ -59,6 +70,72 @@ def pull_command(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {NAMES}")
     print(pull(name, say))
     print(f"next: edgekv chat {name}   or: edgekv budget {name} --ctx 8192", file=sys.stderr)
+    return 0
+
+
+# edgekv list and rm
+
+CACHES = {
+    "kernels": "compiled kernels",
+    "prefixes": "caches of prompts that were read",
+    "gguf": "tokenizers of GGUF files",
+    "gates": "verdicts of the gate",
+    "bits": "measured bits of heads",
+}
+"""The folders of the cache folder beside the stores."""
+
+
+def list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", **switch("print as JSON"))
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    found = kept()
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=2, default=str))
+        return 0
+    if found:
+        rows = [(k.name, k.what, format_bytes(k.bytes), f"{k.last_used:%Y-%m-%d}") for k in found]
+        print(align_columns([("name", "what", "size", "last used"), *rows], left=(0, 1)), end="\n\n")
+    total = bytes_text(sum(each.bytes for each in found))
+    print(f"{total} in all, which `edgekv rm NAME` frees; {' and '.join(SHIPPED_NOTES)} ship with edgekv")
+    return 0
+
+
+def kept() -> list[Kept]:
+    """Returns what is on the disk: models of the Hub and stores by their model's name, then the other CACHES."""
+    found, root = kept_models(), cache_root()
+    for folder in root.glob("stores/*-v*"):
+        with contextlib.suppress(OSError, ValueError):
+            file = read_object(folder / "store.json")
+            name, form = file.get("name") or folder.name, file.get("weights")
+            found.append(Kept.of(str(name), f"weights as {form}", folder))
+    caches = [Kept.of(name, what, root / name) for name, what in CACHES.items() if any(root.glob(f"{name}/*"))]
+    return sorted(found, key=lambda each: (each.name.lower(), each.what)) + caches
+
+
+def rm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="a model, with its stores, or a cache")
+
+
+def rm_command(arguments: argparse.Namespace) -> int:
+    found, chosen = kept(), dict[str, list[Kept]]()
+    for name in arguments.names:
+        on_hub = parse_hub_name(name)
+        place = on_hub and find_cached(on_hub)
+        chosen[name] = [k for k in found if name in (k.name, k.name.partition(":")[0]) or k.path == place]
+        if not chosen[name]:
+            names = dict.fromkeys(each.name for each in found)
+            raise CheckpointError(f"{name!r}: there is nothing to remove", value=name, accepted=names)
+    for name, each in chosen.items():
+        try:
+            for one in each:
+                one.remove()
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or name}: can't be removed ({error.strerror or error})"
+            ) from None
+        print(f"{name}: freed {bytes_text(sum(one.bytes for one in each))}")
     return 0
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import TEXT_FILES
+from edgekv.checkpoint.hub import cached_model_name
 from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_float32
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
@@ -63,14 +64,16 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
 class StoreFile(msgspec.Struct):
     """The contents of store.json.
 
-    linears: each linear layer's format in FORMATS; None: all have one. calibration: the text with which the
-    weights were rounded. sha256: `content_hash` of the weights' file; None: the store is older than the field.
+    name: the model's, for people. linears: each linear layer's format in FORMATS; None: all have one. calibration:
+    the text with which the weights were rounded. sha256: `content_hash` of the weights' file; None: the store is
+    older than the field.
     """
 
     format: int
     weights: str
     identity: str
     config: dict[str, Any]
+    name: str | None = None
     linears: dict[str, str] | None = None
     calibration: str | None = None
     sha256: str | None = None
@@ -222,7 +225,8 @@ def build(
             if beside:
                 beside(partial)
             manifest = {"format": FORMAT, "weights": form.name}
-            manifest |= {"identity": source.identity, "config": source.config}
+            name = cached_model_name(source.path) or source.path.name
+            manifest |= {"identity": source.identity, "config": source.config, "name": name}
             if isinstance(form, PerLinearFormat):
                 manifest["linears"] = dict(form.linears)
             if rounding:
@@ -312,7 +316,8 @@ class RandomWeights(CheckpointWeights):
         self._linears = self.arch.linears()
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
         self._rng = np.random.default_rng(int(digest, 16))
-        self.source: Any = SimpleNamespace(identity=f"random-{digest}", tokenizer_folder=None, config=config)
+        path = pathlib.Path(f"random-{digest}")
+        self.source: Any = SimpleNamespace(identity=path.name, path=path, tokenizer_folder=None, config=config)
 
     @property
     def table_dtypes(self) -> dict[str, str]:

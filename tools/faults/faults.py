@@ -194,8 +194,8 @@ FAULTS = (
     ),
     Fault(
         "chat: the answer's own tokens are forgotten",
-        "- len(tokens) + len(ids))\n        return {",
-        "- len(tokens))\n        return {",
+        "- len(tokens) + len(ids))\n        calls = [",
+        "- len(tokens))\n        calls = [",
         "test_chat.py -k 'computes_only or cache_holds'",
     ),
     Fault(

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 from edgekv import errors
 
 if TYPE_CHECKING:
-    from edgekv.codecs.codec import Codec as Codec
-    from edgekv.codecs.codec import Layout as Layout
     from edgekv.engine.chat import Chat as Chat
     from edgekv.engine.grammar import Constraint as Constraint
     from edgekv.engine.loading import LoadOptions as LoadOptions
@@ -17,22 +15,14 @@ if TYPE_CHECKING:
     from edgekv.engine.session import Session as Session
     from edgekv.engine.session import Step as Step
     from edgekv.errors import *  # noqa: F403
-    from edgekv.kernels.interface import Segment as Segment
-    from edgekv.kvcache.cache import Geometry as Geometry
-    from edgekv.kvcache.cache import KVCache as KVCache
-    from edgekv.kvcache.policies import FullCache as FullCache
-    from edgekv.kvcache.policies import SinkWindowCache as SinkWindowCache
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import CacheSpec as CacheSpec
     from edgekv.kvcache.registry import register as register
     from edgekv.kvcache.registry import schemes as schemes
     from edgekv.machine import __version__ as __version__
     from edgekv.models import register_family as register_family
-    from edgekv.models.architecture import Architecture as Architecture
-    from edgekv.models.llama import Llama as Llama
     from edgekv.vision.model import Embeddings as Embeddings
 _NAMES = {
-    "codecs.codec": "Codec Layout",
     "engine.chat": "Chat",
     "engine.grammar": "Constraint",
     "engine.loading": "LoadOptions",
@@ -40,14 +30,9 @@ _NAMES = {
     "engine.sampling": "Sampler SamplingParams",
     "engine.session": "Session Step",
     "errors": " ".join(name for name in vars(errors) if name.endswith("Error")),
-    "kernels.interface": "Segment",
-    "kvcache.cache": "Geometry KVCache",
     "kvcache.registry": "CACHES CacheSpec register schemes",
-    "kvcache.policies": "FullCache SinkWindowCache",
     "machine": "__version__",
     "models": "register_family",
-    "models.architecture": "Architecture",
-    "models.llama": "Llama",
     "vision.model": "Embeddings",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

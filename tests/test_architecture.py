@@ -13,7 +13,7 @@ import edgekv
 
 # From top to bottom; rooms of one line know nothing of each other. Names are those of modules, or of packages.
 LAYERS = (
-    ("edgekv.__main__", "edgekv.papers"),  # entry points name the papers, and nothing of ours imports them
+    ("edgekv.__main__", "edgekv.papers", "edgekv.plugin"),  # entry points name papers, nothing of ours imports any
     ("edgekv.cli",),
     ("edgekv.server",),
     ("edgekv.eval",),
@@ -31,11 +31,11 @@ PACKAGE = pathlib.Path(edgekv.__file__).parent
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
 ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools: what was reached
-    "(root)": 1_155, "checkpoint": 2_341, "cli": 2_800, "codecs": 2_913, "engine": 5_259, "eval": 1_363,
+    "(root)": 1_183, "checkpoint": 2_341, "cli": 2_801, "codecs": 2_913, "engine": 5_259, "eval": 1_363,
     "kernels": 7_735, "kvcache": 1_969, "models": 2_075, "papers": 4_297, "power": 1_481, "server": 2_929,
-    "text": 997, "vision": 570, "weights": 1_984, "tests": 22_694, "tools": 3_841,
+    "text": 997, "vision": 570, "weights": 1_984, "tests": 22_741, "tools": 3_841,
 }  # fmt: skip
-PACKAGE_FILES = 198
+PACKAGE_FILES = 199
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 
 

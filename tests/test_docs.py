@@ -133,6 +133,9 @@ def test_the_report_of_the_first_command_is_as_shown(capsys: pytest.CaptureFixtu
 def test_every_public_name_is_in_the_reference() -> None:
     told = set(re.findall(r"^::: edgekv\.(\w+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
     assert told == set(edgekv.__all__) - {"__version__"}
+    told = set(re.findall(r"^::: edgekv\.plugin\.(\w+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
+    source = (ROOT / "edgekv" / "plugin.py").read_text()
+    assert told | {"loops", "scalar", "tile"} == set(re.findall(r" as ([a-zA-Z]\w*)$", source, re.MULTILINE))
 
 
 def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:

@@ -1,9 +1,12 @@
 """The package in examples/scheme_package: a scheme that edgekv has never heard of, used everywhere by its name."""
 
+import ast
+import io
 import json
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -12,23 +15,24 @@ import pytest
 from helpers import raises
 from serving import DEMO, ROOT
 
+import edgekv
 from edgekv import (
     CACHES,
     CacheError,
     CacheSpec,
-    Geometry,
-    KVCache,
     SamplingParams,
     Session,
     SessionError,
+    plugin,
     register,
 )
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
-from edgekv.kvcache.cache import Workspace
+from edgekv.plugin import Geometry, KVCache, Workspace
 
 PACKAGE = ROOT / "examples" / "scheme_package"
+EXPORTED = {*re.findall(r" as ([a-zA-Z]\w*)$", pathlib.Path(plugin.__file__).read_text(), re.MULTILINE)}
 
 
 def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
@@ -60,7 +64,7 @@ def fresh_registry() -> Iterator[None]:
 def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installs the example with the entry point that its own pyproject.toml names."""
     text = (PACKAGE / "pyproject.toml").read_text()
-    table = re.search(r'^\[project\.entry-points\."(.+)"\]\n(.+)\n', text, re.MULTILINE)
+    table = re.search(r'^\[project\.entry-points\."(.+)"\]\n((?:.+\n)+)', text, re.MULTILINE)
     assert table
     assert table[1] == registry.ENTRY_POINTS
     install(tmp_path, monkeypatch, table[2].replace('"', ""))
@@ -75,7 +79,7 @@ def generated(session: Session, prompt: str | list[int], n: int) -> list[int]:
 def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bf16" not in CACHES
     assert CacheSpec.parse("bf16:rounding=down").scheme is CACHES["bf16"]
-    assert [*schemes()][-1] == "bf16"
+    assert [*schemes()][-3:] == ["bf16", "bf16_old", "latest"]
     assert main(["schemes", "--json"]) == 0
     facts = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["bf16"]
     assert facts["options"] == {"rounding": "nearest"}
@@ -142,7 +146,10 @@ def test_its_session_without_the_package(
 
 
 @pytest.mark.usefixtures("installed")
-def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_command_line(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     kept = tmp_path / "session"
     run = ["run", "--ctx", "256", "--max-new-tokens", "12", "--session", str(kept)]
     assert main([*run, "--kv", "bf16", "--prompt", "It was a dark night"]) == 0
@@ -208,13 +215,49 @@ def test_registering() -> None:
     assert "other" in caught.value.accepted
 
 
-def test_only_public_names_are_used() -> None:
-    """The example imports names of `edgekv.__all__` alone."""
-    import edgekv
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("kv", ["bf16_old:window=16", "latest:budget=96"])
+def test_policies_of_a_package(kv: str, tmp_path: pathlib.Path) -> None:
+    """Planned bytes are allocated; sessions are saved, restored and rewound; what has left is not seen."""
+    session = Session.load("demo", kv=kv, ctx=300)
+    assert session.nbytes == session.plan.cache_bytes
+    whole = generated(session, "It was a dark night", 80)
+    exact = session.fork(kv="dense:dtype=f32")
+    assert generated(exact, "It was a dark night", 40) == whole[:40]
+    saved = session.fork()
+    first = generated(saved, "It was a dark night", 50)
+    saved.save(tmp_path / "session")
+    assert first + generated(Session.restore(tmp_path / "session", "demo"), [], 30) == whole
+    again = session.tokens[:20]
+    session.rewind(19)
+    assert generated(session, again[19:], 20) == generated(session.fork(), again, 20)
+    assert len(generated(session, again * 8, 60)) == 60
+    cache = session.caches[0]
+    if kv.startswith("latest"):
+        (ring,) = cache.segments()
+        assert (ring.stop, ring.position) == (96, cache.n_seen - 96)
+    else:
+        assert cache.n_packed > 32
 
-    source = (PACKAGE / "edgekv_bf16.py").read_text()
-    (names,) = re.findall(r"^from edgekv import (.+)$", source, re.MULTILINE)
-    assert not re.search(r"from edgekv\.|import edgekv\b", source)
-    assert set(names.split(", ")) <= set(edgekv.__all__)
+
+def test_only_public_names_are_used() -> None:
+    """The examples import what `edgekv` lists, and from `edgekv.plugin`."""
+    public = {"edgekv": {*edgekv.__all__}, "edgekv.plugin": EXPORTED}
+    for file in {*(ROOT / "examples").rglob("*.py")} - {ROOT / "examples" / "minimal.py"}:
+        for node in ast.walk(ast.parse(file.read_text())):
+            assert not isinstance(node, ast.Import) or "edgekv" not in node.names[0].name, file
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("edgekv."):
+                assert {each.name for each in node.names} <= public[str(node.module)], file
+    assert all(getattr(plugin, name) for name in EXPORTED)
     assert DEMO.is_dir()
     assert str(PACKAGE) not in sys.path
+
+
+def test_what_plugins_build_on_loads_no_compiler() -> None:
+    """Until a loop is asked for, so that the names of a package's schemes are known at once."""
+    loaded = "print('numba' in sys.modules)"
+    code = f"import sys, edgekv.plugin; {loaded}; edgekv.plugin.loops; {loaded}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = plugin.nothing

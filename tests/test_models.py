@@ -9,8 +9,9 @@ import pytest
 from helpers import n_cached
 from safetensors.numpy import save_file
 
-from edgekv import KVCache, Session
+from edgekv import Session
 from edgekv.errors import ImageError
+from edgekv.plugin import KVCache
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4

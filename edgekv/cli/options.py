@@ -27,6 +27,7 @@ from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import LONGEST, SHOWN, ConfigError, EdgeKVError, as_argument, nearest
 from edgekv.files import require_writable, user_path
+from edgekv.kvcache import schemes
 from edgekv.kvcache.choice import default_scheme
 from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import format_bytes, parse_bytes
@@ -130,7 +131,7 @@ def kv_names(text: str) -> str:
     items = text.split(",")
     for i, item in enumerate(items):
         name, colon, rest = item.partition(":")
-        if taken := SYNONYMS.get(name.lower()):
+        if (taken := SYNONYMS.get(name.lower())) and name not in schemes():  # of another package
             say(f"--kv {name}: taken for {taken}, the cache of as many bits here")
             items[i] = f"{taken}{colon}{rest}"
     return ",".join(items)

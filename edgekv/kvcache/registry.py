@@ -40,7 +40,7 @@ def register(scheme: type[KVCache]) -> type[KVCache]:
     Raises CacheError for what is no scheme and for a name that another class has. A class may be registered again.
     """
     if not (isinstance(scheme, type) and issubclass(scheme, KVCache)):
-        raise CacheError(f"{scheme!r} is no KV scheme: register a subclass of edgekv.KVCache")
+        raise CacheError(f"{scheme!r} is no KV scheme: register a subclass of edgekv.plugin.KVCache")
     missing = [name for name in ("name", "paper", "summary", "tradeoff", "Config") if not hasattr(scheme, name)]
     if missing:
         raise CacheError(f"{scheme.__name__} has no {missing[0]}: a KV scheme needs it as a class attribute")

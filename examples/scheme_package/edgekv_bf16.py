@@ -8,26 +8,23 @@ bytes in NumPy, which is enough to run; the loop in edgekv_bf16_loops.py makes i
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import CacheError, Codec, FullCache, Geometry, Layout
+from edgekv.plugin import Codec, Config, FullCache, Geometry, Layout, one_of
 
 F32 = npt.NDArray[np.float32]
-ROUNDINGS = ("nearest", "down")
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16Config:
+class BFloat16Config(Config):
     """The options of bf16. rounding: nearest (ties to even), or down (towards zero)."""
 
-    rounding: str = "nearest"
+    scheme: ClassVar[str] = "bf16"
 
-    def __post_init__(self) -> None:
-        if self.rounding not in ROUNDINGS:
-            raise CacheError(field="kv", value=f"bf16:rounding={self.rounding}", accepted=ROUNDINGS)
+    rounding: str = one_of("nearest", ["nearest", "down"])
 
 
 class BFloat16Codec(Codec):
@@ -70,7 +67,7 @@ class BFloat16(FullCache):
     tradeoff = "3 bits of f16's precision, for float32's range"
     Config = BFloat16Config
 
-    def codecs(self, geometry: Geometry, config: Any) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, config: BFloat16Config) -> tuple[Codec, Codec]:
         """Returns the codecs of a layer's keys and of its values."""
         size = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return BFloat16Codec(*size, config.rounding), BFloat16Codec(*size, config.rounding)

@@ -1,28 +1,33 @@
 """The loop that decodes bf16 on a CPU; Numba compiles it at its first use on a machine.
 
 edgekv calls it for a tile of tokens, which it then scores or sums in the first-level cache. All arguments are
-integers: ``numbers`` is the address of what `KERNELS` returns for a codec, ``tile`` that of the result.
+integers: ``numbers`` is the address of what `KERNELS` returns for a codec, ``to`` that of the result.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from edgekv.kernels.cpu.loops import address_of, halves, int64s, words32
-from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.tile import decode_loop, tiled
+from edgekv.plugin import loops, scalar, tile
+
+get, put = scalar.get, scalar.put
+halves, int64s, words32 = loops.halves, loops.int64s, loops.words32
 
 
-@decode_loop
-def decode(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """Decodes tokens t..t + n of KV head g into tile (n, head_dim), float32."""
+@tile.decode_loop
+def decode(numbers: int, g: int, t: int, n: int, to: int, scratch: int) -> None:
+    """Decodes tokens t..t + n of KV head g to (n, head_dim), float32."""
     x = int64s(numbers)
     upper, capacity, head_dim = halves(get(x, 0)), get(x, 1), get(x, 2)
-    to, start = words32(tile), (g * capacity + t) * head_dim
+    values, start = words32(to), (g * capacity + t) * head_dim
     for i in range(n * head_dim):
-        put(to, i, np.uint32(get(upper, start + i)) << np.uint32(16))
+        put(values, i, np.uint32(get(upper, start + i)) << np.uint32(16))
 
 
-KERNELS = {
-    "bf16": tiled(lambda codec: (address_of(codec.arrays["upper"]), codec.capacity, codec.head_dim), decode)
-}
+def numbers_of(codec: Any) -> tuple[int, int, int]:
+    return loops.address_of(codec.arrays["upper"]), codec.capacity, codec.head_dim
+
+
+KERNELS = {"bf16": tile.tiled(numbers_of, decode)}

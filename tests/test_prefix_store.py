@@ -237,7 +237,13 @@ def test_a_conversation_that_grows_is_one_file_seldom_written(model: pathlib.Pat
             session.prefill([*FIRST, *OTHER][len(session.tokens) : n])
             session.keep_prefix()
             seen.append([len(parts((folder / name).read_bytes())[0]["tokens"]) for name in names(folder)])
+            for name in names(folder):
+                os.utime(folder / name, (0, 0))
     assert seen == [[], [300], [300], [300], [600], [940]]
+    with loaded(model) as session:
+        asked(session, FIRST[:300])
+        os.utime(folder / names(folder)[0], (0, 0))
+    assert (folder / names(folder)[0]).stat().st_mtime > 0  # used from memory as well
 
 
 def test_pictures_are_not_kept(model: pathlib.Path, folder: pathlib.Path) -> None:

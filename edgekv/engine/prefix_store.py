@@ -99,11 +99,12 @@ class PrefixStore:
         bare.tokens, bare.sampler, bare.memo = state.tokens[: state.n_cached], None, {}
         bare.n_dropped = bare.n_first = 0
         known, path = self.find(bare.tokens, plan, lora)
-        if bare.spans or len(bare.tokens) - known < max(MIN_TOKENS, known // MIN_GROWTH):
-            return
         needed = sum(min(each.nbytes, each.planned_bytes(len(bare.tokens))) for each in bare.caches)
         with contextlib.suppress(OSError, EdgeKVError):
-            if self._make_room(needed):
+            if path and known >= MIN_TOKENS:
+                os.utime(path)  # used, though from memory
+            grown = len(bare.tokens) - known >= max(MIN_TOKENS, known // MIN_GROWTH)
+            if grown and not bare.spans and self._make_room(needed):
                 save_state(_folder() / self._name(bare.tokens, plan, lora), bare, self._model, lora, plan, between)
                 if path and path.name == self._name(bare.tokens[:known], plan, lora):
                     self._remove(path)

@@ -103,7 +103,7 @@ def test_generated_tables_agree() -> None:
 
 
 def examples() -> list[str]:
-    pages = [ROOT / "README.md", DOCS / "library.md"]
+    pages = [ROOT / "README.md", DOCS / "library.md", DOCS / "cookbook.md"]
     return [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 

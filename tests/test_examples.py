@@ -8,6 +8,7 @@ import sys
 
 import golden_cases
 import numpy as np
+import pexpect
 import pytest
 from helpers import n_cached, needs_papers
 from serving import ROOT
@@ -41,10 +42,44 @@ def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
 
 def test_a_cancelled_task_leaves_a_usable_session() -> None:
     said = run(EXAMPLES / "async_stream.py", "--seconds", 0.5).stdout
-    cancelled = re.search(r"\(cancelled after (\d+) tokens\)\n(.+)", said)
+    cancelled = re.search(r"\(stopped after (\d+) tokens\)\n(.+)", said)
     assert cancelled
     assert 5 < int(cancelled[1]) < 2000
     assert cancelled[2]
+
+
+def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
+    """On the second start, on a terminal with Ctrl-C, after a damaged file, and without a model."""
+    app, file = EXAMPLES / "app.py", tmp_path / "app.kv"
+    assert len(app.read_text().splitlines()) <= 60
+    command = [sys.executable, str(app), "--file", str(file)]
+
+    def start(*more: str, said: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], input=said, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+    first = start(said="Who are you?\n" + "word " * 5000 + "\n\n")
+    assert first.returncode == 0, first.stderr
+    assert "shorten the message" in first.stderr
+    assert len(first.stdout) > 10
+    child = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=60, cwd=str(ROOT), echo=False)
+    child.expect("> ")
+    child.sendline("Tell a long story.")
+    child.expect(r"\w+ \w+ ")
+    child.sendintr()
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    memo = Session.restore(file, "demo").memo["messages"]
+    assert [message["role"] for message in memo] == ["system", *["user", "assistant"] * 2]
+    assert memo[1]["content"] == "Who are you?"
+    file.write_bytes(file.read_bytes()[:-9])
+    again = start(said="")
+    assert again.returncode == 0
+    assert "a new conversation, since" in again.stderr
+    missing = start("--model", str(tmp_path / "nothing"), said="")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["llama31", "gpt2"])

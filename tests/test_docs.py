@@ -89,7 +89,7 @@ def test_examples_name_no_scheme_but_presets() -> None:
     """Who follows them gets what `auto` takes, or compares the names of docs/schemes.md."""
     about = {"schemes.md", "papers.md", "quality.md", "pictures.md", "minimal.py", "edgekv_bf16.py"}
     pages = [*CURRENT, *ROOT.glob("models/*/*.md"), *ROOT.rglob("examples/**/*.py"), *ROOT.glob("packaging/*")]
-    pages += [ROOT / "tests" / "newcomer.sh", *ROOT.glob("edgekv/engine/*.py")]
+    pages += [ROOT / "tools" / "hour" / "walk.py", *ROOT.glob("edgekv/engine/*.py")]
     named = re.compile(r"""(?:--kv[ =]"?|kv="|"--kv", default="|\bKV=)([\w.]+(?:,[\w.:=]+)*)""")
     allowed, strays = {*PRESETS, AUTO, "LIST", "NAME", "name", "all"}, {}
     for page in (page for page in pages if page.is_file() and page.name not in about):

@@ -1,6 +1,5 @@
-"""The examples run as they stand, and the first minutes as a script that a newcomer could have typed."""
+"""The examples run as they stand."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -10,7 +9,7 @@ import golden_cases
 import numpy as np
 import pexpect
 import pytest
-from helpers import n_cached, needs_papers
+from helpers import n_cached
 from serving import ROOT
 
 from edgekv import Session
@@ -96,13 +95,3 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
     np.testing.assert_allclose(scaled / np.linalg.norm(scaled), logits / np.linalg.norm(logits), atol=1e-4)
     with pytest.raises(ContextError, match="accepted: 1 to"):
         session.embed([1] * 65)
-
-
-@needs_papers
-def test_a_newcomer_arrives() -> None:
-    """Runs the installed command; `tests/newcomer.sh --install` begins with `pip install .`."""
-    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command, environment = ["bash", ROOT / "tests" / "newcomer.sh"], os.environ | {"PATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "a newcomer arrives"

@@ -140,12 +140,12 @@ def test_what_its_owner_said_stays_with_its_owner(model: pathlib.Path, folder: p
     file = folder / names(folder)[0]
     assert file.stat().st_mode & 0o777 == 0o600
     content = parts(file.read_bytes())[0]
-    assert (content["memo"], content["sampler"], content["n_first"]) == ({}, None, 0)
+    assert (content["memo"], content["sampler"]) == ({}, None)
     assert content["tokens"] == FIRST + content["tokens"][len(FIRST) :]
     assert len(content["tokens"]) == len(FIRST) + 3  # the last one is not in the cache
     with loaded(model) as session:
         session.memo["mine"] = 1
-        session.align(FIRST, n_first=7)
+        session.align(FIRST)
         assert (session.memo, session.last_sampler) == ({"mine": 1}, None)
 
 

@@ -237,7 +237,6 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "no number": put("memo", {"x": float("nan")}),
     "infinity": put("memo", {"x": float("inf")}),
     "dropped": put("n_dropped", -5),
-    "first": put("n_first", -5),
     "spans": put("spans", [[0, 5, "x"], [0, 5, "x"]]),
 }
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

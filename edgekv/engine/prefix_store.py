@@ -97,7 +97,7 @@ class PrefixStore:
         state.drop_drafts()
         bare = copy.copy(state)  # without what is its owner's
         bare.tokens, bare.sampler, bare.memo = state.tokens[: state.n_cached], None, {}
-        bare.n_dropped = bare.n_first = 0
+        bare.n_dropped = 0
         known, path = self.find(bare.tokens, plan, lora)
         needed = sum(min(each.nbytes, each.planned_bytes(len(bare.tokens))) for each in bare.caches)
         with contextlib.suppress(OSError, EdgeKVError):

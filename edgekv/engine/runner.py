@@ -89,7 +89,6 @@ class State:
         self.spans: Spans = []
         self.sampler: Sampler | None = None  # of the last text
         self.n_dropped = 0  # tokens that left the conversation when it outgrew the context
-        self.n_first = 0  # tokens at its beginning, a system message, that stay then
         self.memo: dict[str, Any] = {}  # JSON of the session's owner that is saved with it
         self.n_draft = 0  # tokens in the caches after those of the conversation: drafts that may be its next ones
         self._is_torn = False  # whether a rewind was interrupted
@@ -112,7 +111,7 @@ class State:
     def clear(self) -> None:
         """Forgets the whole conversation, with its memo."""
         self.rewind(0)
-        self.sampler, self.n_dropped, self.n_first, self.memo = None, 0, 0, {}
+        self.sampler, self.n_dropped, self.memo = None, 0, {}
 
     def drop_drafts(self) -> None:
         """Takes drafts out of the caches."""
@@ -202,7 +201,7 @@ class State:
                 copy_used(state.arrays[name], array)
         self.caches = caches
         self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)
-        self.spans, self.n_dropped, self.n_first = list(other.spans), other.n_dropped, other.n_first
+        self.spans, self.n_dropped = list(other.spans), other.n_dropped
 
 
 def used_part(array: Array) -> tuple[slice, ...]:
@@ -224,13 +223,12 @@ def copy_used(source: Array, target: Array) -> None:
     target[part] = source[part]
 
 
-def remaining_positions(n: int, room: int, n_first: int, spans: Spans) -> list[int]:
+def remaining_positions(n: int, room: int, spans: Spans) -> list[int]:
     """Returns the positions of n tokens, too many, that remain in the context: ``room`` first and latest ones.
 
-    These are computed again from position 0, so that positions fit any scheme. n_first: so many at the beginning
-    remain, where they leave a quarter of the room. Of an image all tokens remain or none.
+    They are computed again from position 0, so that positions fit any scheme. Of an image all remain or none.
     """
-    sink = max(min(SINK_TOKENS, room // 2), n_first if n_first <= room * 3 // 4 else 0)
+    sink = min(SINK_TOKENS, room // 2)
     positions = [*range(sink), *range(n - (room - sink), n)]
     cut = [span for span in spans if not {*positions}.issuperset(range(span.start, span.stop))]
     return [i for i in positions if not any(span.start <= i < span.stop for span in cut)]
@@ -434,7 +432,7 @@ class Runner:
         """Returns the positions of n tokens that remain, and counts the others as dropped; None: all remain."""
         if n <= self.ctx or not self.slides:
             return None
-        positions = remaining_positions(n, max(room, 1), self.state.n_first, spans)
+        positions = remaining_positions(n, max(room, 1), spans)
         self.state.n_dropped += n - len(positions)
         return positions
 

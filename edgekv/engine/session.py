@@ -415,12 +415,12 @@ class Session:
         self._idle_runner().state.rewind(n_tokens)
 
     @checked()
-    def align(self, prompt: str | Prompt, n_first: Natural | None = None) -> list[int | Embeddings]:
+    def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt differ; returns the rest of it, for `generate`.
 
         With ``prefix_cache`` a conversation on disk that shares more of the prompt's beginning takes its place.
         The rest is at least the prompt's last piece, whose logits are needed. A text is encoded as the beginning
-        of a conversation. n_first: so many tokens at its beginning stay when the context slides.
+        of a conversation.
         """
         runner = self._idle_runner()
         pieces = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
@@ -429,13 +429,9 @@ class Session:
             before, new_state = runner.state, functools.partial(self._loaded.new_state, self.plan)
             n_held = min(before.shared(pieces)[0], before.n_cached)
             if state := self._prefixes.take(pieces, n_held, self.plan, self.lora, new_state):
-                state.memo, state.sampler = before.memo, before.sampler
-                state.n_dropped, state.n_first = before.n_dropped, before.n_first
+                state.memo, state.sampler, state.n_dropped = before.memo, before.sampler, before.n_dropped
                 runner.state = state
-        rest = runner.state.align(pieces)
-        if n_first is not None:
-            runner.state.n_first = n_first
-        return rest
+        return runner.state.align(pieces)
 
     def keep_prefix(self, between: Callable[[bool], None] = lambda is_copied: None) -> None:
         """Writes what was read to the ``prefix_cache`` on disk, unless that has most of it; does nothing without.

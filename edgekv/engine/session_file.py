@@ -179,7 +179,6 @@ def save_state(
         "sampler": sampler and {"params": sampler.params.as_dict(), "state": sampler.state()},
         "memo": state.memo,
         "n_dropped": state.n_dropped,
-        "n_first": state.n_first,
         "fixed": fixed_checksum(state.caches),
         "layers": [{"counters": layer.counters, "fitted": layer.extra} for layer in layers],
     }
@@ -204,7 +203,6 @@ class SavedContent(msgspec.Struct):
     layers: list[dict[str, Any]]
     lora: str | None = None
     spans: list[tuple[int, int, str]] = []
-    n_first: Natural = 0
     fixed: str | None = None  # absent in older files, which have the present ones
 
 
@@ -272,7 +270,7 @@ class SavedState(SessionFile):
         if unreadable:
             raise self._incompatible(f"what layer {unreadable[0]} holds")
         state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, saved.memo, sampler
-        state.n_dropped, state.n_first = saved.n_dropped, saved.n_first
+        state.n_dropped = saved.n_dropped
 
     def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         try:

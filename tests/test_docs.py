@@ -18,8 +18,11 @@ import yaml
 import edgekv
 from edgekv import errors
 from edgekv.cli import COMMANDS, build_parser, main
-from edgekv.kvcache.choice import AUTO
-from edgekv.kvcache.registry import PRESETS
+from edgekv.cli.run import LENGTH
+from edgekv.eval.gate import DEFAULT_SCHEMES, NEEDLES, GateLimits
+from edgekv.kvcache.choice import AUTO, MAX_LOSS, MIN_SAVING, default_scheme
+from edgekv.kvcache.registry import PRESETS, CacheSpec
+from edgekv.models import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -64,6 +67,34 @@ def _choices(sub: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     return {}
+
+
+def test_pages_say_what_the_code_has_and_agree() -> None:
+    """Names and figures that several pages mention, each from where it is decided or was measured."""
+    packed, limits, lossy = default_scheme(), GateLimits(), ", ".join(f"`{kv}`" for kv in DEFAULT_SCHEMES[:-1])
+    llama = re.findall(r"\| 8,192 \| ([\d.]+) \| ([\d.]+) \|", (DOCS / "speed.md").read_text())
+    said = {
+        "README.md": [f"edgekv takes `{packed}`", f"{len(set(families()))} families", *llama[0], *llama[-1]],
+        "docs/schemes.md": [f"at most {MAX_LOSS} nats", f"else `{packed}`", "a tenth", "named by their bits"],
+        "docs/memory.md": [f"`{packed}` about {CacheSpec.parse(packed).bytes_per_token() / 256:.2f}"],
+        "docs/gate.md": [
+            *(f"`--max-kl` | {limits.max_kl} |", f"`--min-top1` | {limits.min_top1:.2f} |"),
+            *(f"{NEEDLES} in all", f"{lossy} and `{DEFAULT_SCHEMES[-1]}`", "smallest that passed"),
+        ],
+        "docs/start.md": [f"{LENGTH} tokens", f"`{packed}`", "127.0.0.1:8080"],
+    }
+    assert MIN_SAVING == 0.1
+    texts = {name: " ".join((ROOT / name).read_text().split()) for name in said}
+    assert [(name, each) for name, text in texts.items() for each in said[name] if each not in text] == []
+
+
+def families() -> list[str]:
+    """Returns the rows of the table of families, which has every type that is registered."""
+    rows = re.findall(
+        r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", (DOCS / "models.md").read_text().partition("## Files")[0], re.M
+    )
+    assert {name.strip("`") for row in rows for name in row.split(", ")} >= set(FAMILIES)
+    return rows
 
 
 def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:

@@ -32,6 +32,7 @@ from edgekv.eval.bench import (
 from edgekv.files import atomic_write, read_object
 from edgekv.kernels.cpu import stream
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import default_scheme
 from edgekv.machine import (
     available_memory_bytes,
     blas_threads,
@@ -183,7 +184,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 FULL = Extent(
     shapes=("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b"),
-    schemes=("dense", "onebit", "planes", "kivi2", "h1b"),
+    schemes=("dense", default_scheme(), "onebit", "planes", "kivi2", "h1b"),
     depths=(0, 2048, 8192),
     prompt=512,
     weights="int4",

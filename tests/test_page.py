@@ -498,6 +498,9 @@ def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
     replaced(page, "Noise, and a red bar")
     changed(page, server, modalities={"vision": True})
     expect(page.locator("#attach")).to_be_visible()
+    with page.expect_file_chooser():  # an example about a picture waits for one
+        page.locator(".welcome button").first.click()
+    assert page.locator("#text").input_value() == get(server, "/props")["examples"][0]
     noise = np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     page.locator("#file").set_input_files(tmp_path / "a.png")
@@ -536,6 +539,7 @@ def test_with_a_key(browser: Any, server: Server) -> None:
     page.route("**/*", guarded)
     page.goto(server.url)
     expect(page.locator("#key")).to_be_visible()
+    expect(page.locator("#status")).to_contain_text("wants its key")
     page.locator("#key").fill("k3y")
     expect(page.locator("#model")).to_contain_text("demo")
     ask(page, "Hello")

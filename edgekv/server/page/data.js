@@ -103,7 +103,10 @@ function failure({code, param, message}) {
 async function request(path, options) {
   const key = $("key").value, headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
   const response = await fetch(path, {...options, headers});
-  if (response.status === 401) $("keyed").hidden = false;
+  if (response.status === 401) {
+    $("keyed").hidden = false;
+    $("status").textContent = FAILURES.invalid_api_key;
+  }
   return response;
 }
 

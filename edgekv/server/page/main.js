@@ -92,7 +92,8 @@ async function ask() {
   setBusy(false);
   await saveConversation(talk);
   if (talk === conversation) redraw(error);
-  $("status").textContent = reply.cut && !error ? "The answer was cut off at its limit: ask to go on, or set a longer one in the settings" : "";
+  const isCut = reply.cut && !error && $("full").hidden;
+  $("status").textContent = isCut ? "The answer was cut off at its limit: ask to go on, or set a longer one in the settings" : "";
 }
 
 // Returns the body of the request for the next answer, with the conversation's settings.
@@ -140,7 +141,7 @@ function watchAnswer(chunk, talk) {
 function showFigures() {
   const {used, figures: {packed, plain, speed, written, joules} = {}} = conversation, ctx = props?.ctx;
   const texts = {
-    used: ctx && `${used} of ${ctx} tokens`, speed: speed && `${speed.toFixed(1)} tokens/s`,
+    used: ctx && `${Math.min(used, ctx)} of ${ctx} tokens`, speed: speed && `${speed.toFixed(1)} tokens/s`,
     memory: packed && formatBytes(packed) + (packed < plain ? ` instead of ${formatBytes(plain)}` : ""),
     written: written && `${written} tokens`, energy: joules && `${joules.toPrecision(3)} J (${(joules / written).toPrecision(2)} J a token)`,
   };
@@ -193,7 +194,7 @@ async function watch() {
     props = await answered.json();
     showProps();
     if (!abort && !document.querySelector(".editor")) redraw();
-    if (isGone) $("status").textContent = "";
+    if (!abort) $("status").textContent = "";
   }
   isGone = answered === undefined;
   if (isGone && !abort) $("status").textContent = FAILURES.unreachable;
@@ -237,18 +238,15 @@ function setMenu(open) { $("menu").ariaExpanded = String($("side").classList.tog
 const on = (id, event, action) => $(id).addEventListener(event, action);
 on("form", "submit", event => {
   event.preventDefault();
-  const content = $("text").value.trim();
-  if ((!content && !attachedImages.length) || abort) return;
+  if (abort || !($("text").value.trim() || attachedImages.length)) return;
+  say($("text").value.trim());
   $("text").value = "";
-  say(content);
 });
 on("text", "keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
 });
 document.addEventListener("keydown", event => {
-  if (event.key !== "Escape" || $("options").open) return;
-  if (abort) abort.abort();
-  else setMenu(false);
+  if (event.key === "Escape" && !$("options").open) abort ? abort.abort() : setMenu(false);
 });
 on("text", "paste", event => {
   if (event.clipboardData.files.length) { event.preventDefault(); attach(event.clipboardData.files); }

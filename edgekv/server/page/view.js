@@ -15,9 +15,8 @@ async function copyText(text, button) {
     document.execCommand("copy");
     area.remove();
   }
-  const before = button.textContent;
   button.textContent = "Copied";
-  setTimeout(() => { button.textContent = before; }, 1200);
+  setTimeout(() => { button.textContent = "Copy"; }, 1200);
 }
 
 const NAMES = {user: "You", assistant: "The model", error: "Error"};
@@ -56,7 +55,14 @@ function welcome() {
   const privacy = "What you write goes to this server only; conversations are kept in this browser.";
   return element("section", {className: "welcome"}, element("h2", {textContent: name}),
     element("p", {textContent: `${about[0].toUpperCase()}${about.slice(1)}. ${limits} ${privacy}`}), element("p", {textContent: "Two things to try:"}),
-    (examples.length ? examples : EXAMPLES).map(text => button(text, () => say(text))));
+    (examples.length ? examples : EXAMPLES).map(text => button(text, () => tryOut(text, examples.length && canSee()))));
+}
+
+// Asks an example; one that is about a picture waits for it in the message box.
+function tryOut(text, needsPicture) {
+  if (!needsPicture) return say(text);
+  $("text").value = text;
+  $("attach").click();
 }
 
 function article(message, i, isLast) {
@@ -79,14 +85,10 @@ function bodyOf(message) {
   if (message.role === "user") return element("div", {className: "body", textContent: message.content});
   const made = element("div", {className: "body"}), key = `${message.reasoning ?? ""}\0${message.content}`;
   if (BODIES.get(message)?.key === key) return BODIES.get(message).made;
-  if (message.reasoning) made.append(reasoning(message));
+  if (message.reasoning) made.append(element("details", {}, element("summary", {textContent: "Reasoning"}), message.reasoning));
   made.append(markdown(message.content));
   BODIES.set(message, {key, made});
   return made;
-}
-
-function reasoning(message) {
-  return element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning);
 }
 
 function edit(article, message, i) {
@@ -105,15 +107,16 @@ const RENDER_MS = 100, RENDER_SHARE = 4;  // between two renderings of an answer
 
 // Adds an element for a new answer; returns a function that shows its growing message.
 function startAnswer() {
-  const thought = element("div"), text = element("div"), grow = growingMarkdown(text);
-  $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, element("div", {className: "body"}, thought, text)));
+  const thought = new Text(), details = element("details", {hidden: true, open: true}, element("summary", {textContent: "Reasoning"}), thought);
+  const body = element("div", {className: "body"}), grow = growingMarkdown(body);
+  $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, details, body));
   scrollToEnd();
   let timer = 0, wait = 0;
   return message => {
     timer ||= setTimeout(() => {
       const begun = performance.now(), follows = isAtEnd();
-      if (!thought.firstChild && message.reasoning) thought.append(reasoning(message));
-      else if (message.reasoning) thought.firstChild.lastChild.data = message.reasoning;
+      thought.data = message.reasoning;
+      details.hidden = !message.reasoning;
       grow(message.content);
       if (follows) scrollToEnd();
       wait = Math.max(RENDER_MS, RENDER_SHARE * (performance.now() - begun));
@@ -123,10 +126,7 @@ function startAnswer() {
 }
 
 // Returns whether the end is in view, so that new text is scrolled to.
-function isAtEnd() {
-  const talk = $("talk");
-  return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-}
+function isAtEnd() { return $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 60; }
 
 function scrollToEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
 
@@ -135,7 +135,7 @@ function showList(conversations, current) {
     const title = talk.title || "New conversation", isCurrent = talk.id === current;
     return element("li", {className: isCurrent ? "current" : ""},
       button(title, () => openTalk(talk.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null}),
-      button("✎", () => rename(talk), {className: "small", ariaLabel: `Rename ${title}`}),
-      button("×", () => remove(talk), {className: "small", ariaLabel: `Delete ${title}`}));
+      button("✎", () => rename(talk), {ariaLabel: `Rename ${title}`}),
+      button("×", () => remove(talk), {ariaLabel: `Delete ${title}`}));
   }));
 }

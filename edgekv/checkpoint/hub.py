@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -135,7 +136,8 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         timeout = hub.constants.HF_HUB_ETAG_TIMEOUT
         info = api.model_info(name.repository, revision=name.revision, files_metadata=True, timeout=timeout)
         commit = _safe_name(info.sha)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings if _is_relative(file.rfilename)}
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        sizes = {file: size for file, size in sizes.items() if not {"/", ".."} & {*PurePosixPath(file).parts}}
         fetch = functools.partial(_fetch, hub, name, revision=commit)
         if name.file and not name.file.endswith(GGUF):
             files = name.of_quantization(sorted(sizes))
@@ -337,12 +339,6 @@ def _name_revision(hub: Any, name: HubName, commit: str) -> None:
         reference = _folder(hub, name) / "refs" / (name.revision or "main")
         reference.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(reference, commit.encode())
-
-
-def _is_relative(file: str) -> bool:
-    """Returns whether a file's path stays within its repository."""
-    path = pathlib.PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _safe_name(name: str | None) -> str:

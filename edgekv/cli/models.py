@@ -260,14 +260,13 @@ def _contexts_that_fit(model: Model, options: Options, plan: SessionPlan, availa
     With the plan's scheme, and with the most exact preset that fits the whole context, else the smallest.
     """
 
-    def total(kv: CacheSpec, ctx: int) -> int:
+    def total(kv: str, ctx: int) -> int:
         return sum(_plan(model, dataclasses.replace(options, ctx=ctx, kv_budget=None), kv).parts().values())
 
-    named = [CacheSpec.parse(name) for name in ("f16", *packed_presets())]
-    presets = select_specs(named, model.config, plan.ctx, named=False)[0]
-    other = next((kv for kv in presets if total(kv, plan.ctx) <= available), presets[-1])
+    whole = dataclasses.replace(options, kv=AUTO, kv_budget=None, ctx=plan.ctx)
+    other = _scheme_that_fits(model, whole, available) or packed_presets()[-1]
     contexts = range(1, plan.ctx + 1)
-    longest = {kv.short: bisect_right(contexts, available, key=partial(total, kv)) for kv in (plan.kv, other)}
+    longest = {kv: bisect_right(contexts, available, key=partial(total, kv)) for kv in (plan.kv.short, other)}
     return {kv: n for kv, n in longest.items() if n}
 
 

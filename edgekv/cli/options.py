@@ -386,7 +386,7 @@ def error_text(error: EdgeKVError, options: Container[str] | None = None) -> str
         if name == "meter" and options and option not in options:  # of commands that measure something else
             option = "--power"
         if options and option not in options:
-            return as_argument(name, value)
+            return str(value)[:LONGEST] if name == "model" and value is not None else as_argument(name, value)
         return option if value is None else f"{option} {str(value)[:LONGEST]}"
 
     return error.render(spell)

@@ -71,11 +71,11 @@ class PrefixStore:
         Removes a file that is damaged or foreign.
         """
         n_ids = next((i for i, piece in enumerate(prompt) if isinstance(piece, Embeddings)), len(prompt))
-        found = self.find(prompt[:n_ids], plan, lora) if n_ids >= n_held + MIN_TOKENS else (0, None)
-        if found[1] is None or found[0] < n_held + MIN_TOKENS:
+        n, path = self.find(prompt[:n_ids], plan, lora) if n_ids >= n_held + MIN_TOKENS else (0, None)
+        if path is None or n < n_held + MIN_TOKENS:
             return None
         try:
-            saved = SavedState(path := found[1])
+            saved = SavedState(path)
             saved.require_model(self._model)
             if path.name == self._name(saved.tokens, plan, lora):
                 saved.open_state(state := new_state(), self._model.config)
@@ -98,13 +98,15 @@ class PrefixStore:
         bare = copy.copy(state)  # without what is its owner's
         bare.tokens, bare.sampler, bare.memo = state.tokens[: state.n_cached], None, {}
         bare.n_dropped = 0
+        n = len(bare.tokens)
+        if n < MIN_TOKENS or bare.spans:
+            return
         known, path = self.find(bare.tokens, plan, lora)
-        needed = sum(min(each.nbytes, each.planned_bytes(len(bare.tokens))) for each in bare.caches)
+        needed = sum(min(each.nbytes, each.planned_bytes(n)) for each in bare.caches)
         with contextlib.suppress(OSError, EdgeKVError):
             if path and known >= MIN_TOKENS:
                 os.utime(path)  # used, though from memory
-            grown = len(bare.tokens) - known >= max(MIN_TOKENS, known // MIN_GROWTH)
-            if grown and not bare.spans and self._make_room(needed):
+            if n - known >= max(MIN_TOKENS, known // MIN_GROWTH) and self._make_room(needed):
                 save_state(_folder() / self._name(bare.tokens, plan, lora), bare, self._model, lora, plan, between)
                 if path and path.name == self._name(bare.tokens[:known], plan, lora):
                     self._remove(path)

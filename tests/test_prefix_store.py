@@ -360,6 +360,21 @@ def test_a_request_interrupts_the_writing(demo: Session, folder: pathlib.Path) -
     assert len(names(folder)) == 1
 
 
+def test_once_copied_a_session_may_be_taken(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another request copies by the time the file is durable stays reserved for it."""
+    pool = engine_of(demo.fork()).pool
+    session = pool.base
+
+    def keep_prefix(_: Session, between: Callable[[bool], None]) -> None:
+        between(True)
+        pool.release(pool.borrow(None))  # else waits for ever
+        pool._sources.append(session)
+
+    monkeypatch.setattr(Session, "keep_prefix", keep_prefix)
+    pool.keep_prefixes(lambda: False)
+    assert pool._sources == [session]
+
+
 def test_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "chat"):
         assert main([command, "--model", str(DEMO), "--prefix-cache", "some"]) == 2

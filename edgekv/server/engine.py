@@ -222,9 +222,8 @@ class SessionPool:
 
     def _let_go(self, source: Session) -> None:
         with self._changed:
-            if source in self._sources:
-                self._sources.remove(source)
-                self._changed.notify_all()
+            self._sources.remove(source)
+            self._changed.notify_all()
 
     def keep_prefixes(self, is_wanted: Callable[[], bool]) -> None:
         """Writes what idle sessions have read to disk. Raises Cancelled if one ``is_wanted``."""
@@ -233,17 +232,19 @@ class SessionPool:
                 if session not in self._idle or session in self._sources:
                     continue
                 self._sources.append(session)
+            held = [session]
 
-            def between(is_copied: bool, session: Session = session) -> None:
+            def between(is_copied: bool, held: list[Session] = held) -> None:
                 if is_copied:
-                    self._let_go(session)
+                    self._let_go(held.pop())
                 elif is_wanted():
                     raise Cancelled
 
             try:
                 session.keep_prefix(between)
             finally:
-                self._let_go(session)
+                if held:
+                    self._let_go(session)
 
     def borrow(self, lora: str | None) -> Session:
         """Returns a session with this LoRA for work that keeps its conversation; `release` gives it back."""

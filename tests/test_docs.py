@@ -88,6 +88,18 @@ def test_pages_say_what_the_code_has_and_agree() -> None:
     assert [(name, each) for name, text in texts.items() for each in said[name] if each not in text] == []
 
 
+def test_errors_that_are_explained_are_printed() -> None:
+    """What troubleshooting quotes of edgekv's lines stands in its code."""
+    lines = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    quoted = {text for line in lines for text in re.findall("`([^`]* [^`]*)`", line)}
+    code = "".join(path.read_text() for path in (ROOT / "edgekv").rglob("*.py")).replace(
+        "{arguments.host}", "0.0.0.0"
+    )
+    others = {"edgekv: command not found", "pip install edgekv", "pip install 'edgekv[...]'"}
+    assert {text for text in quoted - others if text not in code} == set()
+    assert len(quoted - others) > 4
+
+
 def families() -> list[str]:
     """Returns the rows of the table of families, which has every type that is registered."""
     rows = re.findall(

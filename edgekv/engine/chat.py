@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from edgekv.checks import Count, Natural, checked, checked_value
-from edgekv.engine.grammar import Grammar, JsonSchema
+from edgekv.engine.grammar import Grammar
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step, Stops
@@ -224,17 +224,15 @@ class Chat:
         images = self._read_images(messages)
         prompt, room = self._fitting(messages, max_new_tokens)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
-        how |= {"stop": stops, "constraint": self._constraint(), "max_new_tokens": min(room, max_new_tokens)}
+        how |= {"stop": stops, "max_new_tokens": min(room, max_new_tokens)}
+        if self._tools:
+            grammar = tools_grammar(self._tools, self._form, self._marks, self.schema)
+            how["constraint"] = Grammar(grammar, self._tokenizer, self.session.config.vocab_size)
+        else:
+            how["json_schema"] = self.schema
         steps = self.session.generate(self.session.align(prompt), **how)
         self.session.report().images = images
         return self._collected(messages, steps, ends_full=room < max_new_tokens)
-
-    def _constraint(self) -> Grammar | None:
-        tokenizer, vocab_size = self._tokenizer, self.session.config.vocab_size
-        if self._tools:
-            grammar = tools_grammar(self._tools, self._form, self._marks, self.schema)
-            return Grammar(grammar, tokenizer, vocab_size)
-        return None if self.schema is None else JsonSchema(self.schema, tokenizer, vocab_size)
 
     def _results(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""

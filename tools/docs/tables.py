@@ -68,6 +68,12 @@ SCHEMES = {f"`{name}`": name for name in ("f16", CHOSEN, "q2")}
 SERVED = 8192  # tokens that a server should hold at least
 STEP = 1024
 LARGEST = 3  # models that fit each
+PREDICTED = {
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "10 to 16"),
+    "llama3.2-1b": ("meta-llama/Llama-3.2-1B", "6 to 9"),
+    "qwen3-1.7b": ("Qwen/Qwen3-1.7B", "4 to 6"),
+}
+"""Shapes that a Pi 5 runs in int8 -> the model, and its tokens/s behind SERVED others in q3, predicted."""
 BOARDS_HEAD = (
     *("machine", "cores", "memory, GB/s", "shape, int4", "`dense` at 0", "at 8,192", "`onebit` at 8,192"),
     *("prompt of 512", "peak memory", "mJ per token", "throttling"),
@@ -262,6 +268,16 @@ def memory_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def pi_table() -> str:
+    """Returns the memory of each model of PREDICTED with the chosen scheme, and its predicted speed."""
+    rows = ["| model | memory | tokens/s, predicted |", "|---|---|---|"]
+    for shape, (name, speed) in PREDICTED.items():
+        model = unread_model(shape, read_shape(shape))
+        planned = SessionPlan.make(model, kv=CHOSEN, ctx=SERVED, weights="int8")
+        rows.append(f"| `{name}` | {format_bytes(total(planned))} | {speed} |")
+    return "\n".join(rows) + "\n"
+
+
 def boards() -> dict[str, Board]:
     """Reads every JSON file of BOARDS, by the name that it and its page have."""
     return {path.stem: Board.load(path) for path in sorted(BOARDS.glob("*.json"))}
@@ -307,6 +323,7 @@ TABLES = {
     "papers": papers_table,
     "meters": meters_table,
     "memory": memory_table,
+    "pi": pi_table,
     "boards": boards_table,
 }
 

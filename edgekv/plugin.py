@@ -4,40 +4,30 @@ A policy is a `KVCache`, or one of its two bases that are two codecs; a `Config`
 `one_of` and so on. ``loops``, ``scalar`` and ``tile`` are modules for loops on a CPU, loaded at their first use.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING
-from typing import Any as _Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from edgekv.codecs.codec import Codec as Codec
-from edgekv.codecs.codec import Layout as Layout
-from edgekv.codecs.f16 import F16 as F16
-from edgekv.codecs.ints import Int8 as Int8
-from edgekv.errors import CacheError as CacheError
-from edgekv.kernels import Kernels as Kernels
-from edgekv.kernels.interface import Segment as Segment
-from edgekv.kernels.interface import Workspace as Workspace
-from edgekv.kvcache.cache import Geometry as Geometry
-from edgekv.kvcache.cache import KVCache as KVCache
-from edgekv.kvcache.config import Config as Config
-from edgekv.kvcache.config import flag as flag
-from edgekv.kvcache.config import number as number
-from edgekv.kvcache.config import one_of as one_of
-from edgekv.kvcache.config import seed as seed
-from edgekv.kvcache.config import share_of_context as share_of_context
-from edgekv.kvcache.config import tokens as tokens
-from edgekv.kvcache.policies import FullCache as FullCache
-from edgekv.kvcache.policies import SinkWindowCache as SinkWindowCache
-from edgekv.kvcache.policies import Sizes as Sizes
-from edgekv.models.architecture import Architecture as Architecture
-from edgekv.models.llama import Llama as Llama
+from edgekv.codecs.codec import Codec, Layout
+from edgekv.codecs.f16 import F16
+from edgekv.codecs.ints import Int8
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kernels.interface import Segment, Workspace
+from edgekv.kvcache.cache import Geometry, KVCache
+from edgekv.kvcache.config import Config, flag, number, one_of, seed, share_of_context, tokens
+from edgekv.kvcache.policies import FullCache, SinkWindowCache, Sizes
+from edgekv.models.architecture import Architecture
+from edgekv.models.llama import Llama
 
 if TYPE_CHECKING:
-    from edgekv.kernels.cpu import loops as loops
-    from edgekv.kernels.cpu import scalar as scalar
-    from edgekv.kernels.cpu import tile as tile
+    from edgekv.kernels.cpu import loops, scalar, tile
+
+__all__ = ["F16", "CacheError", "Codec", "FullCache", "Geometry", "Int8", "KVCache", "Kernels", "Layout"]
+__all__ += ["Config", "flag", "number", "one_of", "seed", "share_of_context", "tokens"]
+__all__ += ["Architecture", "Llama", "Segment", "SinkWindowCache", "Sizes", "Workspace", "loops", "scalar", "tile"]
 
 
-def __getattr__(name: str) -> _Any:
+def __getattr__(name: str) -> Any:
     if name not in ("loops", "scalar", "tile"):
         raise AttributeError(f"module 'edgekv.plugin' has no attribute {name!r}")
-    return _import_module(f"edgekv.kernels.cpu.{name}")
+    return import_module(f"edgekv.kernels.cpu.{name}")

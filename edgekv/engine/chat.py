@@ -8,7 +8,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -54,14 +54,8 @@ class _Turn(msgspec.Struct):
     ids: list[Natural] = []
     images: list[str] = []
     tool_calls: list[_Call] = []
+    tool_call_id: str = ""
     dropped: bool = False
-
-
-class _Result(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    role: Annotated[str, msgspec.Meta(pattern=r"^tool\Z")]
-    tool_call_id: str
-    content: str
-    name: str = ""
 
 
 class Chat:
@@ -238,10 +232,10 @@ class Chat:
         """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""
         ids = [call["id"] for call in self.tool_calls]
         accepted = f"a text, or {{'role': 'tool', 'tool_call_id': ..., 'content': ...}} with ids of {ids}"
-        turns = _converted(results, list[_Result], "text", accepted)
-        if not turns or any(turn.tool_call_id not in ids for turn in turns):
+        turns = _converted(results, list[_Turn], "text", accepted)
+        if not turns or any(turn.role != "tool" or turn.tool_call_id not in ids for turn in turns):
             raise ConfigError(field="text", value=results, accepted=[accepted])
-        return [msgspec.to_builtins(turn) for turn in turns]
+        return [{"role": "tool", "tool_call_id": turn.tool_call_id, "content": turn.content} for turn in turns]
 
     def _fitting(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[Prompt, int]:
         """Returns the whole prompt, and how many tokens of an answer have room beside the question.

@@ -41,7 +41,7 @@ CHECKOUT = pathlib.Path(__file__).resolve().parents[2] / "models"
 INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
 MIN_ROTARY_POSITIONS = 8192
 CONFIG = "config.json"
-_PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf|[\w-]+))?", re.ASCII)
 CONNECT_S = 3.0
 """For a connection to be made, so that a machine without one is told soon."""
@@ -85,7 +85,9 @@ class HubName:
 def parse_hub_name(text: str) -> HubName | None:
     """Parses ``org/name[@revision][:file.gguf or :Q4_K_M]``; returns None for a text of another form."""
     match = _NAME.fullmatch(text)
-    return HubName(*match.groups()) if match and ".." not in text and len(match[1]) <= 96 else None
+    if match is None or ".." in text or "--" in match[1] or match[1].endswith(".git") or len(match[1]) > 96:
+        return None  # huggingface_hub refuses such names, too
+    return HubName(*match.groups())
 
 
 def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
@@ -212,9 +214,9 @@ class Kept:
         repository = next(folder for folder in self.path.parents if _FOLDER.fullmatch(folder.name))
         for file in dict.fromkeys((self.path, self.path.resolve())):
             if file.parent.resolve().is_relative_to(repository.resolve()):
-                file.unlink()
+                file.unlink(missing_ok=True)  # another file of the same content may have gone with it
         if not any(repository.glob("blobs/*")):
-            shutil.rmtree(repository)
+            shutil.rmtree(repository, ignore_errors=True)
 
 
 def kept_models() -> list[Kept]:

@@ -132,9 +132,7 @@ def rm_command(arguments: argparse.Namespace) -> int:
             for one in each:
                 one.remove()
         except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or name}: can't be removed ({error.strerror or error})"
-            ) from None
+            raise CheckpointError(f"{error.filename or name}: can't be removed ({error})") from None
         print(f"{name}: freed {bytes_text(sum(one.bytes for one in each))}")
     return 0
 

@@ -376,7 +376,7 @@ def plug_in(walk: Walk) -> None:
     must("text", walk.edgekv("run", "demo", PROMPT, "--kv", "bf16", "--max-new-tokens", "4", **path)[0], "[a-z]")
 
 
-STEPS = (first_text, gate, mistakes, talk, hub, serve, plug_in)
+STEPS = (first_text, gate, mistakes, talk, hub, serve, app, plug_in)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -280,11 +280,12 @@ class Header:
 
 
 def library(purpose: str) -> Any:
-    """Imports the gguf package. Raises EdgeKVError if it is missing. purpose: what needs it, for the message."""
+    """Imports gguf. Raises EdgeKVError if it or protobuf is missing. purpose: what needs it, for the message."""
     try:
         import gguf
+        import google.protobuf  # noqa: F401  of sentencepiece, which writes the file's tokenizer
     except ImportError:
-        raise EdgeKVError(f"{purpose}: GGUF needs the gguf package: pip install 'edgekv[gguf]'") from None
+        raise EdgeKVError(f"{purpose}: GGUF needs gguf and protobuf: pip install 'edgekv[gguf]'") from None
     return gguf
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from edgekv.checkpoint import gguf
 from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, read_config
 from edgekv.checkpoint.quantized import quantization_method
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
@@ -130,8 +131,10 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
 
     An interrupted download is resumed. say: called with a message before the download. Raises CheckpointError
     (field model) if the Hub can't be reached or has no such model; an unsupported config raises as opening the
-    model does, before the weights are downloaded.
+    model does, before the weights are downloaded, and a GGUF file without the packages that read it.
     """
+    if name.file:
+        gguf.library(str(name))
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
         _require_connection(hub.constants.ENDPOINT)

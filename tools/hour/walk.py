@@ -367,7 +367,7 @@ def app(walk: Walk) -> None:
 def plug_in(walk: Walk) -> None:
     """A scheme of another package, installed beside edgekv."""
     target = walk.home / "plugins"
-    package = walk.checkout / "examples" / "scheme_package"
+    package = shutil.copytree(walk.checkout / "examples" / "scheme_package", walk.home / "package")
     walk.run(
         walk.python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, package
     )

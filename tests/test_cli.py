@@ -164,6 +164,7 @@ BAD = {
     "run --model demo demo": "both 'demo' and --model",
     "chat demo --model demo": "both 'demo' and --model",
     "serve demo --prot 80": "did you mean --port?",
+    "bench --shape qwen3-0.6b --ctx 512": "--ctx: is no option of `edgekv bench`",
     "budget qwen3-9b": "or of its shape: qwen3-",
     "budget --memory 8": "--memory 8: has no unit; accepted: 8G",
     "pull demo extra": "'extra' is one word too many",

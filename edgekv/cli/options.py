@@ -242,7 +242,8 @@ def add_options(parser: Any, names: str, **extra: Any) -> None:
         parser.add_argument(option_name(name), **settings)
         if name in WORDS:
             help_text = f"in place of {option_name(name)}"
-            parser.add_argument(f"{name}_word", nargs="?", metavar=name.upper(), help=help_text)
+            words = getattr(parser, "_container", parser)  # not in a group: `take_words` says what is given twice
+            words.add_argument(f"{name}_word", nargs="?", metavar=name.upper(), help=help_text)
 
 
 def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:

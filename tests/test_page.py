@@ -228,7 +228,8 @@ def test_nothing_passes_the_sanitizer_that_is_not_named(browser: Any, server: Se
     kept = page.evaluate(
         """html => {
         const box = document.createElement("div");
-        box.append(DOMPurify.sanitize(html, POLICY));
+        parser.parser = () => html;
+        box.append(markdown("any text"));
         return [...box.querySelectorAll("*")].map(e => [e.localName, ...e.getAttributeNames()].join(" "));
     }""",
         html,

@@ -137,10 +137,9 @@ function watchAnswer(chunk, talk) {
   if (talk === conversation) showFigures();
 }
 
-// Shows the figures that are known.
 function showFigures() {
   const {used, figures: {packed, plain, speed, written, joules} = {}} = conversation, ctx = props?.ctx;
-  const texts = {
+  const texts = {  // of those that are known
     used: ctx && `${Math.min(used, ctx)} of ${ctx} tokens`, speed: speed && `${speed.toFixed(1)} tokens/s`,
     memory: packed && formatBytes(packed) + (packed < plain ? ` instead of ${formatBytes(plain)}` : ""),
     written: written && `${written} tokens`, energy: joules && `${joules.toPrecision(3)} J (${(joules / written).toPrecision(2)} J a token)`,
@@ -178,24 +177,22 @@ async function slide() {
   else redraw();
 }
 
-// Shows what the model can do, and its own settings in the empty fields.
-function showProps() {
-  const {modalities, loras, model_alias: name, default_generation_settings: {params}} = props;
+// Takes what the server says of its model; empty settings show the model's own.
+function takeProps(answered) {
+  const {modalities, loras, model_alias: name, default_generation_settings: {params}} = props = answered;
   $("attach").hidden = !modalities.vision;
   $("loras").hidden = !loras.length;
   $("fields").elements.model.replaceChildren(...["", ...loras].map(lora => new Option(lora || name, lora)));
   for (const field of settingFields()) if (params[field.name] != null) field.placeholder = params[field.name];
+  if (abort) return;
+  if (!document.querySelector(".editor")) redraw();
+  $("status").textContent = "";
 }
 
 // Asks each second whether the server is there, and at first and after an absence what it serves.
 async function watch() {
   const path = props && !isGone ? "/health" : "/props", answered = document.hidden ? null : await request(path).catch(() => undefined);
-  if (answered?.ok && path === "/props") {
-    props = await answered.json();
-    showProps();
-    if (!abort && !document.querySelector(".editor")) redraw();
-    if (!abort) $("status").textContent = "";
-  }
+  if (answered?.ok && path === "/props") takeProps(await answered.json());
   isGone = answered === undefined;
   if (isGone && !abort) $("status").textContent = FAILURES.unreachable;
   setTimeout(watch, 1000);
@@ -212,7 +209,7 @@ async function takeSettings() {
   const fields = settingFields().filter(field => field.value), valid = fields.filter(field => field.validity.valid);
   conversation.settings = Object.fromEntries(valid.map(({name, value}) => [name, value]));
   if (valid.length < fields.length) $("status").textContent = "What was no valid setting was left out";
-  if ($("options").returnValue === "keep") try { localStorage.setItem("edgekv", JSON.stringify(conversation.settings)); } catch { /* private */ }
+  try { if ($("options").returnValue === "keep") localStorage.setItem("edgekv", JSON.stringify(conversation.settings)); } catch { /* private */ }
   await saveConversation(conversation, conversation.updated);
   if (!abort) redraw();
 }

@@ -73,12 +73,6 @@ def rapl(**zones: tuple[str, int]) -> Tree:
     return tree
 
 
-def battery(status: str = "Discharging", **numbers: int) -> Tree:
-    base = "sys/class/power_supply/BAT0"
-    files = {"type": "Battery\n", "status": f"{status}\n"} | {name: f"{n}\n" for name, n in numbers.items()}
-    return {f"{base}/{name}": text for name, text in files.items()}
-
-
 def model(name: str) -> Tree:
     return {"proc/device-tree/model": f"{name}\0"}
 

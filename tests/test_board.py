@@ -25,7 +25,7 @@ from edgekv.eval.board import (
     task_of,
 )
 from edgekv.power import METERS, find_meter
-from edgekv.power.energy import CsvLog, PowerSampler, PowerSource
+from edgekv.power.energy import PowerSampler, PowerSource
 
 FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)
 
@@ -120,10 +120,6 @@ def test_an_interrupted_run_goes_on(
     assert (calls[2], len(calls), len(second.rows(Decode))) == (calls[3], 5, 4)
     assert capsys.readouterr().out.split() == [str(file), str(file.with_suffix(".md"))]
     assert "on a table" in file.with_suffix(".md").read_text()
-    log = tmp_path / "log.csv"
-    log.write_text("time,watts\n1000000000,2.5\n1000000001,2.5\n")
-    assert main([*command, "--power-csv", str(log)]) == 0
-    assert "covers no measurement" in capsys.readouterr().err
     for name, changed in (
         ("plan", msgspec.structs.replace(second, plan=FULL)),
         ("machine", msgspec.structs.replace(second, machine=second.machine | {"ram_bytes": 1})),
@@ -164,18 +160,6 @@ def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch
         assert row.energy.mj_per_token == pytest.approx(4e3 * row.span.seconds / row.tokens, rel=0.05)
         assert row.energy.net_mj_per_token == pytest.approx(0, abs=0.05 * row.energy.mj_per_token)
         assert f"{row.energy.mj_per_token:.4g}" in page(copy)
-
-
-def test_a_log_gives_energies_afterwards(tmp_path: pathlib.Path) -> None:
-    board, log = made_up(), tmp_path / "log.csv"
-    begun = board.idle.started - 1
-    log.write_text("time,watts\n" + "".join(f"{begun + i / 200:.4f},2.5\n" for i in range(1200)))
-    offset_s = time.time() - time.perf_counter()
-    board.add_energies(CsvLog(log), offset_s)
-    for row in board.rows(Decode) + board.rows(Prompt):
-        tokens = row.tokens * getattr(row, "runs", 1)
-        assert row.energy.mj_per_token == pytest.approx(2500 * row.span.seconds / tokens, rel=1e-3)
-    assert board.idle_w == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize(

@@ -317,8 +317,7 @@ def iso(unix_s: float, hours: int) -> str:
 
 FORMS: dict[str, tuple[str, Callable[[float, float], str]]] = {  # header, and a line of a time and watts
     "header": ("time,watts", lambda t, w: f"{t:.3f},{w}"),
-    "milliseconds": ("Power (W);Timestamp", lambda t, w: f"{w};{t * 1e3:.0f}"),
-    "utc": ("Voltage\tPower\tTime", lambda t, w: f"5.1\t{w}\t{iso(t, 0).replace('+00:00', 'Z')}"),
+    "utc": ("Timestamp,Power (W),Voltage", lambda t, w: f"{iso(t, 0).replace('+00:00', 'Z')},{w},5.1"),
     "zone": ("datetime,w", lambda t, w: f"{iso(t, -7)},{w}"),
 }
 
@@ -370,7 +369,7 @@ def test_half_written_lines_are_lost_and_a_clock_that_was_set_is_refused(
     [
         (None, "can't be read"),
         ("", "holds no line"),
-        ("time,volts\n1,2\n", "no columns of time and watts"),
+        ("volts,amperes\n1,2\n", "not understood"),
         ("time,watts\n0.1,5\n0.2,5\n", "not understood"),
     ],
 )

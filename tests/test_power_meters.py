@@ -11,17 +11,16 @@ import pytest
 from edgekv.errors import PowerError
 from edgekv.power import METERS, find_meter, meters, survey
 from edgekv.power.meters import (
-    Battery,
     EnergyCounter,
     Ina3221,
     MeterAbsent,
     MeterRefused,
-    NumberFile,
     Nvml,
     Rapl,
     RpiPmic,
     Throttle,
     limits_between,
+    read_number,
     read_throttle,
 )
 
@@ -116,7 +115,7 @@ def eio(path: pathlib.Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match="Input/output error"):
-        NumberFile(path)()
+        read_number(path)
 
 
 BASE = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
@@ -222,25 +221,6 @@ def test_the_fake_nvml_has_the_real_one_s_names() -> None:
     assert [name for name in used if not hasattr(pynvml, name)] == []
 
 
-# Batteries
-
-
-def test_a_discharging_battery(tmp_path: pathlib.Path) -> None:
-    root = trees.write_tree(tmp_path, trees.battery(current_now=500_000, voltage_now=12_000_000))
-    assert trees.total_w(Battery.probe(root)) == pytest.approx(6.0)
-    trees.write_tree(root, trees.battery(power_now=-7_500_000))
-    meter = Battery.probe(root)
-    assert trees.total_w(meter) == pytest.approx(7.5)
-    (root / "sys/class/power_supply/BAT0/status").write_text("Charging\n")
-    with pytest.raises(ValueError, match="Charging"):
-        meter.read()
-    with pytest.raises(MeterRefused, match="Charging"):
-        Battery.probe(root)
-    (root / "sys/class/power_supply/BAT0/scope").write_text("Device\n")  # a mouse's
-    with pytest.raises(MeterAbsent):
-        Battery.probe(root)
-
-
 # Which is found, and what is said of the others
 
 
@@ -265,11 +245,9 @@ def test_a_sensor_that_refuses_or_does_not_see_the_work_is_noted(tmp_path: pathl
     assert find_meter(root=root, device="cpu")[0].name == "rapl"
     with pytest.raises(PowerError, match="rapl is here but sees no work on the gpu"):
         find_meter(root=root, device="gpu")
-    trees.write_tree(tmp_path, trees.battery(power_now=7_500_000))
     (root / "sys/class/powercap/intel-rapl:0/energy_uj").write_text("")
-    meter, (note,) = find_meter(root=root)
-    assert meter.name == "battery"
-    assert "rapl is here but can't be read" in note
+    with pytest.raises(MeterAbsent, match="rapl is here but can't be read"):
+        find_meter(root=root)
 
 
 def test_profiles_name_known_meters() -> None:
@@ -291,7 +269,6 @@ def cooling(**states: int) -> trees.Tree:
     return tree
 
 
-PI_VOLTAGE = {"sys/class/hwmon/hwmon0/name": "rpi_volt\n", "sys/class/hwmon/hwmon0/in0_lcrit_alarm": "1\n"}
 INTEL = {f"sys/devices/system/cpu/cpu{i}/thermal_throttle/package_throttle_count": "3\n" for i in range(2)}
 
 
@@ -301,7 +278,7 @@ INTEL = {f"sys/devices/system/cpu/cpu{i}/thermal_throttle/package_throttle_count
         ({}, None),
         (cooling(pwm_fan=3, cpu_throttle_alert=0), Throttle()),
         (cooling(cpu_throttle_alert=2), Throttle(frozenset({"cooling by cpu-throttle-alert"}))),
-        (INTEL | PI_VOLTAGE, Throttle(frozenset({"under-voltage"}), {"processor temperature": 6})),
+        (INTEL, Throttle(ever={"processor temperature": 6})),
     ],
 )
 def test_clock_limits(

@@ -21,7 +21,7 @@ MINUTES = 10.0
 def board_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
-        "shape threads",
+        "shape threads power",
         output=option("FOLDER", "where MACHINE.json and MACHINE.md go (default: here)", default="."),
         minutes=option(
             "N", "for this run; the next one goes on (default %(default)g)", type=float, default=MINUTES
@@ -32,9 +32,7 @@ def board_arguments(parser: argparse.ArgumentParser) -> None:
         quick=switch("a smoke test of half a minute on a tiny model"),
         again=switch("begin anew, not where an earlier run ended"),
     )
-    log = "energies from an external meter's log of this run, or of a finished one"
-    add_options(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
-    parser.set_defaults(device="cpu")
+    parser.set_defaults(device="cpu", power_csv=None)
 
 
 def board_command(arguments: argparse.Namespace) -> int:
@@ -71,8 +69,6 @@ def board_command(arguments: argparse.Namespace) -> int:
     finally:
         atomic_write(text, page(board).encode())
     print(f"{path}\n{text}")
-    if arguments.power_csv and not any(getattr(row, "energy", None) for row in board.measured):
-        say(f"{arguments.power_csv}: covers no measurement; the meter's clock and this machine's must agree")
     if n_left_out := sum(skipped.why == NO_TIME for skipped in board.left_out):
         say(f"{n_left_out} measurements were left out for the time; the same command goes on with them")
     return 0

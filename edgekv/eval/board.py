@@ -149,9 +149,8 @@ class Skipped(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """Cooling devices that the system names, governors and clock ranges of its cores, and the owner's words."""
+    """Governors and clock ranges of the cores, and the owner's words."""
 
-    cooling: tuple[str, ...]
     clocks: tuple[str, ...]
     about: str
 
@@ -210,7 +209,7 @@ class Board(msgspec.Struct):
     @classmethod
     def new(cls, plan: Extent, about: str, meter: str) -> Board:
         """Returns a record of this machine without measurements."""
-        environment = Environment(tuple(meters.cooling()), tuple(meters.clock_ranges()), about)
+        environment = Environment(tuple(meters.clock_ranges()), about)
         return cls(1, machine_info(), environment, plan, meter)
 
     @property
@@ -242,47 +241,8 @@ class Board(msgspec.Struct):
         except ValueError as error:
             raise ConfigError(f"{path}: {error}; {hint}") from None
 
-    def add_energies(self, source: PowerSource, offset_s: float) -> None:
-        """Adds the energies of all measurements that a source covers, after its `stop`.
-
-        offset_s: Unix time minus the source's.
-        """
-
-        def window(span: Period) -> Window | None:
-            with contextlib.suppress(PowerError):
-                return source.window(span.started - offset_s, span.started - offset_s + span.seconds)
-            return None
-
-        if self.idle and (rest := window(self.idle)):
-            self.idle_w = rest.average_w
-        for i, row in enumerate(self.measured):
-            if isinstance(row, Bandwidth) or not (used := window(row.span)):
-                continue
-            mj = 1e3 / (row.tokens * row.runs if isinstance(row, Prompt) else row.tokens)
-            energy = Energy(
-                meter=str(source.about().meter),
-                mj_per_token=mj * used.joules,
-                error_mj=None if used.error_j is None else mj * used.error_j,
-                net_mj_per_token=None if self.idle_w is None else mj * (used.joules - self.idle_w * used.seconds),
-                average_w=used.average_w,
-            )
-            self.measured[i] = msgspec.structs.replace(row, energy=energy)
-
 
 # Measuring
-
-
-def measured_span(source: PowerSource, work: Callable[[], Any]) -> Period:
-    """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
-    limits = meters.join_limits(meters.read_throttle(), source.read_throttle())
-    source.mark()
-    started, begun = time.time(), time.perf_counter()
-    work()
-    seconds = time.perf_counter() - begun
-    source.mark()
-    now = meters.Conditions.now()
-    throttling = meters.limits_between(limits, meters.join_limits(now.throttle, source.read_throttle()))
-    return Period(started, seconds, now.temperature_c, now.clock_mhz, throttling)
 
 
 class Run:
@@ -304,16 +264,18 @@ class Run:
         self._say, self._progress = say, progress
         self._deadline = time.perf_counter() + seconds
         self._opened, self._weights_bytes = "", 0  # the open shape
+        self._window: Window | None = None  # what the meter saw of the latest measurement
         self.decoder: Decoder
 
     def go(self) -> None:
         """Measures all that there is time for. A task that raises an EdgeKVError is left out with its reason."""
-        board, offset_s = self.board, time.time() - time.perf_counter()
+        board = self.board
         board.left_out = []
         self.source.start()
         try:
             if board.idle is None:
-                board.idle = measured_span(self.source, lambda: time.sleep(board.plan.idle_s))
+                board.idle = self._span(lambda: time.sleep(board.plan.idle_s))
+                board.idle_w = self._window.average_w if self._window else None
             done = set(map(task_of, board.measured))
             for task in board.plan.tasks(board.machine["cores"]):
                 if task not in done:
@@ -321,7 +283,6 @@ class Run:
             self._close()
         finally:
             self.source.stop()
-            board.add_energies(self.source, offset_s)
             board.save(self.path)
 
     def _measure(self, task: Task) -> None:
@@ -337,10 +298,38 @@ class Run:
         except (EdgeKVError, MemoryError) as error:
             self.board.left_out.append(Skipped(task_name(task), str(error) or "out of memory"))
         else:
+            if self._window and not isinstance(row, Bandwidth):
+                n_tokens = row.tokens * row.runs if isinstance(row, Prompt) else row.tokens
+                row = msgspec.structs.replace(row, energy=self._energy(self._window, n_tokens))
             self.board.measured.append(row)
             self.board.save(self.path)
             head, cell = next(iter(COLUMNS[task[0]].items()))
             self._say(f"{task_name(task)}: {cell(row)} {head}")
+
+    def _span(self, work: Callable[[], Any]) -> Period:
+        """Does the work between two readings of the meter; returns when it ran and the state of the machine."""
+        source, self._window = self.source, None
+        limits = meters.join_limits(meters.read_throttle(), source.read_throttle())
+        source.mark()
+        started, begun = time.time(), time.perf_counter()
+        work()
+        ended = time.perf_counter()
+        source.mark()
+        with contextlib.suppress(PowerError):
+            self._window = source.window(begun, ended)
+        now = meters.Conditions.now()
+        throttling = meters.limits_between(limits, meters.join_limits(now.throttle, source.read_throttle()))
+        return Period(started, ended - begun, now.temperature_c, now.clock_mhz, throttling)
+
+    def _energy(self, window: Window, n_tokens: int) -> Energy:
+        mj, idle_w = 1e3 / n_tokens, self.board.idle_w
+        return Energy(
+            meter=str(self.source.about().meter),
+            mj_per_token=mj * window.joules,
+            error_mj=None if window.error_j is None else mj * window.error_j,
+            net_mj_per_token=None if idle_w is None else mj * (window.joules - idle_w * window.seconds),
+            average_w=window.average_w,
+        )
 
     def _open(self, shape: str, kv: str, n: int) -> None:
         """Opens a shape with random weights, and closes the one that was open.
@@ -378,7 +367,7 @@ class Run:
             for _ in range(PASSES):
                 probe.sample()
 
-        span = measured_span(self.source, work)
+        span = self._span(work)
         return Bandwidth(n_threads, probe.best / 1e9, span)
 
     def decode(self, shape: str, kv: str, depth: int) -> Decode:
@@ -394,7 +383,7 @@ class Run:
                     break
 
         with blas_threads(1):
-            span = measured_span(self.source, work)
+            span = self._span(work)
         timing = timer.timing()
         return Decode(
             shape=shape,
@@ -417,7 +406,7 @@ class Run:
         self._open(shape, kv, n)
         spec, runs = [CacheSpec.parse(kv)], list[Prefill]()
         bench_prefill(self.decoder, spec, [WARM_UP_PROMPT])
-        span = measured_span(self.source, lambda: runs.extend(bench_prefill(self.decoder, spec, [n])))
+        span = self._span(lambda: runs.extend(bench_prefill(self.decoder, spec, [n])))
         speed, threads = runs[0].tokens_per_s, self._threads(is_prompt=True)
         return Prompt(shape, kv, n, PREFILL_RUNS, speed, peak_rss_bytes(), span, threads)
 
@@ -507,7 +496,6 @@ def _facts(board: Board) -> list[list[str]]:
         ["system", m["os"]],
         ["versions", ", ".join(f"{name} {version}" for name, version in m["versions"].items())],
         ["as its owner says", environment.about or "nothing was said"],
-        ["cooling", "; ".join(environment.cooling) or "nothing that the system names"],
         ["clocks", "; ".join(environment.clocks) or "not named by the system"],
         ["clock at the ends of measurements", f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else NA],
         ["warmest", f"{max(degrees):.1f} C" if degrees else NA],

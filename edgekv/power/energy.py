@@ -9,7 +9,6 @@ known too badly is refused with the reason. The sensor's own error is not known,
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import math
@@ -574,10 +573,9 @@ def _children_s() -> float:
 
 # An external meter's log
 
-TIME_NAMES = ("time", "timestamp", "datetime", "date", "unix", "timeunixs", "times", "epoch")
-WATT_NAMES = ("watts", "watt", "w", "power", "powerw", "totalw", "p")
-ACCEPTED = "a header with time and watts (or two columns without one), Unix seconds or ISO 8601 times"
-UNIX_UNITS = {1e17: 1e-9, 1e14: 1e-6, 1e11: 1e-3, 1e8: 1.0}  # least number -> seconds: ns, us, ms, s since 1970
+EARLIEST_S, LATEST_S = 1e8, 1e11  # of a log, in Unix seconds: other numbers are no seconds since 1970
+HEADER = re.compile(r".*time.*,.*\b(watts?|power|w)\b.*", re.IGNORECASE)
+ACCEPTED = "lines of time,watts, with or without a header that says so; Unix seconds or ISO 8601"
 SET_BY_S = 0.05  # the wall clock was set during the run if it moved by more against the monotonic one
 
 
@@ -644,52 +642,28 @@ def read_log(path: pathlib.Path) -> tuple[F64, F64, int]:
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     if not lines:
         raise _bad_log(path, "holds no line")
-    try:
-        rows = list(csv.reader(lines, delimiter=max(",;\t", key=lines[0].count)))
-    except csv.Error as error:
-        raise _bad_log(path, f"is no CSV ({error})") from None
-    time_column, watt_column, first = _columns(rows[0], path)
-    samples = [s for row in rows[first:] if (s := _log_sample(row, time_column, watt_column)) is not None]
-    if len(rows) > first and not samples:
-        raise _bad_log(path, f"line {short_repr(lines[first])} is not understood")
+    rows = lines[1:] if HEADER.fullmatch(lines[0]) else lines
+    samples = [sample for row in rows if (sample := _log_sample(row)) is not None]
+    if rows and not samples:
+        raise _bad_log(path, f"line {short_repr(rows[0])} is not understood")
     table = np.array(sorted(samples), np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1], len(rows) - first - len(samples)
+    return table[:, 0], table[:, 1], len(rows) - len(samples)
 
 
 def _bad_log(path: pathlib.Path, problem: str) -> PowerError:
     return PowerError(problem, field="power_csv", value=str(path), accepted=[ACCEPTED])
 
 
-def _columns(header: Sequence[str], path: pathlib.Path) -> tuple[int, int, int]:
-    """Returns the columns of time and of watts, and the row where samples begin."""
-    names = [re.sub(r"[^a-z]", "", name.lower()) for name in header]
-    times, watts = ([i for i, name in enumerate(names) if name in known] for known in (TIME_NAMES, WATT_NAMES))
-    if times and watts:
-        return times[0], watts[0], 1
-    if _log_sample(header, 0, 1) is None:
-        raise _bad_log(path, f"no columns of time and watts in {short_repr(', '.join(header))}")
-    return 0, 1, 0
-
-
-def _log_sample(row: Sequence[str], time_column: int, watt_column: int) -> tuple[float, float] | None:
-    """Returns (Unix seconds, watts); None where the row holds something else."""
+def _log_sample(line: str) -> tuple[float, float] | None:
+    """Returns (Unix seconds, watts); None for another line. ISO times are local without a zone."""
     try:
-        sample = _unix_s(row[time_column]), float(row[watt_column])
-    except (ValueError, IndexError, OverflowError):
+        time_text, watts = line.split(",")[:2]
+        if "-" in time_text:  # Python 3.10 takes 3 or 6 digits alone, and no Z
+            iso = re.sub(r"\.(\d+)", lambda digits: f".{digits[1][:6]:0<6}", time_text.strip())
+            unix_s = datetime.datetime.fromisoformat(iso.replace("Z", "+00:00")).timestamp()
+        else:
+            unix_s = float(time_text)
+        sample = unix_s, float(watts)
+    except (ValueError, OverflowError):
         return None
-    return sample if math.isfinite(sample[1]) else None
-
-
-def _unix_s(text: str) -> float:
-    """Returns the Unix seconds of a number or an ISO 8601 time (local without a zone). Raises ValueError."""
-    text = text.strip()
-    try:
-        number = float(text)
-    except ValueError:
-        iso = re.sub(r"Z$", "+00:00", text)
-        iso = re.sub(r"\.(\d+)", lambda match: f".{match[1][:6]:0<6}", iso)  # Python 3.10 takes 3 or 6 digits only
-        return datetime.datetime.fromisoformat(iso).timestamp()
-    for least, seconds in UNIX_UNITS.items():
-        if least <= number < 1e20:
-            return number * seconds
-    raise ValueError(f"{text} is no time since 1970")
+    return sample if EARLIEST_S < unix_s < LATEST_S and math.isfinite(sample[1]) else None

@@ -1,4 +1,4 @@
-"""Power sensors of boards, processors, GPUs and batteries, listed in METERS; and the state of a machine.
+"""Power sensors of boards, processors and GPUs, listed in METERS; and the state of a machine.
 
 A new sensor is a subclass of `PowerMeter` and a line in METERS. Paths, names and units are those of the kernel's
 Documentation (hwmon/ina3221.rst, power/powercap), the Jetson Linux Developer Guide and nvml.h.
@@ -170,30 +170,15 @@ def error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class NumberFile:
-    """A file that holds one whole number, which a call reads; it stays open, so that a reading is cheap.
-
-    Calls raise OSError, or ValueError where the content is no number.
-    """
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        self._fd = -1
-
-    def __call__(self) -> int:
-        if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        return int(os.pread(self._fd, 64, 0))
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
 def product_reader(factor: float, *paths: pathlib.Path) -> Reader:
     """Returns a function that reads the product of the files' numbers, times a factor."""
-    files = [NumberFile(path) for path in paths]
-    return lambda: factor * math.prod(file() for file in files)
+    return lambda: factor * math.prod(map(read_number, paths))
+
+
+def read_number(path: pathlib.Path) -> int:
+    """Reads a file that holds one whole number. Raises OSError, or ValueError for other content."""
+    with open(path, "rb", buffering=0) as file:
+        return int(file.read(64))
 
 
 def read_sysfs(path: pathlib.Path) -> str | None:
@@ -534,33 +519,8 @@ class Nvml(PowerMeter):
         return float(self._library.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3
 
 
-class Battery(FileMeter):
-    """A discharging battery: power in uW, or current (uA) times voltage (uV), negative with some drivers."""
-
-    name = "battery"
-    summary = "laptop battery"
-    covers = "the whole machine with its display; a slow average, good for minutes rather than seconds"
-    max_hz = 1.0
-    remedy = "only a discharging battery whose driver reports power, or current and voltage, shows the machine's"
-
-    @classmethod
-    def readers(cls, root: pathlib.Path) -> dict[str, Reader]:
-        supplies = [s for s in root.glob("sys/class/power_supply/*") if read_sysfs(s / "type") == "Battery"]
-        # A mouse's or a headset's battery has the scope Device.
-        found = [supply for supply in sorted(supplies) if read_sysfs(supply / "scope") != "Device"]
-        return {supply.name: functools.partial(_battery_watts, supply) for supply in found}
-
-
-def _battery_watts(supply: pathlib.Path) -> float:
-    if (status := read_sysfs(supply / "status")) != "Discharging":
-        raise ValueError(f"{supply.name} is {status}")
-    if (supply / "power_now").exists():
-        return abs(product_reader(1e-6, supply / "power_now")())
-    return abs(product_reader(1e-12, supply / "current_now", supply / "voltage_now")())
-
-
 METERS: dict[str, type[PowerMeter]] = {  # in order of preference: sensors that see the whole board first
-    kind.name: kind for kind in (RpiPmic, Ina238, Ina3221, Ina3221Iio, Rapl, Nvml, Battery)
+    kind.name: kind for kind in (RpiPmic, Ina238, Ina3221, Ina3221Iio, Rapl, Nvml)
 }
 NO_METER = "no power sensor that edgekv knows is here (an external meter's log: `edgekv run --power-csv`)"
 
@@ -613,14 +573,6 @@ def _find(root: Root, pattern: str) -> list[pathlib.Path]:
     return sorted(pathlib.Path(root).glob(pattern))
 
 
-def _pi_voltage(root: Root) -> Throttle | None:
-    """Reads the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
-    for device in _find(root, "sys/class/hwmon/hwmon*"):
-        if read_sysfs(device / "name") == "rpi_volt":
-            return Throttle(frozenset({"under-voltage"} if read_sysfs(device / "in0_lcrit_alarm") == "1" else ()))
-    return None
-
-
 def _cpu_cooling(root: Root) -> Throttle | None:
     """Reads the cooling devices by which the kernel slows processors down: every Jetson, many Arm boards."""
     devices = {
@@ -642,7 +594,7 @@ def _intel_counts(root: Root) -> Throttle | None:
 
 def read_throttle(root: Root = "/") -> Throttle | None:
     """Reads everything that the system reports about limited clocks; None where it reports nothing."""
-    return join_limits(vcgencmd_throttle(), _pi_voltage(root), _cpu_cooling(root), _intel_counts(root))
+    return join_limits(vcgencmd_throttle(), _cpu_cooling(root), _intel_counts(root))
 
 
 def limits_between(before: Throttle | None, after: Throttle | None) -> tuple[str, ...] | None:
@@ -693,11 +645,6 @@ class Conditions:
             throttle=read_throttle(root),
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
-        limits = None if self.throttle is None else sorted(self.throttle.now)
-        return dataclasses.asdict(self) | {"throttle": limits}
-
     def to_text(self) -> str:
         """Writes it as a line for a terminal."""
         degrees = f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a"
@@ -705,19 +652,6 @@ class Conditions:
         limits = throttle_text(None if self.throttle is None else tuple(sorted(self.throttle.now)))
         memory = format_bytes(self.memory_used_bytes)
         return f"{degrees}, {clock}, load {self.load_percent:.0f}%, memory {memory}, {limits}"
-
-
-def cooling(root: Root = "/") -> list[str]:
-    """Lists the fans and fan-like cooling devices that the system names."""
-    found = []
-    for device in _find(root, "sys/class/hwmon/hwmon*"):
-        name = read_sysfs(device / "name") or "fan"
-        found += [f"{name} at {read_sysfs(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
-    for device in _find(root, "sys/class/thermal/cooling_device*"):
-        kind, most = read_sysfs(device / "type"), read_sysfs(device / "max_state")
-        if kind and "fan" in kind.lower():
-            found.append(f"{kind} in state {read_sysfs(device / 'cur_state')} of {most}")
-    return found
 
 
 def clock_ranges(root: Root = "/") -> list[str]:

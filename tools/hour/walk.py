@@ -368,9 +368,7 @@ def plug_in(walk: Walk) -> None:
     """A scheme of another package, installed beside edgekv."""
     target = walk.home / "plugins"
     package = shutil.copytree(walk.checkout / "examples" / "scheme_package", walk.home / "package")
-    walk.run(
-        walk.python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, package
-    )
+    walk.run(walk.python, "-m", "pip", "install", "-q", "--no-deps", "--target", target, package)
     path = {"PYTHONPATH": str(target)}
     must("scheme of another package", walk.edgekv("schemes", **path)[0], r"\bbf16\b")
     must("text", walk.edgekv("run", "demo", PROMPT, "--kv", "bf16", "--max-new-tokens", "4", **path)[0], "[a-z]")

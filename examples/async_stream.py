@@ -7,12 +7,11 @@ import argparse
 import asyncio
 import contextlib
 
-from edgekv import Chat, SamplingParams, Session
+from edgekv import Chat, Session
 
 
 async def tell(chat: Chat, question: str, max_new_tokens: int) -> None:
-    sampling = SamplingParams(temperature=0.8, seed=1)
-    async for step in chat.aask(question, max_new_tokens=max_new_tokens, sampling=sampling):
+    async for step in chat.aask(question, max_new_tokens=max_new_tokens):
         print(step.text, end="", flush=True)
     print()
 

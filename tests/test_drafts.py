@@ -10,7 +10,7 @@ import golden_cases
 import numpy as np
 import pytest
 from cache_cases import draw, make
-from helpers import SCHEMES, SESSION_KV, n_cached
+from helpers import SCHEMES, SESSION_KV, n_cached, text
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGramDrafts
@@ -95,11 +95,11 @@ def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
 def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperature: float) -> None:
     prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
     session = Session.load(model, kv=kv, weights="f32")
-    plain = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
+    plain = text(session, prompt, 40, sampling=sampling)
     state = n_cached(session), list(session.tokens), session.last_sampler.state()
     session.reset()
     use_drafts(session, Scripted(plain))
-    drafted = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
+    drafted = text(session, prompt, 40, sampling=sampling)
     assert drafted == plain
     assert (n_cached(session), session.tokens, session.last_sampler.state()) == state
     counts = session.report().drafts
@@ -119,10 +119,10 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     """Rotation by length allows no drafts; a sliding window, learned positions and experts do."""
     session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights=weights)
     prompt = golden_cases.tokens(case)[:10]
-    plain = [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)]
+    plain = text(session, prompt, 20)
     session.reset()
     use_drafts(session, Scripted(plain))
-    assert [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)] == plain
+    assert text(session, prompt, 20) == plain
     assert (session.report().drafts.accepted > 0) == (case != "phi3-longrope")
 
 
@@ -133,9 +133,7 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
     for drafts in (None, NGramDrafts()):
         session.reset()
         use_drafts(session, drafts)
-        texts.append(
-            [step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50, temperature=0.0)]
-        )
+        texts.append(text(session, [1, 2, 3, 1, 2], 50))
         assert n_cached(session) <= 30
     assert texts[0] == texts[1]
     assert len(texts[0]) == (26 if overflow == "stop" else 50)
@@ -144,7 +142,7 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
 def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, weights="f32")
-    plain = [step.token for step in session.generate(prompt, max_new_tokens=12, temperature=0.0)]
+    plain = text(session, prompt, 12)
     session.reset()
     use_drafts(session, Scripted(plain))
     steps = session.generate(prompt, max_new_tokens=12, temperature=0.0)
@@ -158,18 +156,18 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     restored = Session.restore(tmp_path / "session", session)
     for other in (copy, restored):
         assert other.tokens == [*prompt, *first]
-        assert [step.token for step in other.generate([], max_new_tokens=10, temperature=0.0)] == plain[2:]
+        assert text(other, [], 10) == plain[2:]
     session.reset()
     left = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     assert [step.token for step in itertools.islice(left, 2)] == first
     left.close()
     assert n_cached(session) == 21
-    assert [step.token for step in session.generate([], max_new_tokens=10, temperature=0.0)] == plain[2:]
+    assert text(session, [], 10) == plain[2:]
 
 
 def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32")
-    plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0)]
+    plain = text(session, [1, 2, 3], 12)
     session.reset()
     use_drafts(session, Scripted(plain))
     steps = list(session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0))

@@ -12,7 +12,7 @@ import functools
 import io
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import golden_cases
@@ -20,6 +20,7 @@ import lora_cases
 import numpy as np
 import pytest
 import vision_cases
+from helpers import text
 from PIL import Image
 from slot_cases import SLOTS, at_once
 from starlette.testclient import TestClient
@@ -94,15 +95,6 @@ def picture() -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def tokens(session: Session, prompt: str | Sequence[int], n: int = 12, **options: Any) -> list[int]:
-    return [
-        step.token
-        for step in session.generate(
-            prompt, max_new_tokens=n, **({} if "sampling" in options else {"temperature": 0.0}), **options
-        )
-    ]
-
-
 def text_of(steps: Any) -> str:
     return "".join(step.text for step in steps)
 
@@ -111,8 +103,8 @@ def text_of(steps: Any) -> str:
 def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
     """The page asks so; the text is a chat's, and all counts of tokens agree."""
     session = loaded(name)
-    text = {"type": "text", "text": LONG}
-    parts = [{"type": "image_url", "image_url": {"url": picture()}}, text] if name == "llava" else [text]
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": picture()}}] if name == "llava" else []
+    parts.append({"type": "text", "text": LONG})
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": parts}],
         "max_tokens": 12,
@@ -187,15 +179,15 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     beginning = session.encode("system: Tell of the sea.\nuser: ")
     for i in range(5):
         steps = talk.ask(f"What of ship {i}, and of its road?", max_new_tokens=60, sampling=GREEDY, **shown)
-        text = next(steps).text
+        said = next(steps).text
         assert session.tokens[: len(beginning)] == beginning
         if shown:
             n_shown = sum(
                 len(message.get("images", ())) for message in talk.messages if not message.get("dropped")
             )
             assert session.tokens.count(vision_cases.IMAGE_TOKEN) == n_shown * vision_cases.N_TOKENS > 0
-        text += text_of(steps)
-        assert text_of(talk.retry(max_new_tokens=60, sampling=GREEDY)) == text
+        said += text_of(steps)
+        assert text_of(talk.retry(max_new_tokens=60, sampling=GREEDY)) == said
     assert any(message.get("dropped") for message in talk.messages)
     assert not talk.messages[0].get("dropped")
     talk.set_system("")
@@ -226,7 +218,7 @@ def test_the_oldest_turns_leave_within_an_answer(
     assert dropped[-2:] == [False, False]
     new = Chat(session.fork(), talk.template)
     prompt = new._prompt(talk.messages[:-1])
-    assert tokens(new.session, [*prompt, *taken[:n_left]], len(taken) - n_left) == taken[n_left:]
+    assert text(new.session, [*prompt, *taken[:n_left]], len(taken) - n_left) == taken[n_left:]
     assert new.session.tokens[: len(session.tokens)] == session.tokens
 
 
@@ -234,15 +226,15 @@ def test_the_oldest_turns_leave_within_an_answer(
 def test_a_saved_session(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     """Goes on as the one that was saved, sampled, and back to before it was saved."""
     session = loaded(name).fork()
-    tokens(session, LONG, sampling=SamplingParams(temperature=1.0, seed=1))
+    text(session, LONG, sampling=SamplingParams(temperature=1.0, seed=1))
     session.save(tmp_path / "session")
     restored, other = Session.restore(tmp_path / "session", loaded(name)), loaded(name).fork()
     other.load_state(tmp_path / "session")
     for each in (session, restored, other):
         each.rewind(200)
-    expected = tokens(session, "Then", sampling=SamplingParams(temperature=1.0, seed=2))
+    expected = text(session, "Then", sampling=SamplingParams(temperature=1.0, seed=2))
     for each in (restored, other):
-        assert tokens(each, "Then", sampling=SamplingParams(temperature=1.0, seed=2)) == expected
+        assert text(each, "Then", sampling=SamplingParams(temperature=1.0, seed=2)) == expected
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2", "mixtral"])
@@ -250,11 +242,11 @@ def test_conversations_beside_each_other(name: str, loaded: Loaded) -> None:
     """Each has its own text, sampled, so that it is no repetition."""
     session = loaded(name, weights="int8", slots=SLOTS)
 
-    def text(n: int, seed: int) -> list[int]:
-        return tokens(session.fork(), LONG[:n], 100, sampling=SamplingParams(temperature=1.0, seed=seed))
+    def sampled(n: int, seed: int) -> list[int]:
+        return text(session.fork(), LONG[:n], 100, sampling=SamplingParams(temperature=1.0, seed=seed))
 
     for seed in range(3):
-        works = [functools.partial(text, n, seed) for n in (31, 120, 200)]
+        works = [functools.partial(sampled, n, seed) for n in (31, 120, 200)]
         assert at_once(works) == [work() for work in works]
 
 
@@ -263,9 +255,9 @@ def test_drafts(name: str, loaded: Loaded, folder: Folder) -> None:
     """The text is what it is without."""
     images = [Image.fromarray(PIXELS)] if name == "llava" else []
     prompt = "<image>" * len(images) + "ab" * 40
-    expected = tokens(loaded(name, weights="int4").fork(), prompt, 40, images=images)
+    expected = text(loaded(name, weights="int4").fork(), prompt, 40, images=images)
     with Session.load(folder(name), kv=KV, weights="int4", draft="ngram") as session:
-        assert tokens(session, prompt, 40, images=images) == expected
+        assert text(session, prompt, 40, images=images) == expected
         counts = session.report().drafts
         assert counts is not None
         assert counts.proposed > 0

@@ -316,15 +316,6 @@ def test_without_queries_h2o_keeps_old_heavy_hitters_and_snapkv_the_latest() -> 
         assert (min(kept_positions(cache)[0]) < 60) == kv.startswith("h2o")
 
 
-def test_heads_choose_for_themselves_except_in_tova() -> None:
-    q, k, v = draw(150)
-    for name, kv in SCHEMES.items():
-        cache = make(kv)
-        cache.attend(q, k, v)
-        same = kept_positions(cache)[0] == kept_positions(cache)[1]
-        assert same == (name in ("streaming", "tova")), name
-
-
 @ALL
 def test_rewinding_never_leaves_a_wrong_state(kv: str) -> None:
     """A rewind goes to the very token or to the start; the rest comes out as in a fresh cache."""

@@ -128,12 +128,3 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
     np.testing.assert_allclose(results[0], results[1], atol=2e-4, rtol=0)
     assert architecture(LONG).config.layer_windows == (40, None, 40, None)
     assert sizes[0] == sizes[1] // 2 + sizes[1] // 1024 * rolling_tokens(40)
-
-
-def test_sessions_are_saved(gemma: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, golden_cases.VOCAB, 300).tolist()
-    session = Session.load(gemma, kv="dense", weights="f32", ctx=512)
-    session.prefill(tokens)
-    session.save(tmp_path / "session")
-    again = Session.restore(tmp_path / "session", gemma, weights="f32")
-    np.testing.assert_array_equal(again.logits(tokens[:9]), session.logits(tokens[:9]))

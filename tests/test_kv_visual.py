@@ -343,18 +343,3 @@ def test_rewinding_into_a_picture_keeps_what_is_packed(n: int) -> None:
     assert [(span.start, span.stop) for span in cache.spans] == kept
     assert relative(got, by_hand(q[:, new], k, v, 1, 1, n + 4, kept=n)) < 0.01
     assert cache.text_bytes == 2 * (CAPACITY - sum(stop - start for start, stop in kept)) * 256
-
-
-def test_a_state_goes_on_as_if_it_had_not_stopped() -> None:
-    cache, other = planes(), planes()
-    q, k, v = filled(cache)
-    state = cache.state()
-    arrays = other.restore(state.counters, state.extra)
-    for name, array in arrays.items():
-        array[...] = state.arrays[name]
-    assert other.counters_valid()
-    part = slice(400, 410)
-    expected = cache.attend(q[:, part], k[:, part], v[:, part])
-    np.testing.assert_array_equal(other.attend(q[:, part], k[:, part], v[:, part]), expected)
-    with pytest.raises(ValueError, match="span"):
-        planes().load_extra_state({"spans": [(10, 138, 130, 0)]})  # no whole blocks

@@ -14,6 +14,7 @@ import packed_cases
 import pytest
 import tiny_models
 from checkpoint_files import one_line
+from helpers import text
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 from serving import open_endpoints
@@ -233,10 +234,6 @@ def with_lora(session: Session, name: str | None) -> Session:
     return fork
 
 
-def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
-
-
 def test_quantized_weights_stay_as_they_are(
     base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,9 +334,6 @@ def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tm
     with pytest.raises(CheckpointError) as infinite:
         Session.load(base, loras={"one": f"{lora}:1e300"}, weights="f32")
     one_line(infinite, "not finite", "scale")
-
-
-def test_a_gpu_has_none() -> None:
     with pytest.raises(ConfigError) as error:
         CudaBackend.require(CacheSpec.parse("dense"), loras=True)
     one_line(error, "device='cpu'", "without a name")

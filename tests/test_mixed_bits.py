@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cache_cases import F64, attention, draw, make, relative
-from helpers import raises
+from helpers import raises, text
 
 from edgekv import Session
 from edgekv.codecs.planes import GAUSS_STEP
@@ -227,10 +227,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Session:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
         return Session.load("demo", kv=KV, ctx=700)
-
-
-def text(session: Session, prompt: object, n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:

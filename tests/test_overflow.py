@@ -6,7 +6,7 @@ import json
 import golden_cases
 import numpy as np
 import pytest
-from helpers import SESSION_KV, n_cached, raises
+from helpers import SESSION_KV, n_cached, raises, text
 from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
@@ -35,10 +35,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             folder / "model.safetensors",
         )
     return Session.load(folder, ctx=CTX, overflow="slide")
-
-
-def text(session: Session, prompt: list[int], n: int) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 @pytest.mark.parametrize("kv", SESSION_KV)
@@ -117,10 +113,10 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert len(talk.messages) == 17
     assert len(dropped) > 2
     assert len(dropped) % 2 == 0
-    text = session.require_tokenizer().decode(session.tokens)
-    assert text.startswith("system: You are a sailor.")
-    assert "Question 7" in text
-    assert "Question 0" not in text
+    said = session.require_tokenizer().decode(session.tokens)
+    assert said.startswith("system: You are a sailor.")
+    assert "Question 7" in said
+    assert "Question 0" not in said
     assert session.n_dropped == 0
     before = copy.deepcopy(talk.messages)
     with raises(ContextError, field="max_new_tokens"):

@@ -259,7 +259,10 @@ def test_pictures_are_not_kept(model: pathlib.Path, folder: pathlib.Path) -> Non
         assert len(session.tokens) == len(FIRST)
 
 
-def test_a_full_disk_is_no_error(model: pathlib.Path, folder: pathlib.Path) -> None:
+def test_a_full_disk_is_no_error(
+    model: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a tenth of what is free bounds what is kept."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with loaded(model) as session:
         text = asked(session, FIRST)
@@ -269,18 +272,11 @@ def test_a_full_disk_is_no_error(model: pathlib.Path, folder: pathlib.Path) -> N
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert names(folder) == []
-    with loaded(model) as session:
-        assert asked(session, FIRST) == text
-
-
-def test_a_tenth_of_the_free_disk_bounds_it(
-    model: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage("/")
-    with loaded(model) as session:
-        asked(session, FIRST)
+        usage = shutil.disk_usage("/")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     assert names(folder) == []
+    with loaded(model) as session:
+        assert asked(session, FIRST) == text
 
 
 def test_several_write_at_once(model: pathlib.Path, folder: pathlib.Path) -> None:

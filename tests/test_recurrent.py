@@ -11,7 +11,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from helpers import n_cached, raises
+from helpers import n_cached, raises, text
 
 from edgekv import ConfigError, Session, SessionError
 from edgekv.engine.runner import ANSWER_TOKENS
@@ -128,10 +128,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def loaded(model: pathlib.Path) -> Session:
     return Session.load(model, ctx=CTX, kv="dense:dtype=f32", weights="f32")
-
-
-def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 def numbers(n: int, seed: int) -> list[int]:

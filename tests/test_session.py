@@ -146,15 +146,6 @@ def test_what_does_not_fit_is_refused(model: pathlib.Path, monkeypatch: pytest.M
         Session.load(model)
 
 
-def test_context_fills_during_generation(model: pathlib.Path) -> None:
-    session = Session.load(model, ctx=10)
-    steps = list(session.generate([1, 2, 3], max_new_tokens=50, temperature=0.0))
-    assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
-    assert n_cached(session) == 10
-    assert steps[-1].finish_reason == "length"
-    assert "context full" in str(steps[-1].finish_message)
-
-
 def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

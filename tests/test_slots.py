@@ -5,12 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import pathlib
-from collections.abc import Sequence
 
 import golden_cases
 import numpy as np
 import pytest
-from helpers import raises
+from helpers import raises, text
 from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
@@ -55,13 +54,10 @@ def test_forks_generate_in_threads(kv: str, tmp_path: pathlib.Path, monkeypatch:
     tokens = golden_cases.tokens("llama31")
     prompts = [tokens[:n] for n in (5, 20, 11)]
 
-    def text(fork: Session, prompt: Sequence[int]) -> list[int]:
-        return [step.token for step in fork.generate(prompt, max_new_tokens=24, temperature=0.0)]
-
-    expected = [text(session.fork(), prompt) for prompt in prompts]
+    expected = [text(session.fork(), prompt, 24) for prompt in prompts]
     passes = Recorded(session, monkeypatch)
     forks = [session.fork() for _ in prompts]
-    works = [functools.partial(text, *each) for each in zip(forks, prompts, strict=True)]
+    works = [functools.partial(text, *each, 24) for each in zip(forks, prompts, strict=True)]
     assert at_once(works) == expected
     assert sum(passes.rows) == SLOTS * 23
 

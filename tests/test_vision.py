@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import vision_cases as cases
 from cuda_cases import OnDevice
-from helpers import SESSION_KV, embedding_spans, n_cached, raises
+from helpers import SESSION_KV, embedding_spans, n_cached, raises, text
 
 from edgekv import Chat, Embeddings, SamplingParams, Session
 from edgekv.cli import main
@@ -57,11 +57,6 @@ def copied(folder: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def base(folder: pathlib.Path) -> Session:
     return Session.load(folder, kv="dense:dtype=f32", weights="f32")
-
-
-def text(session: Session, prompt: object, n: int, **options: object) -> list[int]:
-    """Returns the tokens of a greedy answer."""
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0, **options)]
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu"])

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import golden_cases
 import pytest
 from cuda_cases import device  # noqa: F401
 from helpers import HAS_PAPERS
@@ -59,6 +60,12 @@ def shared() -> pathlib.Path:
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends the quantized stores that tests make to a temporary folder of the whole run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A checkpoint of a small Llama 3.1 with random weights."""
+    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ def text(session: Session, prompt: Any, n: int = 12, **options: Any) -> list[int
     """Returns the tokens of an answer, greedy unless ``sampling`` is given."""
     options = options if "sampling" in options else {"temperature": 0.0, **options}
     return [step.token for step in session.generate(prompt, max_new_tokens=n, **options)]
+
+
+def until(is_time: Callable[[], bool]) -> None:
+    """Waits for what a busy machine may take long for."""
+    end = time.monotonic() + 60
+    while not is_time():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def embedding_spans(session: Session) -> Spans:

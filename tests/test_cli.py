@@ -25,11 +25,6 @@ def edgekv(*arguments: object, **options: object) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, timeout=300, **options)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def stories(shared: pathlib.Path) -> pathlib.Path:
     return shared / "models" / "stories260K"

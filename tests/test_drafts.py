@@ -51,11 +51,6 @@ def use_drafts(session: Session, drafts: NGramDrafts | None) -> None:
     session._runner.drafts = drafts
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
     """Right and wrong tokens, the latter taken back: the cache is as if it had seen the right ones alone."""

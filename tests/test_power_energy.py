@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import power_trees as trees
 import pytest
+from helpers import until
 
 from edgekv.errors import PowerError
 from edgekv.power import PowerSampler
@@ -384,14 +385,6 @@ def test_a_log_that_cannot_be_used(content: str | None, message: str, tmp_path: 
 
 
 # The sampling thread: known signals in real time, and sensors that fail, lie, hang and vanish in mid-run
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what a busy machine may take long for."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def sample(read: Callable[[], float], seconds: float) -> tuple[Window, PowerSampler, float, float]:

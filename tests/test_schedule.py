@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import until
 from slot_cases import SLOTS, at_once
 
 from edgekv import SessionError
@@ -89,13 +90,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def n_waiting(schedule: BatchScheduler) -> int:
     """Returns how many tokens wait for a pass, which no caller is told."""
     return len(schedule._waiting)
-
-
-def until(is_time: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_time():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.mark.usefixtures("patient")

@@ -26,11 +26,6 @@ from edgekv.errors import (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
-
-
 def leave_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: n_bytes)
 

@@ -73,11 +73,6 @@ def test_threads_need_slots() -> None:
             waits.result(60)
     assert not fork.tokens
     np.testing.assert_array_equal(fork.prefill("Once"), session.fork().prefill("Once"))
-
-
-def test_options(tmp_path: pathlib.Path) -> None:
-    with raises(ConfigError, field="slots"):
-        Session.load("demo", slots=0)
     with raises(ConfigError, field="draft"):
         Session.load("demo", slots=2, draft="ngram")
     Session.load("demo", slots=2, draft="auto", ctx=64)

@@ -193,6 +193,8 @@ def _followed(path: pathlib.Path) -> pathlib.Path:
 
 
 def _unwritable(path: pathlib.Path, nbytes: int, error: Exception) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path}: cannot be written: there is no folder {path.parent}: make it first")
     reason = getattr(error, "strerror", None) or error
     needs = f"; it needs {nbytes:,} bytes" if nbytes else ""
     return CheckpointError(f"{path}: cannot be written ({reason}){needs}: free some space or write elsewhere")

@@ -438,8 +438,28 @@ def test_the_terminal(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert answers[0] == answers[1] != ""
     history = done.stderr[done.stderr.index("system: Stories.") :].splitlines()
     assert history[1:3] == ["user: Once upon a time", f"assistant: {answers[0].strip()}"]
-    assert "No such file" in history[3]
+    assert "there is no such file" in history[3]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ctx", [256, 64])
+def test_load_takes_the_scheme_and_context_of_the_file(
+    ctx: int, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "talk.kv"
+    with Session.load(folder, ctx=128, kv="onebit") as session:
+        list(Chat(session).ask("Once", max_new_tokens=4))
+        session.save(path)
+    command = edgekv("--model", folder, "--ctx", ctx, "--kv", "q4", "--greedy", "--max-new-tokens", 4)
+    lines = f"/load {path}\nAnd then\n/save {tmp_path / 'again'}\n/exit\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
+    if ctx < 128:
+        assert f"open it in a chat of its own: edgekv chat {folder} --session {path}" in done.stderr
+        return
+    assert f"{path}: 2 messages" in done.stderr
+    assert "of 128 tokens, kv onebit" in done.stderr
+    with Session.restore(tmp_path / "again", folder) as session:
+        assert (len(Chat(session).messages), session.plan.ctx, session.plan.kv.short) == (4, 128, "onebit")
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -37,7 +37,10 @@ def test_each_preset_takes_fewer_bytes_than_the_one_before() -> None:
 def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
     name, reason = choose_beside(HELD, "q3", "q8")
     assert name == "q3"
-    assert reason == "auto took q3: the smallest that passed the gate on this model"
+    assert (
+        reason
+        == "auto took q3: the smallest that passed your gate on this model at this length (edgekv eval --gate)"
+    )
 
 
 def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:

@@ -207,12 +207,12 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
     gated = Verdicts(model, tmp_path / "gates")
     assert gated.verdict(spec) is None
     gated.remember(spec, Verdict(QUALITY, (20, 20), ("KL 1, more than 0.05",)), {"text": "book.txt"})
-    gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {})
+    gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {"ctx": 512})
     remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
     assert remembered["failures"] == ["KL 1, more than 0.05"]
     assert remembered["measured"] == {"text": "book.txt"}
     assert gated.verdict(CacheSpec.parse("onebit:v_bits=1")) is None
-    assert gated.passed() == ["q3"]
+    assert (gated.passed(), gated.passed(512), gated.passed(513)) == (["q3"], ["q3"], [])
     (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
         Verdicts(model, tmp_path / "file").remember(spec, judge(QUALITY, None, GateLimits()), {})

@@ -192,6 +192,8 @@ def test_what_can_not_be_written_is_known_before(tmp_path: pathlib.Path, monkeyp
         for ask in (require_writable, functools.partial(atomic_write, data=b"{}")):
             with pytest.raises(CheckpointError, match="cannot be written"):
                 ask(name)
+    with pytest.raises(CheckpointError, match="no folder absent: make it first"):
+        require_writable("absent/x")
     for path in ("new", "file", "/dev/null"):
         require_writable(path)
     assert os.listdir(tmp_path) == ["file"]

@@ -192,9 +192,7 @@ def test_layers_have_digits_of_their_own() -> None:
     assert [layer.value_codec.bits.tolist() for layer in layers] == [[1, 1], [1, 2]]
     np.testing.assert_allclose(layers[0].key_codec.key_scale, [1, 0.9])
     np.testing.assert_allclose(layers[1].key_codec.channel_scales[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
-    assert (
-        "keys 1-bit in 3, 3-bit in 1; values 1-bit in 3, 2-bit in 1; keys are scaled in 4" in layers[0].notes()[0]
-    )
+    assert layers[0].notes() == []
     even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
     assert PlanesConfig(k_bits=1.5).with_head_bits(even, [None, None], 64).key_channel_scales == ""
     with raises(CacheError, field="kv"):
@@ -242,7 +240,6 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
         assert again.plan.kv == loaded.plan.kv
     with loaded.fork() as session:
         text(session, PROMPT)
-        assert any("mixed bits" in note for note in session.report().notes)
         assert f"key_bits_per_head={config.key_bits_per_head}" in session.report().settings["kv"]
         session.save(tmp_path / "session")
         straight = text(session, [], 20)

@@ -119,7 +119,7 @@ def test_figures_are_the_conversations_own(page: Any) -> None:
     expect(page.locator("#memory")).to_be_hidden()
     ask(page, "Tell me of the sea. " + "word " * 100)
     figures = {"#speed": r"^\d+\.\d tokens/s$", "#written": "^24 tokens$", "#used": rf"^[1-9]\d* of {CTX} tokens$"}
-    figures["#memory"] = r"^\d+(\.\d)? [KM]iB instead of \d+(\.\d)? [KM]iB$"
+    figures["#memory"] = r"^\d+(\.\d)? [KM]iB instead of \d+(\.\d)? [KM]iB in 16 bits$"
     for place, text in figures.items():
         expect(page.locator(place)).to_have_text(re.compile(text))
     memory = page.locator("#memory").inner_text()

@@ -151,7 +151,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(file: pathlib.Path, tmp_path
 def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for path, reason in (
         (model / "model.safetensors", "is no edgekv session"),
-        (tmp_path / "absent", "No such file"),
+        (tmp_path / "absent", "there is no such file"),
         (tmp_path, "it is a folder"),
         (pathlib.Path("/dev/null"), "it is a device"),
     ):
@@ -242,9 +242,9 @@ LIES: dict[str, Callable[[Any], Any]] = {
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another model": (
         {"identity": "0" * 16, "model": "other"},
-        "written with another; accepted: other with identity 0000",
+        "has other with identity 0000",
     ),
-    "other weights": ({"weights": "int8"}, "written with another; accepted: int8"),
+    "other weights": ({"weights": "int8"}, "has int8; leave `weights` out"),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b': unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": ({"kv": "onebit:sink=8"}, "can't take over \\(counters"),
@@ -320,7 +320,7 @@ def test_a_memo_that_is_no_json_is_not_saved(loaded: Session, memo: object, tmp_
 
 
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
-    with raises(SessionError, field="kv", match=r"kv='dense.* written with another; accepted: onebit"):
+    with raises(SessionError, field="kv", match=r"kv='f16': .* has onebit; leave `kv` out"):
         Session.restore(file, loaded, kv="dense")
     with raises(SessionError, field="ctx"):
         Session.restore(file, loaded, ctx=1000)

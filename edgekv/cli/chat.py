@@ -9,6 +9,7 @@ import functools
 import os
 import pathlib
 import re
+import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -31,8 +32,8 @@ from edgekv.cli.run import is_saved, open_session, open_template
 from edgekv.cli.terminal import Bars, Interrupt, raw_stream
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.sampling import SamplingParams
-from edgekv.engine.session import Step
-from edgekv.errors import EdgeKVError
+from edgekv.engine.session import Session, Step
+from edgekv.errors import CacheError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.machine import format_bytes
 from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
@@ -224,8 +225,7 @@ class Terminal:
             try:
                 with contextlib.closing(begin(**settings, progress=progress)) as steps:
                     self._stream(steps, interrupt)
-                ctx = session.plan.ctx
-                say(f"({session.report().speed()}; context {min(len(session.tokens), ctx)} of {ctx})")
+                say(f"({session.report().speed()}; context {session.n_held} of {session.plan.ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
         if n := self._n_left() - n_before:
@@ -255,12 +255,21 @@ class Terminal:
         if not path:
             raise EdgeKVError("/save needs a file: /save FILE")
         size = self.chat.session.save(path)
-        say(f"{path}: {len(self.chat.session.tokens)} tokens, {format_bytes(size)}")
+        say(f"{path}: {self.chat.session.n_held} tokens, {format_bytes(size)}")
 
     def load(self, text: str) -> None:
         """FILE: take up a saved conversation"""
-        self.chat.session.load_state(text)
-        say(f"{text}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
+        before, options = self.chat.session, load_options(self.arguments)
+        like_before = {name: getattr(options, name) for name in ("kv_budget", "overflow", "draft")}
+        try:
+            self.chat.session = Session.restore(text, before, **like_before)
+        except (CacheError, ContextError, MemoryBudgetError) as error:
+            command = f"edgekv chat {shlex.join([self.arguments.model or 'demo', '--session', text])}"
+            raise SessionError(f"{text}: {error.problem}; open it in a chat of its own: {command}") from None
+        before.close()
+        session = self.chat.session
+        held = f"{session.n_held} of {session.plan.ctx} tokens, kv {session.plan.kv.short}"
+        say(f"{text}: {len(self.chat.messages)} messages, {held}")
 
     def system(self, text: str) -> None:
         """TEXT: another system message; none removes it"""
@@ -295,7 +304,7 @@ class Terminal:
     def stats(self, text: str) -> None:
         """tokens, times, bytes of the last answer"""
         session, report = self.chat.session, self.chat.session.report()
-        say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
+        say(f"context     {session.n_held} of {session.plan.ctx} tokens")
         say("there is no answer yet" if report.time_to_first_token_s is None else report.to_text())
 
     def retry(self, text: str) -> None:
@@ -368,12 +377,14 @@ def chat_command(arguments: argparse.Namespace) -> int:
             f"{model.name}, {model.n_parameters / 1e6:,.1f} M parameters, kv {plan.kv.short} "
             f"({format_bytes(plan.cache_bytes)}), context {plan.ctx} tokens; /help lists commands, Ctrl-D ends"
         )
+        for note in plan.notes:
+            say(note)
     if note := shipped_note(model.path)[0]:
         say(note)
     if taken_up:
-        say(f"{arguments.session}: {len(chat.messages)} messages, {len(session.tokens)} tokens")
+        say(f"{arguments.session}: {len(chat.messages)} messages, {session.n_held} tokens")
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))
     if arguments.session is not None:
-        session.save(arguments.session)
-    session.close()  # which keeps what was read
+        chat.session.save(arguments.session)
+    chat.session.close()  # which keeps what was read
     return 0

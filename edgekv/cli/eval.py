@@ -240,7 +240,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     settings, windows, kv, why = facts["settings"], facts["settings"]["windows"], "f16", "no scheme passed"
     if best is not None:
         kv, size = CacheSpec.parse(best.kv).short, format_bytes(best.quality.cache_bytes)
-        why = f"the smallest cache that passed, {size}" + "; auto follows these verdicts" * (kv in PRESETS)
+        why = f"the smallest cache that passed, {size}" + f"; auto takes it up to {ctx} tokens" * (kv in PRESETS)
     print(table(GATE, verdicts))
     for verdict in verdicts:
         if not verdict.passed:

@@ -184,7 +184,7 @@ class SessionPlan:
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
-        model_bytes, passed = weights_bytes - idle + state_bytes, Verdicts(model).passed
+        model_bytes, passed = weights_bytes - idle + state_bytes, functools.partial(Verdicts(model).passed, ctx)
         spec, notes = resolve(kv, c, ctx, kv_budget, model_bytes, passed, fit)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):

@@ -261,6 +261,11 @@ class Runner:
         self._ready: F32 | None = None  # the logits after the latest token, where that was a draft
 
     @property
+    def n_held(self) -> int:
+        """The tokens of the conversation, at most the context: the latest of a full one waits to be read."""
+        return min(len(self.state.tokens), self.ctx)
+
+    @property
     def is_full(self) -> bool:
         """Whether the context has no room for the latest token, and none can be made."""
         return len(self.state.tokens) > self.ctx and not self.slides

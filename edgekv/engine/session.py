@@ -187,7 +187,7 @@ class Session:
     def __repr__(self) -> str:
         runner, status = self._open_runner, "closed"
         if runner is not None:
-            status = f"{len(runner.state.tokens)} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
+            status = f"{runner.n_held} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
         return f"<edgekv.Session {self.model.name}, kv {self.plan.kv.short}, {status}>"
 
     @property
@@ -206,6 +206,7 @@ class Session:
     memo: dict[str, Any] = _runner_property("state.memo", "JSON that is saved with the session, for its owner.")
     last_sampler: Sampler | None = _runner_property("state.sampler", "The sampler of the last text.")
     n_dropped: int = _runner_property("state.n_dropped", "Tokens that left when the context was full.")
+    n_held: int = _runner_property("n_held", "Tokens of the conversation, at most those of the context.")
     n_read: int = _runner_property("n_read", "Tokens that the latest prompt put into the caches.")
 
     @property

@@ -27,6 +27,7 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import Array
 
 VERSION = "2"
+OWN = "kv", "ctx", "weights"  # options that a file has by itself
 DAMAGE_ERRORS = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of foreign content
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -99,6 +100,8 @@ class SessionFile:
         try:
             self._tensors = Tensors.open(self.path)
         except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise self._error("there is no such file") from error
             raise self._error(f"can't be read, or is damaged ({str(error.__cause__ or error)[:200]})") from error
         metadata = self._tensors.files[0].metadata
         if "edgekv_session" not in metadata:
@@ -142,7 +145,7 @@ class SessionFile:
                 array[...] = np.asarray(host, like=array)
 
     def _error(self, what: str) -> SessionError:
-        return SessionError(f"{self.path}: {what}; give a file that `save` wrote, or start a new session")
+        return SessionError(f"{self.path}: {what}; give a session's file, or start a new session")
 
 
 def _fits(stored: Tensor, array: Any) -> bool:
@@ -225,9 +228,10 @@ class SavedState(SessionFile):
 
     def require(self, kv: str | CacheSpec | None, ctx: int | None, weights: str) -> None:
         """Raises SessionError unless it was written with these options; None and "auto" accept any."""
-        spec = CacheSpec.parse(kv) if isinstance(kv, str) and kv != "auto" else kv
-        if spec not in (None, "auto", self.kv.without_fit) and str(spec) != str(self.kv):
-            raise self._other("kv", self.kv, spec)
+        if kv not in (None, "auto"):
+            spec = CacheSpec.parse(kv) if isinstance(kv, str) else kv
+            if spec != self.kv.without_fit and str(spec) != str(self.kv):
+                raise self._other("kv", self.kv.short, spec.short)
         for field, found, given in (("ctx", self.ctx, ctx), ("weights", self.weights, weights)):
             if given not in (None, "auto", found):
                 raise self._other(field, found, given)
@@ -296,11 +300,10 @@ class SavedState(SessionFile):
 
     def _other(self, field: str, saved: object, requested: object) -> SessionError:
         return SessionError(
-            f"{self.path} was written with another",
+            f"{self.path} has {str(saved)[:200]}",
             field=field,
             value=str(requested),
-            accepted=[str(saved)[:200]],
-            advice=f"or leave {{{field}}} out, or start a new session",
+            advice=f"{f'leave {{{field}}} out' if field in OWN else 'give that'}, or start a new session",
         )
 
     def _incompatible(self, what: object) -> SessionError:

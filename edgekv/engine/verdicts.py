@@ -62,12 +62,16 @@ class Verdicts:
             f"{'; '.join(verdict['failures'])}; find a scheme that passes: {self.command}"
         )
 
-    def passed(self) -> list[str]:
-        """Returns the presets that passed. Where nothing was ever gated, the model's files are not hashed."""
+    def passed(self, ctx: int = 1) -> list[str]:
+        """Returns the presets that passed on contexts of ``ctx`` tokens or more.
+
+        Where nothing was ever gated, the model's files are not hashed.
+        """
         if not self._gates.exists():
             return []
         verdicts = {name: self.verdict(CacheSpec.parse(name)) for name in PRESETS}
-        return [name for name, verdict in verdicts.items() if verdict and not verdict["failures"]]
+        passed = {name: verdict for name, verdict in verdicts.items() if verdict and not verdict["failures"]}
+        return [name for name, verdict in passed.items() if verdict["measured"].get("ctx", 0) >= ctx]
 
     @property
     def command(self) -> str:

@@ -133,7 +133,11 @@ def choose(shape: ModelConfig, ctx: int, model_bytes: int, passed: Collection[st
         ), f"auto took f16, which is exact; {name} would save less than a tenth of memory"
     loss = published_results()["worst_kl"][name]
     untested = f"nearly exact on every model measured (KL at most {loss:.4f} nats)"
-    why = "the smallest that passed the gate on this model" if gated else untested
+    why = (
+        "the smallest that passed your gate on this model at this length (edgekv eval --gate)"
+        if gated
+        else untested
+    )
     return CacheSpec.parse(name), f"auto took {name}: {why}"
 
 

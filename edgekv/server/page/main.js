@@ -141,7 +141,7 @@ function showFigures() {
   const {used, figures: {packed, plain, speed, written, joules} = {}} = conversation, ctx = props?.ctx;
   const texts = {  // of those that are known
     used: ctx && `${Math.min(used, ctx)} of ${ctx} tokens`, speed: speed && `${speed.toFixed(1)} tokens/s`,
-    memory: packed && formatBytes(packed) + (packed < plain ? ` instead of ${formatBytes(plain)}` : ""),
+    memory: packed && formatBytes(packed) + (packed < plain ? ` instead of ${formatBytes(plain)} in 16 bits` : ""),
     written: written && `${written} tokens`, energy: joules && `${joules.toPrecision(3)} J (${(joules / written).toPrecision(2)} J a token)`,
   };
   for (const [id, text] of Object.entries(texts)) {

@@ -103,6 +103,13 @@ def get(server: Server, path: str) -> Any:
         return json.loads(answer.read())
 
 
+def samples(text: str) -> dict[str, float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
     try:

@@ -88,7 +88,6 @@ def test_what_is_known_too_badly_is_no_measurement() -> None:
     with pytest.raises(PowerError, match="did not move"):  # and not zero joules
         trace_of(times, joules=0.0).window(START, END)
     with_gap = trace_of(times[(times < 4) | (times > 8)], 5.0)
-    assert with_gap.window(START, END).interval_s == pytest.approx(4.2, abs=0.11)
     with pytest.raises(PowerError, match="too short"):
         with_gap.window(3.0, 9.0)  # for most of it nothing was seen
 
@@ -148,7 +147,7 @@ class Recorded(PowerSource):
         return self.trace.window(start_s, end_s)
 
     def about(self) -> MeterInfo:
-        return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",), cpu_share=0.004)
+        return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",))
 
     def read_throttle(self) -> Throttle | None:
         return Throttle()

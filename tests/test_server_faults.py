@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import DEMO, engine_of, open_endpoints
+from serving import DEMO, engine_of, open_endpoints, samples
 
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
@@ -64,7 +64,7 @@ def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch
     with open_endpoints(loaded) as client:
         answer = client.post("/v1/completions", json=ANSWER)
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, FAILED)
-        assert client.get("/stats").json()["edgekv_active"] == 0
+        assert samples(client.get("/metrics").text)["edgekv_active"] == 0
         assert client.post("/v1/completions", json=ANSWER).status_code == 200
 
 
@@ -72,9 +72,9 @@ def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch:
     """Memory is held for them until they are answered, and not after."""
     goes_on, answer = threading.Event(), Engine.answer
 
-    def answer_later(self: Engine, job: Any) -> Any:
+    def answer_later(self: Engine, *job: Any) -> Any:
         goes_on.wait(30)
-        return answer(self, job)
+        return answer(self, *job)
 
     monkeypatch.setattr(Engine, "answer", answer_later)
     large = {**ANSWER, "logit_bias": {str(i): 0 for i in range(2000)}}
@@ -96,7 +96,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
     """Many answers of one request shut no other out, and take one place of those that wait."""
     began: list[str] = []
 
-    def answer(self: Engine, job: Any) -> AnswerEnd:
+    def answer(self: Engine, job: Any, share: Any) -> AnswerEnd:
         began.append(names[job.channel])
         return AnswerEnd(job.index, "stop", {})
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import openai
 import psutil
 import pytest
-from serving import DEMO, TEMPLATE, Server, chat, get, post, serving
+from serving import DEMO, TEMPLATE, Server, chat, get, post, samples, serving
 
 from edgekv.cli import main
 from edgekv.server.app import Guard
@@ -51,12 +51,18 @@ def is_well(server: Server) -> None:
     assert get(server, "/health")["status"] == "ok"
 
 
-def settled(server: Server) -> dict[str, Any]:
-    """Returns the stats once nothing is being answered."""
+def metrics(server: Server, **headers: str) -> dict[str, float]:
+    request = urllib.request.Request(f"{server.url}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return samples(answer.read().decode())
+
+
+def settled(server: Server) -> dict[str, float]:
+    """Returns the metrics once nothing is being answered."""
     for _ in range(200):
-        stats = get(server, "/stats")
+        stats = metrics(server)
         if not stats["edgekv_active"] and not stats["edgekv_queue_length"]:
-            return dict(stats)
+            return stats
         time.sleep(0.05)
     raise AssertionError(f"still busy: {stats}")
 
@@ -203,7 +209,7 @@ def test_200_requests_at_once(server: Server) -> None:
     assert get(server, "/health")["status"] == "ok"
     settled(server)
     assert process.memory_info().rss - before < 100 << 20
-    assert get(server, "/stats")["edgekv_cache_bytes"] <= 100 << 20
+    assert metrics(server)["edgekv_cache_bytes"] <= 100 << 20
 
 
 ITEMS = ("[]", "{}", "[[]]", '{"a":0}', "123456", "1.5", '"ab"', '"\\ud83d\\ude00 ab"', '{"%d":[1]}', "null")
@@ -232,7 +238,7 @@ def test_a_key_and_its_scheme() -> None:
         ("\udcff", b"Bearer \xfe", 401),
     ):
         guard = Guard(None, Metrics().requests, key, None)
-        refusal = guard._refusal({"path": "/stats", "headers": [(b"authorization", header)]})
+        refusal = guard._refusal({"path": "/metrics", "headers": [(b"authorization", header)]})
         assert (refusal and refusal.status) == status, header
 
 
@@ -283,8 +289,7 @@ def test_a_key_and_an_end(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
         ):
             answer.readline()
             whole = threads.submit(post, server, "/v1/completions", json.dumps(body).encode(), **key)
-            stats = urllib.request.Request(f"{server.url}/stats", headers=key)
-            while json.load(urllib.request.urlopen(stats, timeout=60))["edgekv_queue_length"] < 1:
+            while metrics(server, **key)["edgekv_queue_length"] < 1:
                 pass
             process.terminate()
             *_, event, last = filter(None, answer.read().decode().split("\n\n"))

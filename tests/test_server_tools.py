@@ -85,22 +85,20 @@ def test_a_forced_call_follows_its_schema(client: openai.OpenAI) -> None:
     check(call, call.function.name)
 
 
-@pytest.mark.parametrize("n", [1, 5, 20, 120])
+@pytest.mark.parametrize("n", [1, 5, 40, 120])
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(n: int, client: openai.OpenAI) -> None:
     """Whole and streamed, however early it is cut, if at all."""
     whole = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1).choices[0]
-    (call,) = whole.message.tool_calls
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
     reason = "length" if n < 120 else "tool_calls"
-    assert (whole.finish_reason, whole.message.content, call.function.name) == (reason, None, "weather")
+    assert (whole.finish_reason, whole.message.content or None) == (reason, None)
+    assert [name for name, _ in calls] == (["weather"] if n > 20 else [])
     stream = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1, stream=True)
     chunks = [chunk.choices[0] for chunk in stream]
-    calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
     assert not any(chunk.delta.content for chunk in chunks)
     assert chunks[-1].finish_reason == reason
-    assert [(each.name, each.arguments) for each in calls] == [("weather", call.function.arguments)]
-    if n == 1:
-        either = ask(client, tool_choice="required", max_tokens=n).choices[0]
-        assert (either.finish_reason, either.message.content, either.message.tool_calls) == ("length", "", None)
+    told = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [(each.name, each.arguments) for each in told] == calls
 
 
 def test_an_agents_loop_with_two_tools(client: openai.OpenAI) -> None:
@@ -140,7 +138,7 @@ TEXTS: list[tuple[str, str, list[Any]]] = [  # form, text; content, [reasoning] 
     ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [CALLED, "Done."]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", {"a": 1})]),
     ("hermes", "<tool_call>{x}</tool_call>", ["{x}"]),
-    ("hermes", 'Well. <tool_call>\n{"name": "we', ["Well. ", ("weather", None)]),
+    ("hermes", 'Well. <tool_call>\n{"name": "we', ["Well. "]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [("f", '{"a')]),
     ("hermes", "<think>\nHm <b>.\n</think>\n\nYes.", [["Hm <b>.\n"], "Yes."]),
     ("hermes", f"<think>Hm</think>\n<tool_call>{CALL}</tool_call>", [["Hm"], CALLED]),
@@ -177,7 +175,7 @@ def _loaded(text: str) -> Any:
 def test_answers_are_taken_apart(length: int) -> None:
     """However the text is cut."""
     for form, text, expected in TEXTS:
-        parser = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
+        parser = AnswerParser(form=TOOL_FORMATS[form])
         deltas = [d for i in range(0, len(text), length) for d in parser.push(text[i : i + length])]
         assert joined([*deltas, *parser.end()]) == expected, text
 

@@ -62,9 +62,6 @@ OPTIONS = {
         type=positive_seconds,
         default=30.0,
     ),
-    "max_connections": count(
-        "open at once; beyond them the one that has been silent longest goes (default %(default)s)", default=512
-    ),
 }
 """The options of this command alone."""
 
@@ -101,7 +98,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
     )
     bodies = max(ServerLimits.max_bodies, 6 * max_request)
-    limits = ServerLimits(max_request, arguments.client_timeout, arguments.max_connections, max_bodies=bodies)
+    limits = ServerLimits(max_request, arguments.client_timeout, max_bodies=bodies)
     app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits, origins=arguments.cors)
     _listen(BoundedServer(app, limits, engine.stop), arguments, name)
     return 0

@@ -303,8 +303,7 @@ class Chat:
         ends_full: whether max_new_tokens is what the context had room for.
         """
         history, ctx, tools = list(self.messages), self.session.plan.ctx, self._tools
-        names = [function.name for function in tools.functions] if tools else []
-        parser = AnswerParser(form=self._form if tools else None, names=names, plain=bool(self._form.begin))
+        parser = AnswerParser(form=self._form if tools else None, plain=bool(self._form.begin))
         taken: list[Step] = []
         self.messages[:] = messages
         try:

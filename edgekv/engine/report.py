@@ -159,7 +159,7 @@ def add_measurements(report: RunReport, state: State, decoder: Decoder, plan: Se
     if report.drafts and report.drafts.accepted and n_decoded:
         report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
     report.peak_rss_bytes = peak_rss_bytes()
-    report.notes = [*plan.notes, *(report.images.notes if report.images else ())]
+    report.notes = list(plan.notes)
     if state.n_dropped:
         report.notes.append(f"overflow: {state.n_dropped} tokens between the first and the latest were dropped")
     report.notes += attending(caches)[0].notes()

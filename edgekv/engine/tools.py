@@ -17,7 +17,6 @@ from edgekv.text import Tokenizer, possible_start
 
 THINK, END_THINK = "<think>", "</think>"
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps only its beginning
 STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # strings and brackets
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # the only length that Mistral's templates accept
@@ -196,10 +195,11 @@ def special_marks(tokenizer: Tokenizer) -> dict[int, str]:
 class AnswerParser:
     """An incremental parser of answers: it takes text in pieces of any length, and returns OpenAI's deltas.
 
-    A tool call is returned once it is complete; if the answer was cut off, its arguments are incomplete JSON.
+    A tool call is returned once it is complete. Of one that was cut off the arguments are incomplete JSON; without
+    its whole name it is left out.
 
-    thinks: whether the text begins within reasoning. form: the format of tool calls; None: no tools. names: the
-    names of the tools. forced: whether the text consists of calls only. plain: whether all of it is content.
+    thinks: whether the text begins within reasoning. form: the format of tool calls; None: no tools. forced:
+    whether the text consists of calls only. plain: whether all of it is content.
     """
 
     def __init__(
@@ -207,11 +207,10 @@ class AnswerParser:
         *,
         thinks: bool = False,
         form: ToolFormat | None = None,
-        names: Sequence[str] = (),
         forced: bool = False,
         plain: bool = False,
     ) -> None:
-        self._tool_format, self._names, self._forced = form, names, forced
+        self._tool_format, self._forced = form, forced
         self.is_cut = False  # whether the answer ended within a call
         self.content = self.reasoning = ""
         self.calls: list[Json] = []
@@ -231,8 +230,6 @@ class AnswerParser:
         self._buffer += text
         while self._buffer and self._state(last):
             pass
-        if last and self._forced and not self.calls and not self.is_cut:
-            self._add_cut_call("", is_complete=False)
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -298,12 +295,11 @@ class AnswerParser:
 
     def _read_name(self, form: ToolFormat, last: bool) -> bool:
         """Reads a name, and the mark before its arguments."""
-        head, mark, rest = self._buffer.partition(form.args)
-        name, has_id, _ = head.partition("[CALL_ID]")
+        head, _, rest = self._buffer.partition(form.args)
         if rest := rest.lstrip():
-            self._name, self._buffer, self._state = name.strip(), rest, self._read_call
-        elif last:
-            self._add_cut_call(name.strip(), is_complete=bool(has_id or mark))
+            name = head.partition("[CALL_ID]")[0].strip()
+            self._name, self._buffer, self._state = name, rest, self._read_call
+        self.is_cut = last and not rest
         return bool(rest)
 
     def _read_call(self, last: bool) -> bool:
@@ -321,9 +317,6 @@ class AnswerParser:
             self._add_call(name, arguments[: object_end(arguments) or len(arguments)])
         elif end:
             self._add_unordered_call(text)
-        else:
-            name_match = NAME.match(text)
-            self._add_cut_call(name_match[1] if name_match else "", is_complete=bool(name_match and name_match[2]))
         self._state = self._read_between_calls if self._name is None else self._read_content
         self._name = None
         return True
@@ -336,13 +329,6 @@ class AnswerParser:
             self._add_call(value["name"], json.dumps(arguments, ensure_ascii=False))
         else:
             self._emit_text(text)
-
-    def _add_cut_call(self, name: str, is_complete: bool) -> None:
-        """Adds a call that was cut off before its arguments, if the beginning of its name fits one tool only."""
-        self.is_cut, self._buffer = True, ""
-        matches = [tool for tool in self._names if (tool == name if is_complete else tool.startswith(name))]
-        if len(matches) == 1:
-            self._add_call(matches[0], "")
 
     def _add_call(self, name: str, arguments: str) -> None:
         id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))

@@ -43,7 +43,7 @@ from edgekv.machine import (
     reset_peak_rss,
 )
 from edgekv.power import meters
-from edgekv.power.energy import PowerSource, Window
+from edgekv.power.energy import Idle, PhaseEnergy, PowerSource, Window
 from edgekv.types import TaskProgress
 from edgekv.weights.cpu import candidates
 
@@ -69,16 +69,6 @@ class Period(msgspec.Struct, frozen=True):
     temperature_c: float | None = None
     clock_mhz: float | None = None
     throttling: tuple[str, ...] | None = None
-
-
-class Energy(msgspec.Struct, frozen=True):
-    """Energy per token: all that the meter sees, its uncertainty, and the part above idle."""
-
-    meter: str
-    mj_per_token: float
-    error_mj: float | None
-    net_mj_per_token: float | None
-    average_w: float
 
 
 class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
@@ -109,7 +99,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
     peak_memory_bytes: Natural
     span: Period
     threads: Count | None = None
-    energy: Energy | None = None
+    energy: PhaseEnergy | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
@@ -123,7 +113,7 @@ class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
     peak_memory_bytes: Natural
     span: Period
     threads: Count | None = None
-    energy: Energy | None = None
+    energy: PhaseEnergy | None = None
 
 
 Row = Bandwidth | Decode | Prompt
@@ -300,7 +290,8 @@ class Run:
         else:
             if self._window and not isinstance(row, Bandwidth):
                 n_tokens = row.tokens * row.runs if isinstance(row, Prompt) else row.tokens
-                row = msgspec.structs.replace(row, energy=self._energy(self._window, n_tokens))
+                idle = None if self.board.idle_w is None else Idle(self.board.idle_w, self.board.plan.idle_s)
+                row = msgspec.structs.replace(row, energy=PhaseEnergy.of(self._window, n_tokens, idle))
             self.board.measured.append(row)
             self.board.save(self.path)
             head, cell = next(iter(COLUMNS[task[0]].items()))
@@ -320,16 +311,6 @@ class Run:
         now = meters.Conditions.now()
         throttling = meters.limits_between(limits, meters.join_limits(now.throttle, source.read_throttle()))
         return Period(started, ended - begun, now.temperature_c, now.clock_mhz, throttling)
-
-    def _energy(self, window: Window, n_tokens: int) -> Energy:
-        mj, idle_w = 1e3 / n_tokens, self.board.idle_w
-        return Energy(
-            meter=str(self.source.about().meter),
-            mj_per_token=mj * window.joules,
-            error_mj=None if window.error_j is None else mj * window.error_j,
-            net_mj_per_token=None if idle_w is None else mj * (window.joules - idle_w * window.seconds),
-            average_w=window.average_w,
-        )
 
     def _open(self, shape: str, kv: str, n: int) -> None:
         """Opens a shape with random weights, and closes the one that was open.
@@ -418,18 +399,9 @@ class Run:
 # The page
 
 
-def energy_text(energy: Energy | None) -> str:
-    """Writes millijoules per token, with their uncertainty, and those above idle."""
-    if energy is None:
-        return NA
-    error = "" if energy.error_mj is None else f" ± {energy.error_mj:.2g}"
-    net = "" if energy.net_mj_per_token is None else f"; {energy.net_mj_per_token:.4g}"
-    return f"{energy.mj_per_token:.4g}{error}{net}"
-
-
 COMMON: dict[str, Callable[[Any], str]] = {
     "peak memory": lambda row: format_bytes(row.peak_memory_bytes),
-    "mJ per token; above idle": lambda row: energy_text(row.energy),
+    "energy": lambda row: row.energy.to_text() if row.energy else NA,
 }
 COLUMNS: dict[Any, dict[str, Callable[[Any], str]]] = {
     Bandwidth: {"GB/s": lambda row: f"{row.gb_per_s:.1f}"},

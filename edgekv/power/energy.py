@@ -73,7 +73,7 @@ def longest_interval(times_s: F64, start_s: float, end_s: float) -> float:
 class Window:
     """Energy between two moments; None means "not measured".
 
-    error_j: uncertainty of ``joules``. interval_s: the longest time between two samples. rails_j: joules of each
+    error_j: uncertainty of ``joules``. rails_j: joules of each
     rail that every sample has read.
     """
 
@@ -83,7 +83,6 @@ class Window:
     error_j: float | None = None
     peak_w: float | None = None
     n_samples: int | None = None
-    interval_s: float | None = None
     rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -135,7 +134,6 @@ class Trace:
             average_w=energy.joules / seconds,
             peak_w=float(np.nanmax(watts)) if n else None,
             n_samples=n,
-            interval_s=longest_interval(self.times_s, start_s, end_s),
             rails_j={rail: integral.joules for rail, integral in by_rail.items() if integral is not None},
         )
 
@@ -164,14 +162,13 @@ class MeterInfo:
     """The meter that figures come from.
 
     meter: its name; None where nothing can be measured, and ``covers`` says why. total: the rails that were added
-    up. cpu_share: processor time of regular readings, as a share of one core. losses: lost samples by reason.
+    up. losses: lost samples by reason.
     """
 
     meter: str | None
     covers: str = ""
     rails: tuple[str, ...] = ()
     total: tuple[str, ...] = ()
-    cpu_share: float | None = None
     losses: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -385,15 +382,13 @@ class PowerSampler(PowerSource):
         self._period_s = 1 / min(meter.max_hz, MAX_HZ)
         self._rows = array("d")  # per sample: time, each rail's watts, each rail's joules
         self._losses: Counter[str] = Counter()
-        self._begun_s = self._ended_s = 0.0
-        self._cpu_s = self._thread_s = 0.0  # processor time: of regular readings; of the thread so far
+        self._thread_s = 0.0  # processor time so far
         self._is_stopping = False
         self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # of samples at once
         self._thread = threading.Thread(target=self._run, name="edgekv-power", daemon=True)
 
     def start(self) -> None:
         """Returns once the sensor was read for the first time, or does not answer."""
-        self._begun_s = time.perf_counter()
         self._thread.start()
         self._request(FIRST_SAMPLE_S)
 
@@ -401,7 +396,6 @@ class PowerSampler(PowerSource):
         """Takes a last sample; does not wait for a sensor that does not answer."""
         self._is_stopping = True
         self._request(STOP_S)
-        self._ended_s = time.perf_counter()
 
     def mark(self) -> None:
         """Takes a sample now, with the counters that are too expensive to be read each time."""
@@ -416,9 +410,8 @@ class PowerSampler(PowerSource):
         return self.trace().window(start_s, end_s)
 
     def about(self) -> MeterInfo:
-        meter, seconds = self.meter, (self._ended_s or time.perf_counter()) - self._begun_s
-        share, losses = self._cpu_s / seconds if self._begun_s else None, dict(self._losses)
-        return MeterInfo(meter.name, meter.covers, meter.rails, meter.total, share, losses, self.notes)
+        meter = self.meter
+        return MeterInfo(meter.name, meter.covers, meter.rails, meter.total, dict(self._losses), self.notes)
 
     def read_throttle(self) -> Throttle | None:
         return self.meter.read_throttle()
@@ -463,7 +456,6 @@ class PowerSampler(PowerSource):
         self._thread_s = time.thread_time()
         pause_s = max(self._period_s, 2 * took_s)
         if not is_edge:  # edges lie outside the phases
-            self._cpu_s += cpu_s
             pause_s = max(pause_s, cpu_s / CPU_SHARE)
         return begun_s + pause_s
 

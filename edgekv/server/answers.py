@@ -39,12 +39,10 @@ class Answer(AnswerParser):
 
     def __init__(self, request: Request, prompt: EncodedPrompt, encoder: RequestEncoder) -> None:
         tools = request.tools_allowed
-        names = tuple(function.name for function in tools.callable) if tools else ()
         super().__init__(
             plain=not isinstance(request, ChatRequest),
             thinks=prompt.thinks,
-            form=encoder.form if names else None,
-            names=names,
+            form=encoder.form if tools and tools.callable else None,
             forced=bool(tools and tools.forced),
         )
         self.n_reasoning = 0  # tokens of reasoning, with its marks

@@ -86,7 +86,6 @@ def build_app(
         *(Route(path, functools.partial(page, file)) for path, file in PAGE_PATHS.items()),
         Route("/health", server.health),
         Route("/metrics", server.metrics),
-        Route("/stats", server.stats),
         Route("/props", server.props),
         Route("/v1/models", server.models),
         Route("/v1/models/{model:path}", server.model),
@@ -174,10 +173,6 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         text = generate_latest(self._engine.metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4")
-
-    async def stats(self, request: Request) -> Response:
-        facts = {"model": self._name, "kv": self._plan.kv.short, "weights": self._plan.weights}
-        return JSONResponse({**facts, "ctx": self._plan.ctx, **self._engine.metrics.as_json()})
 
     async def props(self, request: Request) -> Response:
         """Returns the properties that clients of llama.cpp's server read, and those of this server."""

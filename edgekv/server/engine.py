@@ -159,15 +159,6 @@ class Metrics:
             metric = self._metrics[name]
             metric.inc(value) if name in COUNTERS else metric.set(value)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the values by name, without the counts of requests."""
-        return {
-            sample.name: sample.value
-            for metric in self.registry.collect()
-            for sample in metric.samples
-            if not sample.labels and not sample.name.endswith("_created")
-        }
-
 
 class SessionPool:
     """Sessions with at most ``budget_bytes`` of caches, of which the least recently used is reused; thread-safe.

@@ -1,8 +1,8 @@
 """Reads image files as upright 8-bit RGB, and prepares the pixel values that a vision encoder was trained on.
 
-Notes say what reading changed beyond the file's own meaning. Preparing follows preprocessor_config.json
-(or processor_config.json under "image_processor") as transformers' CLIPImageProcessor does, with Pillow: resize,
-crop the centre, rescale, normalise.
+Of several frames the first is used, of 16 bits the upper 8, of transparent parts the colours. Preparing follows
+preprocessor_config.json (or processor_config.json under "image_processor") as transformers' CLIPImageProcessor
+does, with Pillow: resize, crop the centre, rescale, normalise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgekv.types import F32, U8
 if TYPE_CHECKING:
     from PIL import Image
 
-    ImageSource: TypeAlias = "str | os.PathLike[str] | Image.Image | LoadedImage"
+    ImageSource: TypeAlias = "str | os.PathLike[str] | Image.Image"
 else:
     ImageSource = Any  # see `open_image`
 
@@ -41,26 +41,14 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 Side = Annotated[int, Meta(ge=1, le=1 << 14)]
 Mean = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Deviation = Annotated[float, Meta(ge=1e-6, le=1e6)]
-PLAIN_MODES = ("RGB", "L", "1", "P")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedImage:
-    """An RGB image, its name in messages, and notes on what was changed to make it one."""
-
-    rgb: Image.Image
-    name: str
-    notes: tuple[str, ...]
-
-
-def open_image(image: ImageSource) -> LoadedImage:
+def open_image(image: ImageSource) -> Image.Image:
     """Reads a file or a Pillow image as RGB, turned as its EXIF tag says.
 
     Raises ImageError for a file that is missing, damaged, no image, or of more than MAX_PIXELS pixels.
     """
-    if isinstance(image, LoadedImage):
-        return image
     pil = require_pillow()
     if isinstance(image, (str, os.PathLike)):
         path = user_path(image)
@@ -83,7 +71,7 @@ def require_pillow() -> Any:
     return PIL
 
 
-def decode_image(data: bytes, name: str) -> LoadedImage:
+def decode_image(data: bytes, name: str) -> Image.Image:
     """Reads the bytes of an image file as `open_image` does. name: the image's in messages.
 
     Not from the file: its reader takes memory for as many bytes as a chunk says that it has.
@@ -105,8 +93,7 @@ def decode_image(data: bytes, name: str) -> LoadedImage:
         raise ImageError(f"{name}: can't be read whole ({reason}); save or copy it again") from error
 
 
-def _as_rgb(image: Image.Image, name: str) -> LoadedImage:
-    pil = require_pillow()
+def _as_rgb(image: Image.Image, name: str) -> Image.Image:
     width, height = image.size
     size = f"{name}: has {width} x {height} pixels"
     if not width or not height:
@@ -115,34 +102,17 @@ def _as_rgb(image: Image.Image, name: str) -> LoadedImage:
         raise ImageError(f"{size}; {SMALLER}")
     if max(width, height) > MAX_SIDE:
         raise ImageError(f"{size}; accepted: sides of up to {MAX_SIDE:,}: crop it first")
-    notes = []
-    if getattr(image, "is_animated", False):  # to count them, Pillow reads them all
-        notes.append("has several frames: the first is used")
-    if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) and image.mode not in DEEP_MODES:
-        notes.append("has 16 bits per channel: the upper 8 are used")
     image.load()
     if image.getexif().get(ORIENTATION, 1) != 1:
-        image = pil.ImageOps.exif_transpose(image)
-    rgb, change = _converted(image, name)
-    return LoadedImage(rgb, name, tuple(f"{name} {note}" for note in (*notes, *change)))
-
-
-def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
-    """Returns an image as RGB, and notes on what was changed."""
+        image = require_pillow().ImageOps.exif_transpose(image)
     if image.mode in DEEP_MODES:
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 0xFFFF:
             raise ImageError(f"{name}: has 32-bit pixels, of no known range; save it with 8 bits per channel")
-        grey = require_pillow().Image.fromarray((pixels >> 8).astype(np.uint8))
-        return grey.convert("RGB"), ["has 16 bits per pixel: the upper 8 are used"]
+        image = require_pillow().Image.fromarray((pixels >> 8).astype(np.uint8))
     if image.mode == "F":
         raise ImageError(f"{name}: has floating-point pixels, of no known range; save it with 8 bits per channel")
-    if image.has_transparency_data:
-        alpha = (image if "A" in image.getbands() else image.convert("RGBA")).getchannel("A")
-        note = ["has transparent parts: their colours are used as they are"]
-        return image.convert("RGB"), [] if alpha.getextrema()[0] == 255 else note
-    note = [] if image.mode in PLAIN_MODES else [f"is {image.mode}: converted to RGB without a colour profile"]
-    return image if image.mode == "RGB" else image.convert("RGB"), note
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 class Edges(Struct):
@@ -219,7 +189,7 @@ class Preprocess:
         """The (height, width) of prepared images; None: it depends on the image."""
         return self.crop or (self.resize if isinstance(self.resize, tuple) else None)
 
-    def __call__(self, picture: LoadedImage) -> F32:
+    def __call__(self, picture: Image.Image) -> F32:
         """Returns the pixel values (3, height, width) float32 of an image."""
         pixels = np.asarray(self._resized(picture)).transpose(2, 0, 1)
         if self.crop:
@@ -231,8 +201,8 @@ class Preprocess:
             values = (values - mean) / std
         return np.ascontiguousarray(values)
 
-    def _resized(self, picture: LoadedImage) -> Any:
-        width, height = size = picture.rgb.size
+    def _resized(self, picture: Image.Image) -> Any:
+        width, height = size = picture.size
         if isinstance(self.resize, int):
             scaled = int(self.resize * max(width, height) / min(width, height))
             size = (self.resize, scaled) if width <= height else (scaled, self.resize)
@@ -241,10 +211,10 @@ class Preprocess:
         if size[0] * size[1] > MAX_RESIZED and (self.resize or not self.crop):
             what = f"has {width} x {height} pixels, and this model would see {size[0]} x {size[1]}"
             accepted = f"up to {MAX_RESIZED:,} of these: crop it, or make it smaller"
-            raise ImageError(f"{picture.name}: {what}; accepted: {accepted}")
+            raise ImageError(f"the image: {what}; accepted: {accepted}")
         if self.resize is None:
-            return picture.rgb
-        return picture.rgb.resize(size, require_pillow().Image.Resampling(self.resample))
+            return picture
+        return picture.resize(size, require_pillow().Image.Resampling(self.resample))
 
 
 def centre(pixels: U8, height: int, width: int) -> U8:

@@ -24,7 +24,7 @@ from edgekv.machine import available_memory_bytes, require_memory
 from edgekv.models.config import ModelConfig, activation
 from edgekv.text.template import PLACEHOLDER
 from edgekv.types import F32
-from edgekv.vision.images import SETTINGS, ImageSource, LoadedImage, Preprocess, open_image
+from edgekv.vision.images import SETTINGS, ImageSource, Preprocess, open_image
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.ops import ACTIVATIONS
 from edgekv.weights.store import WeightStore
@@ -70,12 +70,11 @@ Prompt = Sequence[int | Embeddings]
 
 @dataclasses.dataclass
 class ImagesReport:
-    """The number of images in a prompt, their tokens, the seconds of reading them, and notes."""
+    """The number of images in a prompt, their tokens, and the seconds of reading them."""
 
     n: int
     tokens: int
     seconds: float
-    notes: list[str]
 
 
 class Vision:
@@ -100,16 +99,15 @@ class Vision:
         """
         check_places(prompt, self.image_token, len(images))
         begin = time.perf_counter()
-        pictures = [open_image(image) for image in images]
-        rows = [self(each) for each in pictures]
-        seconds, notes = time.perf_counter() - begin, [note for each in pictures for note in each.notes]
+        rows = [self(open_image(image)) for image in images]
+        seconds = time.perf_counter() - begin
         n_tokens = sum(len(each.rows) for each in rows)
         n_first = int(bos is not None and [*prompt[:1]] == [bos])
         placed = place_images(prompt, self.image_token, rows, n_first)
-        return placed, ImagesReport(len(images), n_tokens, seconds, notes)
+        return placed, ImagesReport(len(images), n_tokens, seconds)
 
-    def __call__(self, picture: LoadedImage) -> Embeddings:
-        """Returns the embeddings, rows (tokens, hidden_size), of an image."""
+    def __call__(self, picture: Any) -> Embeddings:
+        """Returns the embeddings, rows (tokens, hidden_size), of an image of `open_image`."""
         return Embeddings(self.projector(self.encoder(self.preprocess(picture))))
 
 

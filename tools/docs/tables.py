@@ -24,7 +24,7 @@ from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
-from edgekv.eval.board import Bandwidth, Board, Decode, Prompt, energy_text, page, throttling
+from edgekv.eval.board import NA, Bandwidth, Board, Decode, Prompt, page, throttling
 from edgekv.kvcache import scheme_facts, schemes
 from edgekv.kvcache.choice import PUBLISHED, default_scheme
 from edgekv.kvcache.registry import PRESETS
@@ -301,7 +301,7 @@ def board_rows(name: str, board: Board) -> list[str]:
             *(f"{1e3 / r.token_ms:.2f}" if r else "" for r in at),
             f"{prompt.tokens_per_s:.1f}" if prompt else "",
             format_bytes(max(r.peak_memory_bytes for r in decoded.values())),
-            energy_text(first.energy),
+            first.energy.to_text() if first.energy else NA,
             throttling(board).partition(" (")[0],
         ]
         lines.append(f"| {' | '.join(cells)} |")

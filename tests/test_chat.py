@@ -454,7 +454,8 @@ def test_load_takes_the_scheme_and_context_of_the_file(
     lines = f"/load {path}\nAnd then\n/save {tmp_path / 'again'}\n/exit\n"
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
     if ctx < 128:
-        assert f"open it in a chat of its own: edgekv chat {folder} --session {path}" in done.stderr
+        assert f"{path}: has a context of 128, more than this chat; open it in a chat" in done.stderr
+        assert f"edgekv chat {folder} --session {path}" in done.stderr
         return
     assert f"{path}: 2 messages" in done.stderr
     assert "of 128 tokens, kv onebit" in done.stderr

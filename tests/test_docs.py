@@ -75,7 +75,7 @@ def test_pages_say_what_the_code_has_and_agree() -> None:
     llama = re.findall(r"\| 8,192 \| ([\d.]+) \| ([\d.]+) \|", (DOCS / "speed.md").read_text())
     said = {
         "README.md": [f"edgekv takes `{packed}`", f"{len(set(families()))} families", *llama[0], *llama[-1]],
-        "docs/schemes.md": [f"at most {MAX_LOSS} nats", f"else `{packed}`", "a tenth", "named by their bits"],
+        "docs/schemes.md": [f"at most {MAX_LOSS} nats", f"Otherwise it takes `{packed}`", "a tenth"],
         "docs/memory.md": [f"`{packed}` about {CacheSpec.parse(packed).bytes_per_token() / 256:.2f}"],
         "docs/gate.md": [
             *(f"`--max-kl` | {limits.max_kl} |", f"`--min-top1` | {limits.min_top1:.2f} |"),

@@ -241,7 +241,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
         (
             "least_machine_bytes",
             smallest and smallest[0],
-            smallest and f"a machine with {format_bytes(smallest[0])}, of usual ones; there --kv {smallest[1]}",
+            smallest and f"smallest usual machine: {format_bytes(smallest[0])}, with --kv {smallest[1]}",
         ),
         ("notes", plan.notes, "; ".join(plan.notes) or None),
     ]

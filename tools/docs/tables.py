@@ -269,11 +269,11 @@ def memory_table() -> str:
 
 
 def pi_table() -> str:
-    """Returns the memory of each model of PREDICTED with the chosen scheme, and its predicted speed."""
+    """Returns the memory of each model of PREDICTED with q3, and its predicted speed."""
     rows = ["| model | memory | tokens/s, predicted |", "|---|---|---|"]
     for shape, (name, speed) in PREDICTED.items():
         model = unread_model(shape, read_shape(shape))
-        planned = SessionPlan.make(model, kv=CHOSEN, ctx=SERVED, weights="int8")
+        planned = SessionPlan.make(model, kv="q3", ctx=SERVED, weights="int8")
         rows.append(f"| `{name}` | {format_bytes(total(planned))} | {speed} |")
     return "\n".join(rows) + "\n"
 

@@ -26,7 +26,8 @@ def short_repr(value: object, limit: int = SHOWN) -> str:
 def nearest(value: object, names: Iterable[str]) -> str:
     """Returns the one or two names that a wrong one was probably meant for ("q4 or q8"), or an empty text."""
     lower = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(value.lower(), lower, 2, 0.7) if isinstance(value, str) else []
+    text = value.lower() if isinstance(value, str) else ""
+    close = difflib.get_close_matches(text, lower, 2, 0.7 if len(text) > 3 else 0.6)
     return " or ".join(lower[name] for name in close)
 
 

@@ -145,6 +145,11 @@ def format_bytes(n: int) -> str:
     return f"{size:.1f} {_UNITS[unit]}"
 
 
+def size_to_write(n: int) -> str:
+    """Returns a size of at least ``n`` bytes, as `parse_bytes` takes it: 3702816 -> '3.6M'."""
+    return f"{-(-n * 10 >> 20) / 10:g}M"
+
+
 def parse_bytes(text: str, field: str = "size") -> int:
     """Parses '4096', '300M', '1.5G', '1.5GB' or '1.5 GiB' to bytes; every unit is a power of 1024.
 

@@ -12,11 +12,12 @@ from safetensors.numpy import save_file
 
 from edgekv import SamplingParams, Session
 from edgekv.checkpoint.hub import load_shape
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, ConfigError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import FINEST_FIRST, resolve
 from edgekv.kvcache.mixed_bits import HeadNoise
 from edgekv.kvcache.planes import PlanesConfig
+from edgekv.machine import parse_bytes
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
 
@@ -52,8 +53,10 @@ def test_the_finest_that_holds_the_bound_is_taken(name: str) -> None:
         fitted = chosen(shape, budget, noise)
         assert fitted.planned_bytes(shape, CTX) <= budget
         assert not (isinstance(fitted.config, PlanesConfig) and fitted.config.needs_fit)
-    with raises(CacheError, field="kv_budget", match=f"accepted: {min(sizes)} or more"):
+    with raises(CacheError, field="kv_budget", match=r"accepted: [\d.]+M or more") as raised:
         chosen(shape, min(sizes) - 1)
+    accepted = parse_bytes(raised.value.accepted[0].removesuffix(" or more"))
+    assert min(sizes) <= accepted < min(sizes) + (1 << 20) / 9
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +102,10 @@ def test_a_conversation_up_to_the_last_token(model: pathlib.Path, tmp_path: path
 def test_what_cannot_hold_is_refused(model: pathlib.Path, options: dict[str, object]) -> None:
     with raises(CacheError, field="kv_budget"):
         Session.load(model, **options)
+
+
+def test_a_bound_is_also_taken_as_a_text(model: pathlib.Path) -> None:
+    with Session.load(model, kv_budget="0.5M") as session:
+        assert session.plan == Session.load(model, kv_budget=1 << 19).plan
+    with raises(ConfigError, field="kv_budget", match="a number with K, M, G or T"):
+        Session.load(model, kv_budget="much")

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import pathlib
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ from helpers import SCHEMES
 from edgekv import SamplingParams
 from edgekv.cli import COMMANDS, build_parser, main
 from edgekv.cli.options import error_text, option_name
+from edgekv.cli.terminal import Bars
 from edgekv.engine.loading import Options
-from edgekv.errors import EdgeKVError
+from edgekv.errors import EdgeKVError, PowerError
 
 
 def edgekv(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -103,7 +105,9 @@ def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pyte
     main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
     table = listed.partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in table[1:]] == [*PRESETS, *SCHEMES]
+    assert [line.split()[0] for line in table[1:] if line[0] != " "] == [*PRESETS, *SCHEMES]
+    assert "..." not in listed
+    assert len({line.split(None, 4)[4] for line in table[1 : 1 + len(PRESETS)]}) == len(PRESETS)
     dense = next(line.split() for line in table if line.startswith("dense"))
     assert (dense[1], dense[3]) == ("512.0", "1.0x")
     main(["schemes", "--json"])
@@ -154,7 +158,7 @@ BAD = {
     "run scnes x": "did you mean scenes?",
     "run word": "a text comes second: edgekv run demo word",
     "run demo": "edgekv run demo 'TEXT'",
-    "run demo two words": "'words' is one word too many",
+    "run demo two words": "'words' is one word too many; a text with blanks needs quotes",
     "run demo --ctx 64 x --prompt y": "both 'x' and --prompt",
     "run --model demo demo": "both 'demo' and --model",
     "chat demo --model demo": "both 'demo' and --model",
@@ -162,7 +166,21 @@ BAD = {
     "bench --shape qwen3-0.6b --ctx 512": "--ctx: is no option of `edgekv bench`",
     "budget qwen3-9b": "or of its shape: qwen3-",
     "budget --memory 8": "--memory 8: has no unit; accepted: 8G",
-    "pull demo extra": "'extra' is one word too many",
+    "pull demo extra": "'extra' is one word too many; see `edgekv pull --help`",
+    "list nothing": "'nothing' is one word too many; see `edgekv list --help`",
+    "run qwen3-0.6b x": "did you mean Qwen/Qwen3-0.6B (a download of 1.1 GiB or more)?",
+    "run --model qwen3:0.6b --prompt x": "did you mean Qwen/Qwen3-0.6B (a download",
+    "pull qwen3-0.6b": "did you mean Qwen/Qwen3-0.6B (a download",
+    "run demo x --temp 1": "did you mean --temperature?",
+    "run demo x -n 3": "did you mean --max-new-tokens?",
+    "run demo x --ctx 8x": "such as 8192 or 8k",
+    "run demo x --kv-budget 1.0M --ctx 8k": "--kv-budget 1.0M: 8192 tokens need at least 3.5 MiB in this model",
+    "run demo x --kv-budget 1024K": "accepted: 3.6M or more",
+    "ls": "did you mean edgekv list?",
+    "help run": "did you mean edgekv run --help?",
+    "version": "did you mean edgekv --version?",
+    "rnu": "did you mean run?",
+    "serve --port 99999": "--port 99999: can't listen there: ports are 0 to 65535",
     "run --prompt x --ctx 64 --draft x": "--draft x",
     "run": "--prompt",
     "chat --ctx 64 --chat-template x": "--chat-template x",
@@ -207,6 +225,34 @@ def test_words_and_a_pipe_in_place_of_options(
         assert capsys.readouterr().out == text
     assert main(["budget", "qwen3-0.6b", "--ctx", "64"]) == 0
     assert "qwen3-0.6b, 596 M parameters" in capsys.readouterr().out
+
+
+def test_what_is_set_in_vain_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores, and time at rest where nothing reads its power; k stands for 1024 tokens."""
+    monkeypatch.setattr("edgekv.cli.power.find_power_meter", refuse_meter)
+    run = ["run", "demo", "It was", "--max-new-tokens", "2", "--ctx", "1k"]
+    assert main([*run, "--threads", "999", "--power-idle", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "--threads 999: this process may use" in said
+    assert "no sensor here" in said
+    assert "context of 1,024 tokens" in said
+
+
+def refuse_meter(arguments: object) -> None:
+    raise PowerError("no sensor here")
+
+
+def test_a_long_task_is_said_once_where_no_bar_is_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for long_s, lines in ((-1.0, 1), (math.inf, 0)):
+        monkeypatch.setattr("edgekv.cli.terminal.LONG_S", long_s)
+        with Bars() as bars:
+            for done in range(5):
+                bars.update("compiling", done, 4)
+            for done in range(5):
+                bars.update("prefill", done, 4)
+        assert capsys.readouterr().err.splitlines() == ["edgekv: compiling: 25%"] * lines
 
 
 @pytest.mark.parametrize("kv", ["dense", "kivi2"])
@@ -265,6 +311,7 @@ def test_commands_options_and_files(tmp_path: pathlib.Path, capsys: pytest.Captu
         "edgekv sc": "schemes",
         "edgekv run --max-": "--max-new-tokens",
         "edgekv run --prompt-file no": "notes.txt",
+        "edgekv run --kv q1": "q1.5",
     }.items():
         command = ["bash", "-c", ASK.format(words=words, at=words.count(" ")), "bash", tmp_path / "edgekv.bash"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
@@ -290,6 +337,7 @@ def test_fish_knows_every_command_and_option(tmp_path: pathlib.Path, capsys: pyt
             "edgekv run --max-": ["--max-new-tokens"],
             "edgekv run --prompt-file no": ["notes.txt"],
             "edgekv run --kv no": [],
+            "edgekv run --kv q1": ["q1.5"],
             "edgekv power record --cs": ["--csv"],
             "edgekv completion f": ["fish"],
         }.items():

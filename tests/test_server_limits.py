@@ -88,6 +88,7 @@ def server(log: pathlib.Path) -> Iterator[Server]:
             while not (found := re.search(r"(http://\S+)", log.read_text())):
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
+            assert "demo, 1,024 tokens, cache " in log.read_text()
             yield Server(found[1], process)
         finally:
             process.terminate()
@@ -251,7 +252,9 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert main(["serve", "--model", str(DEMO), "--port", port, "--ctx", "64"]) == 2
-    assert "can't listen there" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"--port {port}: can't listen there: Address already in use; give an address" in said
+    assert said.count("\n") == 1  # before the model is read
 
 
 def test_without_its_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

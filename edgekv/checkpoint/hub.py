@@ -14,6 +14,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import math
 import os
 import pathlib
 import re
@@ -30,7 +31,7 @@ from urllib.request import getproxies, proxy_bypass
 from edgekv.checkpoint import gguf
 from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, read_config
 from edgekv.checkpoint.quantized import quantization_method
-from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, nearest
 from edgekv.files import atomic_write, user_path
 from edgekv.machine import __version__, format_bytes
 from edgekv.models import architecture
@@ -460,7 +461,18 @@ def no_such_model(path: object, advice: str = "") -> CheckpointError:
     """Returns the error for what is no model, which says what is one."""
     paths = ["a Hugging Face folder", "a .safetensors or .gguf file", "a store", "a name on the Hub (org/name)"]
     accepted = [*paths, *SHIPPED_NOTES]
+    advice = advice or published_model(path)
     return CheckpointError("there is none", field="model", value=path, accepted=accepted, advice=advice)
+
+
+def published_model(name: object) -> str:
+    """Returns advice: the model on the Hub of the shape that a name is close to, and its bytes; "" without one."""
+    shape = nearest(name, shape_names()).partition(" or ")[0]
+    hub_name = read_shape(shape).get("_name_or_path") if shape else None
+    if hub_name is None:
+        return ""
+    nbytes = 2 * sum(math.prod(sizes) for sizes in architecture(read_shape(shape)).tensors().values())
+    return f"did you mean {hub_name} (a download of {format_bytes(nbytes)} or more)?"
 
 
 def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None = None) -> dict[str, Any]:

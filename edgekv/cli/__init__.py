@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from edgekv.cli.options import error_text, take_words
+from edgekv.cli.options import CHOICES, error_text, take_words
 from edgekv.cli.terminal import one_line, visible_terminals
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser with a subcommand for each of COMMANDS, or for ``only`` one of them."""
-    help_text = "Run Llama- and GPT-2-style models with long contexts on small machines."
+    help_text = "Run language models with long contexts on small machines."
     main_parser = Parser(prog="edgekv", description=help_text)
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -81,7 +81,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line. Raises EdgeKVError for one that no command accepts."""
     command, known = words[0], [*COMMANDS, "completion"]
     if not command.startswith("-") and command not in known:
-        raise EdgeKVError(f"{command!r} is no command", value=command, accepted=known)
+        help_of = " ".join([*words[1:2], "--help"])
+        meant = {"ls": "list", "show": "info", "version": "--version", "help": help_of}.get(command)
+        advice = f"did you mean edgekv {meant}?" if meant else ""
+        raise EdgeKVError(f"{command!r} is no command", value=command, accepted=known, advice=advice)
     arguments, others = build_parser(command if command in COMMANDS else None).parse_known_args(words)
     take_words(arguments, others)
     return arguments
@@ -92,12 +95,13 @@ def _print_completion(root: argparse.ArgumentParser, shell: str) -> int:
 
     lines, parsers = [FISH], [(root, "")]
     for parser, place in parsers:  # which grows on the way
-        lines += _fish_lines(parser, place)
         for action in parser._actions:
+            action.choices = CHOICES.get(action.dest, action.choices)
             if action.metavar in PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if isinstance(action, argparse._SubParsersAction):
                 parsers += [(sub, f"{place} {name}") for name, sub in action.choices.items()]
+        lines += _fish_lines(parser, place)
     print("".join(lines) if shell == "fish" else shtab.complete(root, shell))
     return 0
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ from edgekv.kvcache.choice import COMPARED, default_scheme, published_results
 from edgekv.kvcache.registry import PRESETS, broken_schemes, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
+KEPT_WIDTH = 58  # of the column that says what a scheme keeps, in characters
 LEAST_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
 
 # edgekv schemes
@@ -92,15 +94,19 @@ def schemes_text() -> str:
         row = [
             name,
             f"{spec.bytes_per_token():.1f}",
-            show(published["kl"], ".2g"),
+            show(published["kl"], ".5f"),
             show(published["attention"], ".1f", "x"),
         ]
-        rows.append([*row, spec.scheme.summary])
+        mixed = " on average, by each head's need" * getattr(spec.config, "mixed_bits", False)
+        preset = f"{name[1:]} bits per number{mixed} ({spec.scheme.name})"
+        first, *others = textwrap.wrap(spec.scheme.summary if name in schemes() else preset, KEPT_WIDTH)
+        rows += [[*row, first], *([""] * 4 + [other] for other in others)]
     results = published_results()
     notes = [
-        "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
-        f"{results['quality_on']}; speed of attention against dense:",
-        f"{results['speed_on']}; -: not measured",
+        "bytes: per token and KV head of 128 channels, at 8,192 tokens",
+        "KL: how far the next token's probabilities are from those with dense, in nats; measured on",
+        f"    {results['quality_on']}",
+        f"speed: of attention, dense is 1; {results['speed_on']}; -: not measured",
         f"recommended: to name none. --kv auto takes {default_scheme()} for long contexts; once you ran the gate,",
         "the smallest that passed on your model: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]

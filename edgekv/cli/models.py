@@ -23,6 +23,7 @@ from edgekv.checkpoint.hub import (
     kept_models,
     parse_hub_name,
     parse_model_name,
+    published_model,
     pull,
     read_shape,
 )
@@ -67,7 +68,8 @@ def pull_command(arguments: argparse.Namespace) -> int:
     """Prints where the model lies to standard output."""
     name = parse_hub_name(arguments.model)
     if name is None:
-        raise CheckpointError(f"{arguments.model!r} is no name on the Hub; give {NAMES}")
+        advice = published_model(arguments.model) or f"give {NAMES}"
+        raise CheckpointError(f"{arguments.model!r} is no name on the Hub", advice=advice)
     print(pull(name, say))
     print(f"next: edgekv chat {name}   or: edgekv budget {name} --ctx 8192", file=sys.stderr)
     return 0

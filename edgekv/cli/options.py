@@ -19,6 +19,7 @@ from edgekv.checkpoint.hub import (
     find_or_pull,
     no_such_model,
     parse_model_name,
+    published_model,
     shape_names,
     shipped_model,
 )
@@ -28,9 +29,9 @@ from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import LONGEST, SHOWN, ConfigError, EdgeKVError, as_argument, nearest
 from edgekv.files import require_writable, user_path
 from edgekv.kvcache import schemes
-from edgekv.kvcache.choice import default_scheme
+from edgekv.kvcache.choice import AUTO, default_scheme
 from edgekv.kvcache.registry import PRESETS
-from edgekv.machine import format_bytes, parse_bytes
+from edgekv.machine import all_cores, format_bytes, parse_bytes
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
 from edgekv.weights.formats import WEIGHTS
@@ -50,7 +51,12 @@ def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str
     return convert
 
 
-positive_int = number("a whole number of 1 or more", lambda value: value >= 1, int)
+def whole(text: str) -> int:
+    """Returns the number in a text, in which k stands for 1024."""
+    return int(text[:-1]) << 10 if text[-1:] in ("k", "K") else int(text)
+
+
+positive_int = number("a whole number of 1 or more, such as 8192 or 8k", lambda value: value >= 1, whole)
 natural_int = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
@@ -60,7 +66,7 @@ def token_counts(least: int) -> Any:
     description = f"a list of numbers from {least} on, separated by commas"
 
     def read(text: str) -> list[int]:
-        return [int(item) for item in text.split(",") if item]
+        return [whole(item) for item in text.split(",") if item]
 
     return number(description, lambda numbers: min(numbers, default=least) >= least, read)
 
@@ -107,6 +113,15 @@ def count(text: str = "", **more: Any) -> dict[str, Any]:
     return option("N", text, type=positive_int, **more)
 
 
+class Size(int):
+    """A number of bytes, which errors show as it was given."""
+
+    given = ""
+
+    def __str__(self) -> str:
+        return self.given
+
+
 def size(field: str, text: str, default: str | None = None, off: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for bytes, which errors call ``field``; ``off`` is None."""
 
@@ -117,7 +132,9 @@ def size(field: str, text: str, default: str | None = None, off: str | None = No
             raise ConfigError(
                 "has no unit", field=field, value=given, accepted=[f"{given}{unit}" for unit in "GMKB"]
             )
-        return parse_bytes(given, field)
+        value = Size(parse_bytes(given, field))
+        value.given = given.strip()
+        return value
 
     return option("BYTES", text, type=read, default=default)
 
@@ -161,7 +178,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_budget",
         "bytes that the cache never exceeds, such as 300M: auto takes the most bits that fit",
     ),
-    "ctx": count("context in tokens (default 8192 or the model's)"),
+    "ctx": count("context in tokens, such as 8192 or 8k (default 8192 or the model's)"),
     "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),
     "threads": count("cores to use (default: all, or fewer for weight products if that is faster)"),
     "lora": option("FOLDER[:scale]", LORA),
@@ -207,7 +224,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "images": option("FILE", "an image, for the prompt's next <image> or else before it (repeatable)", **REPEATED),
     "json_schema": option("FILE", "answer with JSON of this schema (needs llguidance)"),
     "meter": option("NAME", f"auto (default), {METER}"),
-    "power": option("METER", f"the meter of its energy: {METER}, or off (default: the best that can be read)"),
+    "power": option("METER", f"its energy's meter: auto, {METER}, or off (default: auto without time at rest)"),
     "power_csv": option("FILE", "energy from an external meter's log: time and watts per line"),
     "power_idle": option(
         "S", f"seconds at rest before the run, to subtract (default 0, {IDLE_S:g} with a named meter)", type=float
@@ -221,6 +238,10 @@ WORDS = ("model", "prompt")
 CONFLICTS = {"model": ("model", "shape"), "prompt": ("prompt", "prompt_file")}
 FLAGS = {"images": "--image", "loras": "--lora"}
 """The option of a parameter that has another name."""
+ELSEWHERE = {"-n": "--max-new-tokens", "-c": "--ctx", "-p": "--prompt", "-f": "--prompt-file", "-m": "--model"}
+"""Options of llama.cpp and others -> those of the same meaning."""
+CHOICES = {"kv": (AUTO, *PRESETS), "weights": ("auto", *WEIGHTS), "overflow": OVERFLOWS}
+"""What a shell's TAB key offers for an option."""
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
 """The options that name a model, and all that load a session."""
@@ -256,7 +277,9 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
     words = [word for name in names if (word := getattr(arguments, f"{name}_word")) is not None]
     for other in others:
         if other.startswith("-") and other != "-" and " " not in other:
-            close = nearest(other.partition("=")[0], getattr(arguments, "options", ()))
+            name, options = other.partition("=")[0], getattr(arguments, "options", ())
+            longer = " or ".join(option for option in options if len(name) > 3 and option.startswith(name))
+            close = meant if (meant := ELSEWHERE.get(name)) in options else longer or nearest(name, options)
             hint = f"did you mean {close}?" if close else f"see `edgekv {arguments.command} --help`"
             raise EdgeKVError(f"{other}: is no option of `edgekv {arguments.command}`; {hint}")
         words.append(other)
@@ -264,7 +287,8 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
     if arguments_given(arguments, CONFLICTS["model"]) and "prompt" in names and len(words) == 1:
         names = names if is_model(words[0]) else ["prompt"]
     if len(words) > len(names):
-        raise EdgeKVError(f"{words[len(names)]!r} is one word too many; a text with blanks needs quotes")
+        quotes, see = "a text with blanks needs quotes", f"see `edgekv {arguments.command} --help`"
+        raise EdgeKVError(f"{words[len(names)]!r} is one word too many; {quotes if 'prompt' in names else see}")
     for name, word in zip(names, words, strict=False):
         if earlier := arguments_given(arguments, CONFLICTS[name]):
             raise EdgeKVError(f"both {word!r} and {earlier[0]} are given; leave one of them out")
@@ -272,7 +296,7 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
         if not is_known and word not in shapes:
             shape = f"or of its shape: {close}" if (close := nearest(word, shapes)) else ""
             text = f"a text comes second: edgekv run demo {shlex.quote(word[:SHOWN])}"
-            raise no_such_model(word, text if len(names) > 1 else shape)
+            raise no_such_model(word, shape or published_model(word) or text * (len(names) > 1))
         setattr(arguments, name if is_known else "shape", word)
 
 
@@ -296,7 +320,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
     add_options(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
     exclusive = parser.add_mutually_exclusive_group()
     add_options(exclusive, "", greedy=switch("always the likeliest token: --temperature 0"))
-    later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
+    later = " (default, as of the following: what the model's generation_config.json says, in demo 1.0; else 0.7)"
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
         settings = hint.__metadata__[-1].extra | {"type": functools.partial(sampling_value, name)}
         if name == "temperature":
@@ -334,6 +358,8 @@ def load_options(arguments: argparse.Namespace) -> Options:
     values = {name: getattr(arguments, name) for name in field_names(Options) if hasattr(arguments, name)}
     if isinstance(values.get("lora"), list):
         values |= _split_loras(values["lora"])
+    if (threads := values.get("threads") or 0) > all_cores():
+        say(f"--threads {threads}: this process may use {all_cores()}, and no more will be")
     return Options(**values)
 
 

@@ -99,7 +99,7 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource:
 def energy_meter(arguments: argparse.Namespace) -> EnergyMeter:
     """Returns a meter of a run's energy; unless the options ask for it, one that is silent without a sensor."""
     source = energy_source(arguments)
-    asked = arguments.power not in (None, OFF) or arguments.power_csv is not None
+    asked = arguments.power not in (None, OFF) or arguments.power_csv is not None or bool(arguments.power_idle)
     idle_s = arguments.power_idle if arguments.power_idle is not None else IDLE_S if asked else 0
     return EnergyMeter(source if asked or source.about().meter else None, idle_s=idle_s)
 
@@ -181,7 +181,8 @@ def _record(arguments: argparse.Namespace) -> int:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
     sampler = energy_source(arguments)
     if arguments.csv and not isinstance(sampler, PowerSampler):
-        raise PowerError(sampler.about().covers)
+        advice = "leave --csv out to run the command without samples"
+        raise PowerError(f"--csv {arguments.csv}: {sampler.about().covers}", advice=advice)
     unix_offset_s = time.time() - time.perf_counter()
     with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
         try:

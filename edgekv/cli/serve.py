@@ -9,15 +9,15 @@ import os
 import re
 import signal
 import socket
-import sys
 from typing import Any
 
 from edgekv.cli.options import REPEATED, SESSION, add_options, count, load_options, option, positive_seconds, size
 from edgekv.cli.power import shared_meter
 from edgekv.cli.run import load_session, open_template
-from edgekv.cli.terminal import Bars
+from edgekv.cli.terminal import Bars, say
 from edgekv.engine.chat import MAX_NEW_TOKENS
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.kvcache.choice import size_text
 from edgekv.machine import available_memory_bytes, parse_bytes
 
 LOOPBACK_NAMES = ["localhost", "127.0.0.1", "::1"]
@@ -78,6 +78,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     api_key, hosts = _access(arguments)
     meter = shared_meter(arguments)
+    _listener(arguments).close()  # a port that is taken is said before weights are read
     session = load_session(arguments, options, Bars())
     name = arguments.name or session.model.path.name
     if name in options.loras:
@@ -100,24 +101,31 @@ def serve_command(arguments: argparse.Namespace) -> int:
     bodies = max(ServerLimits.max_bodies, 6 * max_request)
     limits = ServerLimits(max_request, arguments.client_timeout, max_bodies=bodies)
     app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits, origins=arguments.cors)
-    _listen(BoundedServer(app, limits, engine.stop), arguments, name)
+    plan = session.plan
+    about = f"{plan.ctx:,} tokens, cache {size_text(str(plan.kv), plan.cache_bytes, plan.f16_bytes)}"
+    _listen(BoundedServer(app, limits, engine.stop), arguments, f"{name}, {about}")
     return 0
 
 
-def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
-    """Binds the socket, prints the address, and serves until the process ends."""
+def _listener(arguments: argparse.Namespace) -> socket.socket:
+    """Returns a listening socket. Raises EdgeKVError for an address that is not here, and a port that is taken."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
-        listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
+        return socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise EdgeKVError(
-            f"--host {arguments.host} --port {arguments.port}: can't listen there ({error}); give an address of "
-            "this machine and a free port"
-        ) from None
-    with listener:
+        number = getattr(error, "errno", None) or 0  # below 0 for a host without an address
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "ports are 0 to 65535")
+        where = f"--host {arguments.host} --port {arguments.port}: can't listen there: {reason}"
+        raise EdgeKVError(f"{where}; give an address of this machine and a free port") from None
+
+
+def _listen(server: Any, arguments: argparse.Namespace, about: str) -> None:
+    """Binds the socket, prints what is served and where, and serves until the process ends."""
+    with _listener(arguments) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"edgekv: {name} on http://{shown}:{port} (Ctrl-C ends)", file=sys.stderr, flush=True)
+        say(about)
+        say(f"http://{shown}:{port} (a page to chat on; OpenAI's API at /v1; Ctrl-C ends)")
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process as SIGTERM does
         server.run(sockets=[listener])

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
@@ -20,6 +22,7 @@ from edgekv.files import atomic_write
 WIDTH = 100  # of tables, in characters
 COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
+LONG_S = 2.0  # of a task, after which a line says that it goes on
 PICTURES = (".png", ".svg", ".pdf")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -151,9 +154,9 @@ def plot(path: str, lines: Sequence[Line], **axes_settings: Any) -> None:
 
 
 class Bars:
-    """A progress bar on standard error, for one task at a time; nothing is shown if that is no terminal."""
+    """A progress bar on standard error, for one task at a time; if that is no terminal, a line for a long task."""
 
-    _task, _bar = "", None
+    _task, _bar, _begun_s = "", None, 0.0
 
     def __enter__(self) -> Bars:
         return self
@@ -164,6 +167,11 @@ class Bars:
     def update(self, task: str, done: int, total: int) -> None:
         """Shows that ``done`` of ``total`` steps of a task are done, and closes the bar of another task."""
         if not sys.stderr.isatty():
+            if task != self._task:
+                self._task, self._begun_s = task, time.monotonic()
+            elif task != PREFILL and time.monotonic() - self._begun_s > LONG_S:
+                say(f"{task}: {done / total:.0%}")
+                self._begun_s = math.inf
             return
         if task != self._task or self._bar is None:
             from tqdm import tqdm

@@ -31,7 +31,7 @@ from edgekv.kvcache.choice import AUTO, EXACT, resolve
 from edgekv.kvcache.mixed_bits import FIT_TOKENS, MIN_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
-from edgekv.machine import blas_threads, format_bytes, memory_errors, require_memory
+from edgekv.machine import blas_threads, format_bytes, memory_errors, parse_bytes, require_memory
 from edgekv.models.config import ModelConfig
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.types import Path, TaskProgress
@@ -50,7 +50,7 @@ class LoadOptions(TypedDict, total=False):
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
-    kv_budget: bytes that the cache may take; None is no bound.
+    kv_budget: bytes that the cache may take, also as a text ("300M"); None is no bound.
     overflow: what happens when the conversation outgrows ``ctx``: "stop" (the text ends), or "slide" (the
         first tokens and the latest ones stay, the oldest between them go).
     draft: what guesses the next tokens, so that one pass checks several (greedy text: docs/drafts.md). "none",
@@ -75,7 +75,7 @@ class LoadOptions(TypedDict, total=False):
     kv: str | CacheSpec | None
     ctx: int | None
     weights: str
-    kv_budget: int | None
+    kv_budget: int | str | None
     overflow: str
     draft: str
     device: str
@@ -110,6 +110,8 @@ class Options:
     prefix_cache: Count | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_budget, str):
+            object.__setattr__(self, "kv_budget", parse_bytes(self.kv_budget, "kv_budget"))
         check_fields(self)
         for name, words in (("overflow", OVERFLOWS), ("draft", DRAFTS)):
             if (value := getattr(self, name)) not in words:

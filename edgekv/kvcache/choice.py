@@ -11,7 +11,7 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.registry import PRESETS, CacheSpec
-from edgekv.machine import format_bytes
+from edgekv.machine import format_bytes, size_to_write
 from edgekv.models.config import ModelConfig
 
 PUBLISHED = pathlib.Path(__file__).parent / "published.json"  # written by tools/docs/tables.py
@@ -88,7 +88,7 @@ def resolve(
             f"{spec.short} takes {format_bytes(size)} for {ctx} tokens, more than {format_bytes(budget)}",
             field="kv_budget",
             value=budget,
-            accepted=[f"{size} or more"],
+            accepted=[f"{size_to_write(size)} or more"],
             advice="or leave {kv} out, or lower {ctx}",
         )
     return spec, []
@@ -112,7 +112,7 @@ def finest_within(
         f"{ctx} tokens need at least {format_bytes(int(least))} in this model, more than {format_bytes(budget)}",
         field="kv_budget",
         value=budget,
-        accepted=[f"{least} or more"],
+        accepted=[f"{size_to_write(int(least))} or more"],
         advice="or lower {ctx}",
     )
 

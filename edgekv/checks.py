@@ -16,14 +16,14 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError, short_repr
+from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError, nearest, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,6 @@ Natural = Annotated[int, Meta(ge=0, le=LARGEST, description="a whole number of 0
 
 ERRORS: dict[str, type[EdgeKVError]] = {
     "ctx": ContextError,
-    "max_new_tokens": ContextError,
     "n_tokens": ContextError,
     "kv": CacheError,
     "kv_budget": CacheError,
@@ -57,7 +56,8 @@ WORDS: dict[Any, str] = {
 def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function so that its arguments are checked against their annotations.
 
-    names: another name of a parameter in errors. Raises the parameter's error of ERRORS.
+    names: another name of a parameter in errors. Raises the parameter's error of ERRORS, and ConfigError for a
+    name that is none of its parameters.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -65,7 +65,9 @@ def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound, hints = signature.bind(*args, **kwargs), _hints(function)
+            hints = _hints(function)
+            require_names(kwargs, _parameters(function), f"`{function.__qualname__.replace('.__init__', '')}`")
+            bound = signature.bind(*args, **kwargs)
             for name in bound.arguments.keys() & hints.keys():
                 if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                     value = bound.arguments[name]
@@ -98,9 +100,28 @@ def refusal(name: str, value: object, accepted: str) -> EdgeKVError:
     return ERRORS.get(name, ConfigError)(field=name, value=value, accepted=[accepted])
 
 
+def require_names(given: Mapping[str, Any], names: Sequence[str], what: str) -> None:
+    """Raises ConfigError for a given argument that is none of ``names``. what: the function, for the error."""
+    for name in given.keys() - {*names}:
+        advice = f"did you mean {close}?" if (close := nearest(name, names)) else ""
+        raise ConfigError(
+            f"{what} has no argument {name}", field=name, value=given[name], accepted=names, advice=advice
+        )
+
+
+@functools.cache
+def _parameters(function: Any) -> list[str]:
+    """Returns the names of a function's arguments, with those of a TypedDict that its ``**`` unpacks."""
+    names: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_many = parameter.kind is inspect.Parameter.VAR_KEYWORD
+        names += get_args(_hints(function)[name])[0].__annotations__ if is_many else [name]
+    return [name for name in names if name != "self"]
+
+
 @functools.cache
 def _hints(annotated: Any) -> dict[str, Any]:
-    return get_type_hints(annotated, include_extras=True)
+    return get_type_hints(annotated, None, {"Unpack": type}, include_extras=True)  # which Python 3.10 lacks
 
 
 def _converted(value: Any, kind: Any) -> Any:

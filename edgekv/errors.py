@@ -26,8 +26,9 @@ def short_repr(value: object, limit: int = SHOWN) -> str:
 def nearest(value: object, names: Iterable[str]) -> str:
     """Returns the one or two names that a wrong one was probably meant for ("q4 or q8"), or an empty text."""
     lower = {name.lower(): name for name in names}
-    text = value.lower() if isinstance(value, str) else ""
-    close = difflib.get_close_matches(text, lower, 2, 0.7 if len(text) > 3 else 0.6)
+    word = value.lower() if isinstance(value, str) else ""
+    begun = [name for name in lower if len(word) > 2 and name.startswith(word)]
+    close = difflib.get_close_matches(word, lower, 2, 0.7 if len(word) > 3 else 0.6) or begun[:2]
     return " or ".join(lower[name] for name in close)
 
 
@@ -40,8 +41,8 @@ class EdgeKVError(Exception):
     """The base of every error that edgekv raises on purpose.
 
     problem: what is wrong. field: the wrong parameter of `edgekv.LoadOptions` or of a function ("ctx"), or None.
-    value: its value. accepted: the accepted values, as names or phrases. advice: what to do, in which ``{ctx}``
-    mentions another parameter, and ``{slots:1}`` one with a value.
+    value: its value. accepted: the accepted values, as names or phrases. advice: what to do, which is made with
+    ``{ctx}`` for a mention of another parameter, and ``{slots:1}`` for one with a value.
     """
 
     def __init__(
@@ -55,7 +56,11 @@ class EdgeKVError(Exception):
     ) -> None:
         super().__init__(problem)
         self.problem, self.field, self.value = problem, field, value
-        self.accepted, self.advice = tuple(accepted), advice
+        self.accepted, self._advice = tuple(accepted), advice
+
+    @property
+    def advice(self) -> str:
+        return _Advice(as_argument).format(self._advice)
 
     def __str__(self) -> str:
         return self.render(as_argument)
@@ -65,9 +70,9 @@ class EdgeKVError(Exception):
         parts = [self.problem] if self.problem else []
         if self.accepted:
             parts.append(f"accepted: {', '.join(self.accepted)}")
-        if self.advice:
-            parts.append(_Advice(spelling).format(self.advice))
-        if "did you mean" not in self.advice and (close := nearest(self.value, self.accepted)):
+        if self._advice:
+            parts.append(_Advice(spelling).format(self._advice))
+        if "did you mean" not in self._advice and (close := nearest(self.value, self.accepted)):
             parts.append(f"did you mean {close}?")
         text = "; ".join(parts)
         if self.field is None or (self.value is None and self.problem):

@@ -182,6 +182,37 @@ def test_what_is_no_setting_at_all(model: pathlib.Path, session: Session) -> Non
                 call(**given)
 
 
+def test_what_is_named_wrong_is_named_in_the_error(session: Session) -> None:
+    session = session.fork()
+    chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()), "Be brief.")
+    before = snapshot(session)
+    for call, name, said in (
+        (lambda: session.generate("a", top_kk=3), "top_kk", "`Session.generate` .*; did you mean top_k"),
+        (lambda: chat.ask("a", max_tokens=3), "max_tokens", "`Chat.ask` .*; did you mean max_new_tokens"),
+        (lambda: chat.ask("a", constraint=None), "constraint", "has no argument constraint; accepted: text, "),
+        (lambda: Chat(session, sistem="x"), "sistem", "`Chat` .*; did you mean system"),
+        (lambda: Session.load("demo", ctxx=3), "ctxx", "did you mean ctx"),
+        (lambda: session.rewind(1000), "n_tokens", f"n_tokens=1000: accepted: 0 to {len(session.tokens)}"),
+        (lambda: chat.ask([{"role": "usr", "content": "a"}]), "text", "a list only for results .* has none$"),
+    ):  # fmt: skip
+        with pytest.raises(EdgeKVError, match=said) as caught:
+            call()
+        assert caught.value.field == name
+    assert snapshot(session) == before
+    error = EdgeKVError("full", advice="or set {overflow:slide}")
+    assert (error.advice, str(error)) == ("or set overflow='slide'", "full; or set overflow='slide'")
+
+
+def test_settings_by_name_are_those_of_the_parameters(session: Session) -> None:
+    session = session.fork()
+    chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()))
+    settings = {"temperature": 2.0, "top_k": 90, "top_p": 1.0, "min_p": 0.0, "seed": 4, "presence_penalty": 1.0}
+    by_name = [step.token for step in chat.ask("Tom", max_new_tokens=8, **settings)]
+    assert by_name == [s.token for s in chat.retry(max_new_tokens=8, sampling=SamplingParams(**settings))]
+    assert by_name == [step.token for step in chat.retry(max_new_tokens=8, **settings)]
+    assert by_name != [step.token for step in chat.retry(max_new_tokens=8, **settings | {"temperature": 0.0})]
+
+
 def test_numbers_of_numpy_are_numbers(session: Session) -> None:
     ids = np.asarray(session.encode("Once upon a time"))
     one, other = session.fork(ctx=np.int32(64)), session.fork()

@@ -216,7 +216,7 @@ def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytes
     first = text_of(talk.ask("Tom", max_new_tokens=8))
     before = copy.deepcopy(talk.messages)
     for answer in (talk.retry, functools.partial(talk.ask, "Lily")):
-        with raises(ContextError, field="max_new_tokens"):
+        with raises(ConfigError, field="max_new_tokens"):
             answer(max_new_tokens=0)
         assert talk.messages == before
         with monkeypatch.context() as patch:
@@ -341,7 +341,7 @@ def test_answers_for_coroutines(demo: Session, n_layers: int) -> None:
         talk, other, reached = Chat(demo.fork()), Chat(demo.fork()), asyncio.Event()
         text = "".join([step.text async for step in talk.aask("Who?", max_new_tokens=12, sampling=greedy)])
         assert text == text_of(other.ask("Who?", max_new_tokens=12, sampling=greedy))
-        with raises(ContextError, field="max_new_tokens"):
+        with raises(ConfigError, field="max_new_tokens"):
             await anext(talk.aask("x", max_new_tokens=0))
         loop, go_on, seen = asyncio.get_running_loop(), threading.Event(), list[str]()
 

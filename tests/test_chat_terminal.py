@@ -142,15 +142,29 @@ def test_words_are_whole_at_the_edge(size: int) -> None:
     ]
 
 
-def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters are written as options in errors alone."""
+def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    """Errors have the words of the command; a path is no command, and a second slash lets any text be one."""
     session = Session.load("demo", ctx=64)
     chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()))
-    terminal = Terminal(chat, argparse.Namespace(max_new_tokens=None, stop=[]), SamplingParams())
+    terminal = Terminal(chat, argparse.Namespace(max_new_tokens=4, stop=[]), SamplingParams())
     terminal.run(["/system use temperature=0.7 and `ctx`", "/history", "/set temperature -1"])
     said = capsys.readouterr().err.splitlines()
     assert said[-3:-1] == ["system: use temperature=0.7 and `ctx`"] * 2
-    assert said[-1].startswith("error: --temperature -1: ")
+    assert said[-1].startswith("error: /set temperature -1: ")
+    file = tmp_path / "talk.kv"
+    words = ["--top-k x", "temp", "-temperature hot"]
+    terminal.run(["/etc/fstab is", "//help", "/hepl", *(f"/set {each}" for each in words), "/image a.png"])
+    terminal.run([f"/save {file}", f"/save {file}", "/system none", "/system"])
+    said = capsys.readouterr().err.splitlines()
+    assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["/etc/fstab is", "/help"]
+    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    assert errors[0].endswith("did you mean /help?")
+    assert errors[1] == "/set top_k x: accepted: a number"
+    assert errors[2].endswith("did you mean temperature?")
+    assert errors[3] == "/set temperature hot: accepted: a number"
+    assert errors[4].endswith("sees no pictures: chat with a model that does, such as scenes")
+    assert [line.endswith(" in place of the file that was there") for line in said[-4:-2]] == [False, True]
+    assert said[-2:] == ["there is no system message"] * 2
 
 
 def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:

@@ -13,7 +13,7 @@ from serving import DEMO, TEMPLATE
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat
 from edgekv.engine.runner import SINK_TOKENS
-from edgekv.errors import ContextError, MemoryBudgetError
+from edgekv.errors import ConfigError, ContextError, MemoryBudgetError
 from edgekv.text.template import ChatTemplate
 
 CTX = 400
@@ -119,7 +119,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert "Question 0" not in said
     assert session.n_dropped == 0
     before = copy.deepcopy(talk.messages)
-    with raises(ContextError, field="max_new_tokens"):
+    with raises(ConfigError, field="max_new_tokens"):
         talk.ask("What? " * 60, max_new_tokens=0)
     assert talk.messages == before
     long = Chat(session.fork(), talk.template)

@@ -152,11 +152,11 @@ def test_pieces_do_not_matter_to_stop_strings(pieces, stops):
 
 def test_settings_are_given_once():
     defaults = SamplingParams(0.4, top_k=7)
-    for temperature, seed in ((0.5, None), (0.0, None), (None, 3)):
+    for wanted in ({"temperature": 0.0}, {"seed": 3}, {"top_p": 0.5, "logit_bias": {1: 2}}):
         with raises(ConfigError, field="sampling"):
-            open_sampler(3, SamplingParams(), temperature, seed, SamplingParams())
-        expected = SamplingParams(0.4 if temperature is None else temperature, top_k=7, seed=seed)
-        assert open_sampler(3, None, temperature, seed, defaults).params == expected
+            open_sampler(3, SamplingParams(), wanted, SamplingParams())
+        expected = dataclasses.replace(defaults, **wanted)
+        assert open_sampler(3, None, {"temperature": None, "seed": None} | wanted, defaults).params == expected
 
 
 def test_zero_is_off_as_none_is():

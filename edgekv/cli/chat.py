@@ -33,7 +33,7 @@ from edgekv.cli.terminal import Bars, Interrupt, raw_stream
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step
-from edgekv.errors import CacheError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.errors import CacheError, ContextError, EdgeKVError, ImageError, MemoryBudgetError, SessionError
 from edgekv.machine import format_bytes
 from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
@@ -194,17 +194,18 @@ class Terminal:
             if message in ENDS:
                 return
             try:
-                if message.startswith("/"):
-                    name, _, text = message[1:].partition(" ")
+                name, _, text = message[1:].partition(" ")
+                if message.startswith("/") and "/" not in name:  # which a path has
                     if name not in COMMANDS:
-                        names = ", ".join(f"/{command}" for command in COMMANDS)
-                        raise EdgeKVError(f"/{name} is unknown; there are: {names}, /quit")
+                        names, advice = [f"/{command}" for command in (*COMMANDS, "quit")], "// begins a message"
+                        raise EdgeKVError(f"/{name} is unknown", value=f"/{name}", accepted=names, advice=advice)
                     if name in ("load", "image") and not text.strip():
                         raise EdgeKVError(f"/{name} needs a file: /{name} FILE")
                     COMMANDS[name](self, text.strip())
                 else:
                     images, self._images = self._images, []
-                    self._answer(functools.partial(self.chat.ask, message, images=images))
+                    text = message[1:] if message.startswith("//") else message
+                    self._answer(functools.partial(self.chat.ask, text, images=images))
             except EdgeKVError as error:
                 options = getattr(self.arguments, "options", None)
                 say(f"error: {error_text(error, options)}")
@@ -254,8 +255,9 @@ class Terminal:
         path = text or self.arguments.session
         if not path:
             raise EdgeKVError("/save needs a file: /save FILE")
+        replaced = ", in place of the file that was there" if pathlib.Path(path).exists() else ""
         size = self.chat.session.save(path)
-        say(f"{path}: {self.chat.session.n_held} tokens, {format_bytes(size)}")
+        say(f"{path}: {self.chat.session.n_held} tokens, {format_bytes(size)}{replaced}")
 
     def load(self, text: str) -> None:
         """FILE: take up a saved conversation"""
@@ -275,7 +277,7 @@ class Terminal:
         say(f"{text}: {len(self.chat.messages)} messages, {held}")
 
     def system(self, text: str) -> None:
-        """TEXT: another system message; none removes it"""
+        """TEXT: another system message; alone it shows it, `/system none` removes it"""
         if text:
             self.chat.set_system("" if text == "none" else text)
         system_messages = [message["content"] for message in self.chat.messages if message["role"] == "system"]
@@ -286,12 +288,15 @@ class Terminal:
         settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
         if text:
             name, _, value = text.partition(" ")
-            name = name.replace("-", "_")
+            name = name.lstrip("-").replace("-", "_")
             if name not in settings:
-                raise EdgeKVError(f"/set {name}: there is no such setting", accepted=settings)
-            settings[name] = _read(name, value, settings[name])
-            self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
-            self.sampling = SamplingParams(**settings)
+                raise EdgeKVError(f"/set {name}: there is no such setting", value=name, accepted=settings)
+            try:
+                settings[name] = _read(name, value.strip(), settings[name])
+                self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
+                self.sampling = SamplingParams(**settings)
+            except EdgeKVError as error:
+                raise EdgeKVError(error.render(lambda name, wrong: f"/set {name} {value}")) from None
         biases = ",".join(f"{token}={bias:g}" for token, bias in (self.sampling.logit_bias or {}).items())
         shown = {**self.sampling.as_dict(), "logit_bias": biases or "none", LENGTH: self.max_new_tokens}
         say(", ".join(f"{name} {'drawn' if number is None else number}" for name, number in shown.items()))
@@ -299,7 +304,10 @@ class Terminal:
     def image(self, text: str) -> None:
         """FILE: show it with the next message"""
         path = str(pathlib.Path(text.strip("'\"")).expanduser())
-        require_vision(self.chat.session.model)
+        model = self.chat.session.model
+        if model.image_token is None:
+            raise ImageError(f"{model.name} sees no pictures: chat with a model that does, such as scenes")
+        require_vision(model)
         open_image(path)
         self._images.append(path)
         say(f"{path} goes with the next message")
@@ -333,7 +341,7 @@ class Terminal:
         for name, command in COMMANDS.items():
             say(f"/{name:<9}{command.__doc__}")
         say("/quit     end (also /exit, Ctrl-D); Ctrl-C stops an answer; TAB completes commands and files")
-        say(f"{QUOTES} before and after a message of several lines")
+        say(f"{QUOTES} before and after a message of several lines; // begins one with a slash")
 
 
 def _read(name: str, text: str, before: Any) -> Any:

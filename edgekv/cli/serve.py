@@ -22,6 +22,7 @@ from edgekv.machine import available_memory_bytes, parse_bytes
 
 LOOPBACK_NAMES = ["localhost", "127.0.0.1", "::1"]
 KEY_VARIABLE = "EDGEKV_API_KEY"
+MAX_PORT = 65535
 MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 
@@ -103,18 +104,20 @@ def serve_command(arguments: argparse.Namespace) -> int:
     app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits, origins=arguments.cors)
     plan = session.plan
     about = f"{plan.ctx:,} tokens, cache {size_text(str(plan.kv), plan.cache_bytes, plan.f16_bytes)}"
-    _listen(BoundedServer(app, limits, engine.stop), arguments, f"{name}, {about}")
+    _listen(BoundedServer(app, limits, engine.stop), arguments, "; ".join([f"{name}, {about}", *plan.notes]))
     return 0
 
 
 def _listener(arguments: argparse.Namespace) -> socket.socket:
     """Returns a listening socket. Raises EdgeKVError for an address that is not here, and a port that is taken."""
+    if arguments.port > MAX_PORT:
+        raise ConfigError(field="port", value=arguments.port, accepted=[f"0 to {MAX_PORT}"])
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         return socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0  # below 0 for a host without an address
-        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "ports are 0 to 65535")
+    except OSError as error:
+        number = error.errno or 0  # below 0 for a host without an address
+        reason = os.strerror(number) if number > 0 else error.strerror
         where = f"--host {arguments.host} --port {arguments.port}: can't listen there: {reason}"
         raise EdgeKVError(f"{where}; give an address of this machine and a free port") from None
 

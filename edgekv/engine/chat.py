@@ -8,14 +8,14 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from edgekv.checks import Count, Natural, checked, checked_value
 from edgekv.engine.grammar import Grammar
 from edgekv.engine.runner import require_room
-from edgekv.engine.sampling import SamplingParams
+from edgekv.engine.sampling import SamplingParams, Settings
 from edgekv.engine.session import Session, Step, Stops
 from edgekv.engine.tools import (
     AnswerParser,
@@ -34,7 +34,11 @@ from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate
 from edgekv.types import LayerProgress, Path
 from edgekv.vision.model import Embeddings, ImagesReport, Prompt, place_images, require_places, require_vision
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MAX_NEW_TOKENS = 1024
+RESULT = "{'role': 'tool', 'tool_call_id': ID, 'content': TEXT}"
 T = TypeVar("T")
 
 
@@ -131,6 +135,7 @@ class Chat:
         sampling: SamplingParams | None = None,
         stop: Stops = (),
         progress: LayerProgress | None = None,
+        **settings: Unpack[Settings],
     ) -> Generator[Step, None, None]:
         """Asks something; returns an iterator of the answer's tokens. Where the caller stops, the answer ends.
 
@@ -139,18 +144,17 @@ class Chat:
         `<image>` for each. The other arguments are those of `Session.generate`. Raises ContextError for a message
         that does not fit, ImageError for a model that takes no images.
         """
+        how = {"sampling": sampling, "progress": progress, **settings}
         if not isinstance(text, str):
             added = self._results(text)
-            return self._answer(
-                [*self.messages, *added], max_new_tokens, stop, sampling=sampling, progress=progress
-            )
+            return self._answer([*self.messages, *added], max_new_tokens, stop, **how)
         message: dict[str, Any] = {"role": "user", "content": text}
         if images:
             require_vision(self.session.model)
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
             message["images"] = list(map(str, images))
-        return self._answer([*self.messages, message], max_new_tokens, stop, sampling=sampling, progress=progress)
+        return self._answer([*self.messages, message], max_new_tokens, stop, **how)
 
     async def aask(self, text: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Step, None]:
         """Asks as `ask` does, with the same options, in a thread; yields the tokens, while the event loop goes on.
@@ -186,11 +190,13 @@ class Chat:
         sampling: SamplingParams | None = None,
         stop: Stops = (),
         progress: LayerProgress | None = None,
+        **settings: Unpack[Settings],
     ) -> Generator[Step, None, None]:
         """Answers the last question again; returns an iterator, whose first token replaces the answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        return self._answer(self.messages[:-1], max_new_tokens, stop, sampling=sampling, progress=progress)
+        how = {"sampling": sampling, "progress": progress, **settings}
+        return self._answer(self.messages[:-1], max_new_tokens, stop, **how)
 
     def undo(self) -> str:
         """Takes back the last question with its answer; returns the question. Raises SessionError for none."""
@@ -231,7 +237,9 @@ class Chat:
     def _results(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""
         ids = [call["id"] for call in self.tool_calls]
-        accepted = f"a text, or {{'role': 'tool', 'tool_call_id': ..., 'content': ...}} with ids of {ids}"
+        accepted = "a text; a list only for results of `tool_calls`, and the last answer has none"
+        if ids:
+            accepted = f"a text, or a list of {RESULT}, where ID is {' or '.join(ids)}"
         turns = _converted(results, list[_Turn], "text", accepted)
         if not turns or any(turn.role != "tool" or turn.tool_call_id not in ids for turn in turns):
             raise ConfigError(field="text", value=results, accepted=[accepted])

@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub import shipped_file
-from edgekv.checks import Count, check_fields, refusal
+from edgekv.checks import Count, check_fields, refusal, require_names
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.decoder import WARM_UP_TOKENS, Backend, Decoder
 from edgekv.engine.drafts import DRAFTS, NONE, open_drafts
@@ -126,8 +126,7 @@ class Options:
     def of(cls, values: Mapping[str, Any]) -> Options:
         """Makes options of the values by name. Raises ConfigError for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in sorted(values.keys() - {*names}):
-            raise ConfigError("there is no such option", field=name, value=values[name], accepted=names)
+        require_names(values, names, "a session")
         return cls(**values)
 
 

@@ -10,7 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from msgspec import Meta
@@ -96,6 +96,21 @@ class SamplingParams:
     def counts(self) -> bool:
         """Whether it matters how often a token was sampled."""
         return bool(self.frequency_penalty or self.presence_penalty)
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `SamplingParams` as arguments; a temperature of None is not given."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_window: int | None
+    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
 
 
 def adjust_logits(logits: Any, params: SamplingParams, history: Sequence[int], chosen: Mapping[int, int]) -> Any:
@@ -276,19 +291,19 @@ class Sampler:
 def open_sampler(
     vocab_size: int,
     sampling: SamplingParams | Sampler | None,
-    temperature: float | None,
-    seed: int | None,
+    settings: Settings,
     defaults: SamplingParams,
 ) -> Sampler:
-    """Makes the sampler for parameters of `Session.generate`; those that are None are taken from ``defaults``.
+    """Makes the sampler for parameters of `Session.generate`; settings not given are those of ``defaults``.
 
-    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
+    Raises ConfigError (field sampling) for ``sampling`` together with settings.
     """
+    unset = [name for name in ("temperature", "seed") if settings.get(name) is None]
+    given: dict[str, Any] = {name: value for name, value in settings.items() if name not in unset}
     if sampling is None:
-        temperature = defaults.temperature if temperature is None else temperature
-        sampling = dataclasses.replace(defaults, temperature=temperature, seed=seed)
-    elif temperature is not None or seed is not None:
-        name = "seed" if temperature is None else "temperature"
+        sampling = dataclasses.replace(defaults, **given)
+    elif given:
+        name = next(iter(given))
         problem = f"{name} is given beside it: leave one out, as SamplingParams have a {name} of their own"
         raise ConfigError(problem, field="sampling", value=sampling)
     return sampling if isinstance(sampling, Sampler) else Sampler(sampling, vocab_size)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from edgekv.checks import Count, Natural, checked, checked_value
+from edgekv.checks import Count, Natural, checked, checked_value, refusal
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import open_drafts
 from edgekv.engine.grammar import Constraint, JsonSchema
@@ -35,7 +35,7 @@ from edgekv.engine.loading import (
 from edgekv.engine.prefix_store import PrefixStore
 from edgekv.engine.report import FinishReason, RunReport, add_measurements
 from edgekv.engine.runner import Runner, State
-from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
+from edgekv.engine.sampling import Sampler, SamplingParams, Settings, open_sampler
 from edgekv.engine.session_file import SavedState, save_state
 from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.kernels.arrays import to_host
@@ -295,19 +295,18 @@ class Session:
         images: Sequence[ImageSource] = (),
         max_new_tokens: Count = 128,
         sampling: SamplingParams | Sampler | None = None,
-        temperature: float | None = None,
-        seed: int | None = None,
         stop: Stops = (),
         json_schema: Mapping[str, Any] | None = None,
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
+        **settings: Unpack[Settings],
     ) -> StepIterator:
         """Continues the conversation with a prompt (see `encode_prompt`); returns an iterator of tokens.
 
         The conversation changes with the iterator's first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers: `last_sampler` and
-            ``prompt=[]`` continue the last text. temperature, seed: these two of `SamplingParams` instead, the
-            others from the model's generation_config.json, or their defaults.
+            ``prompt=[]`` continue the last text. settings: fields of `SamplingParams` instead, as in
+            ``temperature=0.0``, the others from the model's generation_config.json, or their defaults.
         stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
             the llguidance library. constraint: another rule for which tokens may come.
         progress(layer, n_layers) is called during prefill.
@@ -323,7 +322,7 @@ class Session:
                 raise ConfigError(what, field="json_schema")
             constraint = JsonSchema(json_schema, self.require_tokenizer(), self.config.vocab_size)
         defaults = self.model.sampling if sampling is None else SamplingParams()
-        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, defaults)
+        sampler = open_sampler(self.config.vocab_size, sampling, settings, defaults)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fitting_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
@@ -411,9 +410,13 @@ class Session:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
         Tokens of these that the scheme can't keep are computed again with the next prompt: none after a rewind by
-        a quarter of its exact window, else up to two windows (docs/lab/quality.md). Raises ContextError below 0.
+        a quarter of its exact window, else up to two windows (docs/lab/quality.md). Raises ContextError below 0
+        and beyond the conversation.
         """
-        self._idle_runner().state.rewind(n_tokens)
+        state = self._idle_runner().state
+        if n_tokens > len(state.tokens):
+            raise refusal("n_tokens", n_tokens, f"0 to {len(state.tokens)}, the tokens there are")
+        state.rewind(n_tokens)
 
     @checked()
     def align(self, prompt: str | Prompt) -> list[int | Embeddings]:

@@ -154,7 +154,7 @@ def examples() -> list[str]:
 def test_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     exec(code, {})
-    assert len(capsys.readouterr().out) > 10
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_report_of_the_first_command_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:

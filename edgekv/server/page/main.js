@@ -89,8 +89,8 @@ async function ask() {
   } catch (failed) {
     if (failed.name !== "AbortError") error = failed;
   }
-  setBusy(false);
   await saveConversation(talk);
+  setBusy(false);
   if (talk === conversation) redraw(error);
   const isCut = reply.cut && !error && $("full").hidden;
   $("status").textContent = isCut ? "The answer was cut off at its limit: ask to go on, or set a longer one in the settings" : "";

@@ -53,6 +53,18 @@ def test_attention_is_that_of_the_stored_tokens(
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> None:
+    n = 160
+    q, k, v = normal(shape, n, n)
+    cache = make("kivi2", shape, 400)
+    got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
+    expected = attention(q[:, : n - 1], *stored(k[:, : n - 1], v[:, : n - 1], 0, 2, 32, 0), None)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    assert (cache.n_packed, cache.n_recent) == (32, 128)
+
+
 @pytest.mark.parametrize(
     ("kv", "token"),
     [

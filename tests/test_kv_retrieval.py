@@ -163,6 +163,20 @@ def test_bytes(kv: str, k: int, block: int, index: int) -> None:
     assert cache.bytes_read() == 2 * (4001 // block * index + (k + 4001 % block) * 4 * d)
 
 
+def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
+    _, keys, values = draw(300)
+    whole, pieces = make("fier:k=64"), make("fier:k=64")
+    whole.append_prompt(keys, values)
+    begin = 0
+    for n in (1, 30, 1, 1, 31, 64, 5, 130):
+        pieces.append_prompt(keys[:, begin : begin + n], values[:, begin : begin + n])
+        begin += n
+    pieces.truncate(200)
+    pieces.append_prompt(keys[:, 200:], values[:, 200:])
+    for name in whole.arrays:
+        np.testing.assert_array_equal(whole.arrays[name], pieces.arrays[name])
+
+
 SHAPES = [(1, 1, 1, 8), (2, 3, 1, 12), (1, 2, 5, 17), (3, 4, 2, 64), (2, 1, 3, 80), (2, 8, 1, 128)]  # G, R, n, D
 
 

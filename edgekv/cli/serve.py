@@ -110,7 +110,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 def _listener(arguments: argparse.Namespace) -> socket.socket:
     """Returns a listening socket. Raises EdgeKVError for an address that is not here, and a port that is taken."""
-    if arguments.port > MAX_PORT:
+    if not 0 <= arguments.port <= MAX_PORT:
         raise ConfigError(field="port", value=arguments.port, accepted=[f"0 to {MAX_PORT}"])
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:

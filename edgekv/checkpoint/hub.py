@@ -26,9 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from edgekv.checkpoint import gguf
 from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TEXT_FILES, read_config
 from edgekv.checkpoint.quantized import quantization_method
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, nearest
@@ -45,8 +43,7 @@ MIN_ROTARY_POSITIONS = 8192
 CONFIG = "config.json"
 _PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf|[\w-]+))?", re.ASCII)
-CONNECT_S = 3.0
-"""For a connection to be made, so that a machine without one is told soon."""
+CONNECT_S = 3.0  # for a connection to be made, so that a machine without one is told soon
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
 WANTED = (CONFIG, *TEXT_FILES, "preprocessor_config.json", "processor_config.json", "vision.onnx")
 """The files of a repository that are used beside its weights."""
@@ -79,9 +76,9 @@ class HubName:
 
     def of_quantization(self, files: Iterable[str]) -> list[str]:
         """Returns those of a repository's files that are GGUF files of the quantization ``file``."""
-        ending = re.compile(rf"(?:^|[-._/]){re.escape(self.file or '')}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        ending = re.compile(rf"(?:^|[-._/]){re.escape(self.file or '')}(?:-\d+-of-\d+)?\.gguf\Z", re.IGNORECASE)
         named = (file for file in files if not file.rpartition("/")[2].startswith("mmproj"))
-        return [file for file in named if (found := ending.search(file)) and found.end() == len(file)]
+        return [file for file in named if ending.search(file)]
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -135,10 +132,12 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     model does, before the weights are downloaded, and a GGUF file without the packages that read it.
     """
     if name.file:
-        gguf.library(str(name))
+        from edgekv.checkpoint.gguf import library
+
+        library(str(name))
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
-        _require_connection(hub.constants.ENDPOINT)
+        _require_connection(name, hub.constants.ENDPOINT)
         timeout = hub.constants.HF_HUB_ETAG_TIMEOUT
         info = api.model_info(name.repository, revision=name.revision, files_metadata=True, timeout=timeout)
         commit = _safe_name(info.sha)
@@ -185,7 +184,7 @@ def fetch_config(name: HubName) -> dict[str, Any]:
     with _transfer(name) as hub:
         path = _in_cache(name, CONFIG, name.revision)
         if path is None:
-            _require_connection(hub.constants.ENDPOINT)
+            _require_connection(name, hub.constants.ENDPOINT)
             path = _fetch(hub, name, CONFIG, name.revision or "main")
             _name_revision(hub, name, path.parent.name)
         return read_config(path)
@@ -263,33 +262,32 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _require_connection(endpoint: str) -> None:
-    """Raises OSError unless the Hub, or the proxy on the way, can be connected to within CONNECT_S.
+def _require_connection(name: HubName, endpoint: str) -> None:
+    """Raises CheckpointError unless the Hub, or the proxy on the way, can be connected to within CONNECT_S.
 
     A thread tries, as the look-up of a name can hang beyond any timeout.
     """
+    from urllib.request import getproxies, proxy_bypass
+
     url = urlsplit(endpoint)
     if not proxy_bypass(url.hostname or "") and (proxy := getproxies().get(url.scheme)):
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port, outcome = url.port or {"https": 443}.get(url.scheme, 80), list[OSError | None]()
+    port, problem = url.port or {"https": 443}.get(url.scheme, 80), f"no answer within {CONNECT_S:g} seconds"
 
     def connect() -> None:
+        nonlocal problem
         try:
             socket.create_connection((url.hostname or "", port), CONNECT_S).close()
-            outcome.append(None)
+            problem = ""
         except OSError as error:
-            outcome.append(error)
+            problem = error.strerror or str(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(CONNECT_S)
-    error = outcome[0] if outcome else TimeoutError(f"no answer within {CONNECT_S:g} seconds")
-    if error:
-        raise NoConnection(f"{url.hostname}: {error.strerror or error}")
-
-
-class NoConnection(OSError):
-    """The Hub can't be reached at all."""
+    if problem:
+        way = "without a network: give a path, demo, or a name of `edgekv list`"
+        raise _error(name, f"can't be downloaded: {endpoint} can't be reached ({url.hostname}: {problem}); {way}")
 
 
 def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | None:
@@ -405,7 +403,6 @@ def _transfer(name: HubName) -> Iterator[Any]:
         errors.RepositoryNotFoundError: f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN",
         errors.RevisionNotFoundError: f"has no revision {name.revision}: give a branch, tag or whole commit id",
         errors.OfflineModeIsEnabled: f"is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download",
-        NoConnection: f"can't be downloaded: {endpoint} can't be reached",
     }
     try:
         yield hub
@@ -417,8 +414,6 @@ def _transfer(name: HubName) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
         problem = next((problems[kind] for kind in problems if isinstance(error, kind)), problem)
-        if isinstance(error, NoConnection):
-            problem += f" ({reason}); without a network: give a path, demo, or a name of `edgekv list`"
         raise _error(name, problem) from error
 
 
@@ -468,10 +463,10 @@ def no_such_model(path: object, advice: str = "") -> CheckpointError:
 def published_model(name: object) -> str:
     """Returns advice: the model on the Hub of the shape that a name is close to, and its bytes; "" without one."""
     shape = nearest(name, shape_names()).partition(" or ")[0]
-    hub_name = read_shape(shape).get("_name_or_path") if shape else None
-    if hub_name is None:
+    config = read_shape(shape) if shape else {}
+    if (hub_name := config.get("_name_or_path")) is None:
         return ""
-    nbytes = 2 * sum(math.prod(sizes) for sizes in architecture(read_shape(shape)).tensors().values())
+    nbytes = 2 * sum(math.prod(sizes) for sizes in architecture(config).tensors().values())
     return f"did you mean {hub_name} (a download of {format_bytes(nbytes)} or more)?"
 
 

@@ -266,11 +266,10 @@ class Terminal:
         try:
             self.chat.session = Session.restore(text, before, **like_before)
         except (CacheError, ContextError, MemoryBudgetError) as error:
-            command = f"edgekv chat {shlex.join([self.arguments.model or 'demo', '--session', text])}"
+            words = shlex.join([self.arguments.model or "demo", "--session", text])
             why = f"has a context of {error.value}, more than this chat" * isinstance(error, ContextError)
-            raise SessionError(
-                f"{text}: {why or error.problem}; open it in a chat of its own: {command}"
-            ) from None
+            advice = f"open it in a chat of its own: edgekv chat {words}"
+            raise SessionError(f"{text}: {why or error.problem}; {advice}") from None
         before.close()
         session = self.chat.session
         held = f"{session.n_held} of {session.plan.ctx} tokens, kv {session.plan.kv.short}"

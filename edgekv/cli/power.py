@@ -24,7 +24,6 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import SessionPlan, find_device, resolve_device
 from edgekv.engine.model import Model
 from edgekv.errors import PowerError
-from edgekv.eval.bench import SchemeTimer
 from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import EXACT
@@ -269,6 +268,8 @@ def decode_stretch(
     decoder: Decoder, plan: SessionPlan, sampler: PowerSampler, seconds: float
 ) -> tuple[float, float]:
     """Returns joules per token and tokens per second. Raises PowerError where the meter does not know."""
+    from edgekv.eval.bench import SchemeTimer
+
     depth = min(DEPTH, plan.ctx // 2)
     timer = SchemeTimer(decoder, plan.kv, depth, plan.ctx - depth)
     with blas_threads(1):

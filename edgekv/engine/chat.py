@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -161,6 +160,8 @@ class Chat:
 
         Where the task is cancelled, or the iterator closed (`contextlib.aclosing`), the answer ends.
         """
+        import asyncio  # which takes time that programs without coroutines need not spend
+
         progress = checked_value("progress", options.pop("progress", None), LayerProgress | None)
         ended = threading.Event()
 

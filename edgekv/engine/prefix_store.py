@@ -96,8 +96,7 @@ class PrefixStore:
         state.mend()
         state.drop_drafts()
         bare = copy.copy(state)  # without what is its owner's
-        bare.tokens, bare.sampler, bare.memo = state.tokens[: state.n_cached], None, {}
-        bare.n_dropped = 0
+        bare.tokens, bare.sampler, bare.memo, bare.n_dropped = state.tokens[: state.n_cached], None, {}, 0
         n = len(bare.tokens)
         if n < MIN_TOKENS or bare.spans:
             return

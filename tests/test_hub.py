@@ -489,7 +489,7 @@ def test_refusals_are_one_line(
             assert said in done.stderr
             assert done.stderr.count("\n") == 1, done.stderr
         assert "model.safetensors" not in hub.fetched()
-        offline = here(hub, "info", "--model", "some/demo", offline=True)
+        offline = here(Hub({}, "http://127.0.0.1:9"), "info", "--model", "some/demo", offline=True)  # not tried
         assert "HF_HUB_OFFLINE is set" in offline.stderr
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert here(hub, "pull", "some/demo").returncode == 0

@@ -137,7 +137,7 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         library(str(name))
     with _transfer(name) as hub:
         api = hub.HfApi(library_name="edgekv", library_version=__version__)
-        _require_connection(name, hub.constants.ENDPOINT)
+        _require_connection(name, hub.constants)
         timeout = hub.constants.HF_HUB_ETAG_TIMEOUT
         info = api.model_info(name.repository, revision=name.revision, files_metadata=True, timeout=timeout)
         commit = _safe_name(info.sha)
@@ -184,7 +184,7 @@ def fetch_config(name: HubName) -> dict[str, Any]:
     with _transfer(name) as hub:
         path = _in_cache(name, CONFIG, name.revision)
         if path is None:
-            _require_connection(name, hub.constants.ENDPOINT)
+            _require_connection(name, hub.constants)
             path = _fetch(hub, name, CONFIG, name.revision or "main")
             _name_revision(hub, name, path.parent.name)
         return read_config(path)
@@ -262,14 +262,17 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _require_connection(name: HubName, endpoint: str) -> None:
+def _require_connection(name: HubName, constants: Any) -> None:
     """Raises CheckpointError unless the Hub, or the proxy on the way, can be connected to within CONNECT_S.
 
-    A thread tries, as the look-up of a name can hang beyond any timeout.
+    A thread tries, as the look-up of a name can hang beyond any timeout. Does nothing where HF_HUB_OFFLINE forbids
+    connections, which huggingface_hub then says.
     """
     from urllib.request import getproxies, proxy_bypass
 
-    url = urlsplit(endpoint)
+    if constants.HF_HUB_OFFLINE:
+        return
+    url = urlsplit(constants.ENDPOINT)
     if not proxy_bypass(url.hostname or "") and (proxy := getproxies().get(url.scheme)):
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port, problem = url.port or {"https": 443}.get(url.scheme, 80), f"no answer within {CONNECT_S:g} seconds"
@@ -287,7 +290,9 @@ def _require_connection(name: HubName, endpoint: str) -> None:
     thread.join(CONNECT_S)
     if problem:
         way = "without a network: give a path, demo, or a name of `edgekv list`"
-        raise _error(name, f"can't be downloaded: {endpoint} can't be reached ({url.hostname}: {problem}); {way}")
+        raise _error(
+            name, f"can't be downloaded: {constants.ENDPOINT} can't be reached ({url.hostname}: {problem}); {way}"
+        )
 
 
 def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | None:

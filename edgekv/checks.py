@@ -49,7 +49,10 @@ WORDS: dict[Any, str] = {
     str: "a text",
     type(None): "None",
     collections.abc.Callable: "a function",
-    collections.abc.Mapping: "values by name",
+    collections.abc.Mapping: "a dict",
+}
+JSON_WORDS = {"array": "a list", "object": "an object", "bool": "true or false"} | {
+    kind.__name__: WORDS[kind] for kind in (int, float, str)
 }
 
 
@@ -97,7 +100,8 @@ def checked_value(name: str, value: Any, kind: Any) -> Any:
 
 def refusal(name: str, value: object, accepted: str) -> EdgeKVError:
     """Returns the error of a parameter with a wrong value."""
-    return ERRORS.get(name, ConfigError)(field=name, value=value, accepted=[accepted])
+    problem = f"`{name}` is None" if value is None else ""
+    return ERRORS.get(name, ConfigError)(problem, field=name, value=value, accepted=[accepted])
 
 
 def require_names(given: Mapping[str, Any], names: Sequence[str], what: str) -> None:
@@ -184,7 +188,8 @@ def _accepted(kind: Any) -> str:
         return f"{', '.join(others)} or {last}"
     if origin is collections.abc.Sequence:
         return f"a list, each of it {_accepted(args[0])}"
-    return WORDS.get(origin or kind) or f"a {getattr(kind, '__name__', kind)}"
+    name = getattr(kind, "__name__", str(kind))
+    return WORDS.get(origin or kind) or f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def read_fields(
@@ -216,5 +221,11 @@ def _reason(reason: str, raw: Mapping[str, Any], where: str, hint: str) -> str:
     accepted, _, path = reason.partition(" - at `")
     name = re.sub(r"^\$\.?", "", path.rstrip("`"))
     value = raw.get(re.split(r"[.\[]", name)[0])
-    accepted = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", accepted).replace("`", "")
+    accepted = in_words(re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", accepted))
     return f"{where}: {name} is {short_repr(value)}; accepted: {accepted}: {hint}"
+
+
+def in_words(expected: str) -> str:
+    """Returns what msgspec expects ("`float | null`") in our words: "a number or null"."""
+    text = expected.replace("`", "").replace(" | ", " or ")
+    return re.sub(r"\w+", lambda word: JSON_WORDS.get(word[0], word[0]), text)

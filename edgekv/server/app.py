@@ -57,6 +57,7 @@ ENDPOINTS: dict[str, tuple[type[Any], type[Any]]] = {
     "/v1/completions": (CompletionRequest, CompletionFormat),
     "/v1/embeddings": (EmbeddingRequest, EmbeddingFormat),
 }
+SERVED = f"POST {', '.join(ENDPOINTS)}; GET /v1/models, /props, /health, /metrics"
 
 
 def build_app(
@@ -203,8 +204,9 @@ class _Server:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in (self._name, *self._loras):
-            raise RequestError(404, f"the model {name[:60]!r} does not exist", "model_not_found", "model")
+        if name not in (names := (self._name, *self._loras)):
+            message = f"the model {name[:60]!r} does not exist; here are: {', '.join(names)}"
+            raise RequestError(404, message, "model_not_found", "model")
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -248,7 +250,7 @@ async def page(file: str, request: Request) -> Response:
 async def _as_json(request: Request, error: Exception) -> Response:
     """Returns OpenAI's error object. Starlette also logs exceptions that are no EdgeKVError: faults of edgekv."""
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path[:60]}: {error.detail}; POST to {', '.join(ENDPOINTS)}"
+        message = f"{request.method} {request.url.path[:60]}: {error.detail}; here are: {SERVED}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         error = RequestError(error.status_code, message, code)
     refusal = request_error(error)

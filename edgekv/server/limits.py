@@ -84,8 +84,9 @@ class BodyShare:
 
 async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:
     """Returns a request's body. Raises RequestError if it is no JSON, too large or too slow."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        message = "send JSON with the header Content-Type: application/json"
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":  # what others are, any page may send
+        message = f"the header Content-Type is {given[:60]!r}; send Content-Type: application/json"
         raise RequestError(415, message, "unsupported_media_type")
     limit, seconds = limits.max_request, limits.client_timeout_s
 

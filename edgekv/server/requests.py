@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from edgekv.checks import LARGEST, Count, Natural
+from edgekv.checks import LARGEST, Count, Natural, in_words
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.tools import IsFunction, Tool, Tools, json_value
 from edgekv.errors import (
@@ -55,7 +55,8 @@ class RequestError(EdgeKVError):
 
     def as_json(self) -> dict[str, Any]:
         """Returns OpenAI's error object."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        client = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else client
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -428,4 +429,4 @@ def parse_request(body: Any, kind: type[T]) -> T:
     if texts := re.search(r"matching regex '\^\((.*)\)\\\\Z'", reason):
         raise bad_field(path, value, texts[1].replace("|", ", "))
     expected = re.match(r"Expected (.*?)(, got .*)?$", reason)
-    raise bad_field(path, value, expected[1].replace("`", "") if expected else "a smaller number")
+    raise bad_field(path, value, in_words(expected[1]) if expected else "a smaller number")

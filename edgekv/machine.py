@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from threadpoolctl import ThreadpoolController
 
-from edgekv.errors import ConfigError, MemoryBudgetError, SessionError
+from edgekv.errors import ConfigError, ContextError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
 HINT = "lower {ctx}, or choose a smaller {kv} scheme or {weights:int4}"
@@ -159,6 +159,15 @@ def parse_bytes(text: str, field: str = "size") -> int:
     if match is None:
         raise ConfigError(field=field, value=text, accepted=["bytes", "a number with K, M, G or T, as 1.5G"])
     return int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
+
+
+def parse_tokens(text: str, field: str = "ctx") -> int:
+    """Parses '8192' or '8k', where k is 1024. Raises ContextError, of ``field``, for anything else."""
+    try:
+        return int(text[:-1]) << 10 if text[-1:] in ("k", "K") else int(text)
+    except ValueError:
+        accepted = ["a whole number of 1 or more, such as 8192 or 8k"]
+        raise ContextError(field=field, value=text, accepted=accepted) from None
 
 
 def _read(path: pathlib.Path) -> str:

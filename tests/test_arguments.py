@@ -40,7 +40,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "logit_bias": (5, [5], {"x": 1}, {1: "x"}, {1: math.nan}, {1: True}, {-1: 1}, {1.5: 1}, {1: 101}, {HUGE: 1}),
 }
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("ctx", "kv_budget", "threads", "slots"), (*NO_COUNT, 0)),
+    **dict.fromkeys(("kv_budget", "threads", "slots"), (*NO_COUNT, 0)),
+    "ctx": ("0", "2.5k", "k", "", *NO_COUNT[1:], 0),
     "kv": (5, b"dense", True, "", "nope"),
     **dict.fromkeys(("weights", "overflow", "device", "draft"), (*NO_TEXT, "nope")),
     **dict.fromkeys(("config", "tokenizer", "adapter", "lora"), (5, b"x", True, "no/such/file", "a\0b")),
@@ -55,7 +56,7 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "embed": {"text": (*NO_PROMPT, [], [1] * 1000)},
     "rewind": {"n_tokens": (*NO_COUNT, None)},
     "use_lora": {"name": (5, b"x", True, "nope")},
-    "fork": {"kv": OPTIONS["kv"], "ctx": (*NO_COUNT, 0, 1 << 40)},
+    "fork": {"kv": OPTIONS["kv"], "ctx": (*OPTIONS["ctx"], 1 << 40, "1k")},
     "save": {"path": NO_PATH},
     "load_state": {"path": NO_PATH},
     "copy_from": {"other": (None, 5, "x", Session)},

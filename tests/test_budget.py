@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from edgekv import SamplingParams, Session
 from edgekv.checkpoint.hub import load_shape
-from edgekv.errors import CacheError, ConfigError
+from edgekv.errors import CacheError, ConfigError, ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import FINEST_FIRST, resolve
 from edgekv.kvcache.mixed_bits import HeadNoise
@@ -109,3 +109,7 @@ def test_a_bound_is_also_taken_as_a_text(model: pathlib.Path) -> None:
         assert session.plan == Session.load(model, kv_budget=1 << 19).plan
     with raises(ConfigError, field="kv_budget", match="a number with K, M, G or T"):
         Session.load(model, kv_budget="much")
+    with Session.load(model, ctx="512", prefix_cache="1M") as session:
+        assert (session.plan.ctx, session.fork(ctx="64").plan.ctx) == (512, 64)
+        with raises(ContextError, field="ctx", match="such as 8192 or 8k"):
+            session.fork(ctx="many")

@@ -289,7 +289,7 @@ def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Pa
         with raises(ConfigError, field="text", match=call["id"]):
             talk.ask(bad)
     talk.schema = None
-    assert text_of(talk.ask([result], max_new_tokens=8))
+    assert text_of(talk.ask([result], max_new_tokens=8, tool_choice="none"))
     assert talk.session.report().prefill_tokens < 90  # all but the tools' declarations, at most
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
     text = demo.require_tokenizer().decode(talk.session.tokens)
@@ -305,6 +305,20 @@ def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Pa
     assert again.messages == talk.messages
     assert again.undo() == "How late is it?"
     assert [m["role"] for m in again.messages] == ["system"]
+
+
+def test_a_function_must_be_called(demo: Session) -> None:
+    """The named one of two, without a bias towards calls and with no text before; or any."""
+    tools = [{"type": "function", "function": {**CLOCK, "name": name}} for name in ("bell", "clock")]
+    talk = Chat(demo.fork(), tools=tools)
+    for choice in ("clock", "required"):
+        assert text_of(talk.ask("How late is it?", max_new_tokens=100, tool_choice=choice)) == ""
+        (call,) = talk.tool_calls
+        assert call["function"]["name"] in (("clock",) if choice == "clock" else ("bell", "clock"))
+        talk.undo()
+    for chat, accepted in ((talk, "required, bell, clock"), (Chat(demo.fork()), "auto, none$")):
+        with raises(ConfigError, field="tool_choice", match=accepted):
+            chat.ask("How late is it?", tool_choice="watch")
 
 
 def test_a_call_that_is_cut_off_is_none(demo: Session) -> None:
@@ -367,7 +381,10 @@ def test_answers_for_coroutines(demo: Session, n_layers: int) -> None:
         assert (len(talk.messages), len(seen) >= 3) == ((2, False) if n_layers == 1 else (4, True))
         async with contextlib.aclosing(talk.aask("And then?")) as steps:
             await anext(steps)
-        assert talk.messages[-1]["role"] == "assistant"
+        talk.session.require_idle()
+        async for _ in talk.aask("And who?"):
+            break
+        assert talk.messages[-2]["content"] == "And who?"
         talk.session.require_idle()
 
     asyncio.run(main())

@@ -159,6 +159,11 @@ def test_settings_are_given_once():
         assert open_sampler(3, None, {"temperature": None, "seed": None} | wanted, defaults).params == expected
 
 
+def test_a_misspelt_setting_is_named():
+    with raises(ConfigError, field="top_kk", match="did you mean top_k"):
+        SamplingParams(top_kk=3)
+
+
 def test_zero_is_off_as_none_is():
     given = SamplingParams(top_k=0, repetition_window=0)
     assert given == SamplingParams(top_k=None)

@@ -155,7 +155,7 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
         (tmp_path, "it is a folder"),
         (pathlib.Path("/dev/null"), "it is a device"),
     ):
-        with pytest.raises(SessionError, match=reason):
+        with raises(SessionError, field="session", match=reason):
             Session.restore(path, model)
     newer = file.read_bytes().replace(b'"edgekv_session":"2"', b'"edgekv_session":"3"')
     (tmp_path / "newer").write_bytes(newer)

@@ -31,7 +31,7 @@ from edgekv.files import require_writable, user_path
 from edgekv.kvcache import schemes
 from edgekv.kvcache.choice import AUTO, default_scheme
 from edgekv.kvcache.registry import PRESETS
-from edgekv.machine import all_cores, format_bytes, parse_bytes
+from edgekv.machine import all_cores, format_bytes, parse_bytes, parse_tokens
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
 from edgekv.weights.formats import WEIGHTS
@@ -43,7 +43,7 @@ def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str
     """Returns a type for argparse: a number for which ``accepts`` is true. description: such numbers in words."""
 
     def convert(text: str) -> Any:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, EdgeKVError):
             if accepts(value := kind(text)):
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
@@ -51,12 +51,7 @@ def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str
     return convert
 
 
-def whole(text: str) -> int:
-    """Returns the number in a text, in which k stands for 1024."""
-    return int(text[:-1]) << 10 if text[-1:] in ("k", "K") else int(text)
-
-
-positive_int = number("a whole number of 1 or more, such as 8192 or 8k", lambda value: value >= 1, whole)
+positive_int = number("a whole number of 1 or more, such as 8192 or 8k", lambda value: value >= 1, parse_tokens)
 natural_int = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
@@ -66,7 +61,7 @@ def token_counts(least: int) -> Any:
     description = f"a list of numbers from {least} on, separated by commas"
 
     def read(text: str) -> list[int]:
-        return [whole(item) for item in text.split(",") if item]
+        return [parse_tokens(item) for item in text.split(",") if item]
 
     return number(description, lambda numbers: min(numbers, default=least) >= least, read)
 

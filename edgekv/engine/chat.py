@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from edgekv.checks import Count, Natural, checked, checked_value
+from edgekv.checks import Count, Natural, checked, checked_value, refusal
 from edgekv.engine.grammar import Grammar
 from edgekv.engine.runner import require_room
 from edgekv.engine.sampling import SamplingParams, Settings
-from edgekv.engine.session import Session, Step, Stops
+from edgekv.engine.session import Session, Step, StepIterator, Stops
 from edgekv.engine.tools import (
     AnswerParser,
     Tool,
@@ -133,17 +134,19 @@ class Chat:
         max_new_tokens: Count = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         stop: Stops = (),
+        tool_choice: str = "auto",
         progress: LayerProgress | None = None,
         **settings: Unpack[Settings],
-    ) -> Generator[Step, None, None]:
+    ) -> StepIterator:
         """Asks something; returns an iterator of the answer's tokens. Where the caller stops, the answer ends.
 
         text: the question, or results of `tool_calls`: dicts of role "tool", tool_call_id and content, a text. The
         steps' texts are without calls. images: files that the message shows, before its text where that has no
-        `<image>` for each. The other arguments are those of `Session.generate`. Raises ContextError for a message
-        that does not fit, ImageError for a model that takes no images.
+        `<image>` for each. tool_choice: whether the answer calls tools: "auto", "none", "required", or the name of
+        the one that it calls. The other arguments are those of `Session.generate`. Raises ContextError for a
+        message that does not fit, ImageError for a model that takes no images.
         """
-        how = {"sampling": sampling, "progress": progress, **settings}
+        how: dict[str, Any] = {"sampling": sampling, "progress": progress, "tool_choice": tool_choice, **settings}
         if not isinstance(text, str):
             added = self._results(text)
             return self._answer([*self.messages, *added], max_new_tokens, stop, **how)
@@ -155,13 +158,11 @@ class Chat:
             message["images"] = list(map(str, images))
         return self._answer([*self.messages, message], max_new_tokens, stop, **how)
 
-    async def aask(self, text: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Step, None]:
+    def aask(self, text: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncSteps:
         """Asks as `ask` does, with the same options, in a thread; yields the tokens, while the event loop goes on.
 
-        Where the task is cancelled, or the iterator closed (`contextlib.aclosing`), the answer ends.
+        Where the task is cancelled, or the loop over the tokens left, the answer ends.
         """
-        import asyncio  # which takes time that programs without coroutines need not spend
-
         progress = checked_value("progress", options.pop("progress", None), LayerProgress | None)
         ended = threading.Event()
 
@@ -171,17 +172,7 @@ class Chat:
             if progress is not None:
                 progress(done, total)
 
-        loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(1, "edgekv-chat")
-        steps = pool.submit(self.ask, text, progress=report, **options)
-        try:
-            await asyncio.shield(asyncio.wrap_future(steps))
-            while (step := await loop.run_in_executor(pool, next, steps.result(), None)) is not None:
-                yield step
-        finally:
-            ended.set()
-            closed = loop.run_in_executor(pool, lambda: steps.exception() or steps.result().close())  # type: ignore[func-returns-value]
-            await asyncio.shield(closed)
-            pool.shutdown(wait=False)
+        return AsyncSteps(functools.partial(self.ask, text, progress=report, **options), ended)
 
     @checked()
     def retry(
@@ -190,13 +181,14 @@ class Chat:
         max_new_tokens: Count = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         stop: Stops = (),
+        tool_choice: str = "auto",
         progress: LayerProgress | None = None,
         **settings: Unpack[Settings],
-    ) -> Generator[Step, None, None]:
+    ) -> StepIterator:
         """Answers the last question again; returns an iterator, whose first token replaces the answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        how = {"sampling": sampling, "progress": progress, **settings}
+        how: dict[str, Any] = {"sampling": sampling, "progress": progress, "tool_choice": tool_choice, **settings}
         return self._answer(self.messages[:-1], max_new_tokens, stop, **how)
 
     def undo(self) -> str:
@@ -218,22 +210,34 @@ class Chat:
         self.messages[:] = system
 
     def _answer(
-        self, history: Sequence[dict[str, Any]], max_new_tokens: int, stop: Stops, **how: Any
-    ) -> Generator[Step, None, None]:
+        self, history: Sequence[dict[str, Any]], max_new_tokens: int, stop: Stops, tool_choice: str, **how: Any
+    ) -> StepIterator:
         self.session.require_idle()
+        tools = self._allowed(tool_choice)
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._read_images(messages)
         prompt, room = self._fitting(messages, max_new_tokens)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
         how |= {"stop": stops, "max_new_tokens": min(room, max_new_tokens)}
-        if self._tools:
-            grammar = tools_grammar(self._tools, self._form, self._marks, self.schema)
+        if tools:
+            grammar = tools_grammar(tools, self._form, self._marks, self.schema)
             how["constraint"] = Grammar(grammar, self._tokenizer, self.session.config.vocab_size)
         else:
             how["json_schema"] = self.schema
         steps = self.session.generate(self.session.align(prompt), **how)
         self.session.report().images = images
-        return self._collected(messages, steps, ends_full=room < max_new_tokens)
+        return self._collected(messages, steps, tools, ends_full=room < max_new_tokens)
+
+    def _allowed(self, choice: str) -> Tools | None:
+        """Returns the tools that an answer may call. Raises ConfigError for an unknown ``choice``."""
+        functions = self._tools.functions if self._tools else ()
+        names = ["auto", "none", *(["required"] if functions else ()), *(each.name for each in functions)]
+        if choice not in names:
+            raise refusal("tool_choice", choice, ", ".join(names))
+        if not self._tools or choice in ("auto", "none"):
+            return self._tools if choice == "auto" else None
+        can = tuple(each for each in functions if choice in ("required", each.name))
+        return Tools(functions, can, forced=True, several=False)
 
     def _results(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""
@@ -305,14 +309,15 @@ class Chat:
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"), names)
 
     def _collected(
-        self, messages: list[dict[str, Any]], steps: Generator[Step, None, None], *, ends_full: bool
-    ) -> Generator[Step, None, None]:
+        self, messages: list[dict[str, Any]], steps: StepIterator, tools: Tools | None, *, ends_full: bool
+    ) -> StepIterator:
         """Passes the steps on, then writes question and answer to the history, if there were any.
 
         ends_full: whether max_new_tokens is what the context had room for.
         """
-        history, ctx, tools = list(self.messages), self.session.plan.ctx, self._tools
-        parser = AnswerParser(form=self._form if tools else None, plain=bool(self._form.begin))
+        history, ctx, forced = list(self.messages), self.session.plan.ctx, bool(tools and tools.forced)
+        plain = bool(self._form.begin) and not forced
+        parser = AnswerParser(form=self._form if tools else None, forced=forced, plain=plain)
         taken: list[Step] = []
         self.messages[:] = messages
         try:
@@ -329,7 +334,7 @@ class Chat:
                         step = dataclasses.replace(step, text=text)
                     yield step
                     if self.session.can_slide and not step.finish_reason and len(self.session.tokens) > ctx:
-                        self.session._runner.replace(self._shortened(messages, [step.token for step in taken]))
+                        self.session.replace(self._shortened(messages, [step.token for step in taken]))
         finally:
             with contextlib.suppress(SessionError):  # the session was closed meanwhile
                 try:
@@ -350,6 +355,52 @@ class Chat:
         if calls:  # whose tokens a template writes in its own way
             return {"role": "assistant", "content": parser.content.strip(), "tool_calls": calls}
         return {"role": "assistant", "content": text.strip(), "ids": ids}
+
+
+class AsyncSteps:
+    """An answer's tokens for `async for`, computed in a thread; closed or dropped, the answer ends.
+
+    begin: returns the tokens' iterator; called once. ended: is set when no more are wanted.
+    """
+
+    def __init__(self, begin: Callable[[], StepIterator], ended: threading.Event) -> None:
+        self._begin, self._ended, self._pool = begin, ended, ThreadPoolExecutor(1, "edgekv-chat")
+        self._steps: Future[StepIterator] | None = None
+
+    def __aiter__(self) -> AsyncSteps:
+        return self
+
+    async def __anext__(self) -> Step:
+        import asyncio  # which takes time that programs without coroutines need not spend
+
+        if self._ended.is_set():
+            raise StopAsyncIteration
+        self._steps = self._steps or self._pool.submit(self._begin)
+        try:
+            steps = await asyncio.shield(asyncio.wrap_future(self._steps))
+            step = await asyncio.get_running_loop().run_in_executor(self._pool, next, steps, None)
+        except BaseException:
+            await self.aclose()
+            raise
+        if step is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        return step
+
+    def __del__(self) -> None:
+        self._ended.set()
+        if self._steps is not None and self._steps.done() and self._steps.exception() is None:
+            with contextlib.suppress(ValueError):  # it is running: its next use of the model ends it
+                self._steps.result().close()
+
+    async def aclose(self) -> None:
+        """Ends the answer."""
+        import asyncio
+
+        self._ended.set()
+        if (steps := self._steps) is not None:
+            end = self._pool.submit(lambda: steps.exception() or steps.result().close())  # type: ignore[func-returns-value]
+            await asyncio.shield(asyncio.wrap_future(end))
 
 
 def _converted(value: Any, kind: type[T], field: str, accepted: str) -> T:

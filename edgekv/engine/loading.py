@@ -31,7 +31,7 @@ from edgekv.kvcache.choice import AUTO, EXACT, resolve
 from edgekv.kvcache.mixed_bits import FIT_TOKENS, MIN_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesConfig
 from edgekv.kvcache.recurrent import attending, open_layers, recurrent_states
-from edgekv.machine import blas_threads, format_bytes, memory_errors, parse_bytes, require_memory
+from edgekv.machine import blas_threads, format_bytes, memory_errors, parse_bytes, parse_tokens, require_memory
 from edgekv.models.config import ModelConfig
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.types import Path, TaskProgress
@@ -47,7 +47,8 @@ class LoadOptions(TypedDict, total=False):
     kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its options, ``name:option=value,...``,
         or a CacheSpec. "auto", which None is too, leaves the choice to `edgekv.kvcache.choice`: what passed the
         gate on this model, else what lost little everywhere. With a ``kv_budget`` the most bits that hold it.
-    ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
+    ctx: tokens that the conversation can have, also as a text ("8k"); None is 8192, or the model's positions where
+        these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
     kv_budget: bytes that the cache may take, also as a text ("300M"); None is no bound.
@@ -73,7 +74,7 @@ class LoadOptions(TypedDict, total=False):
     """
 
     kv: str | CacheSpec | None
-    ctx: int | None
+    ctx: int | str | None
     weights: str
     kv_budget: int | str | None
     overflow: str
@@ -86,7 +87,7 @@ class LoadOptions(TypedDict, total=False):
     adapter: Path | None
     lora: Path | None
     loras: Mapping[str, Path]
-    prefix_cache: int | None
+    prefix_cache: int | str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +111,9 @@ class Options:
     prefix_cache: Count | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.kv_budget, str):
-            object.__setattr__(self, "kv_budget", parse_bytes(self.kv_budget, "kv_budget"))
+        for name, read in (("kv_budget", parse_bytes), ("prefix_cache", parse_bytes), ("ctx", parse_tokens)):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, read(value, name))
         check_fields(self)
         for name, words in (("overflow", OVERFLOWS), ("draft", DRAFTS)):
             if (value := getattr(self, name)) not in words:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edgekv.checks import Count, Natural, check_fields, checked
+from edgekv.checks import Count, Natural, check_fields, checked, require_names
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.arrays import to_host
 
@@ -78,6 +78,10 @@ class SamplingParams:
     logit_bias: Annotated[
         Biases | None, _option("ID=BIAS", "added to the logit of the token with this id, -100 to 100 (repeatable)")
     ] = field(default=None, hash=False)
+
+    def __new__(cls, *values: Any, **settings: Any) -> SamplingParams:
+        require_names(settings, list(cls.__dataclass_fields__), cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):

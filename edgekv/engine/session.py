@@ -437,6 +437,11 @@ class Session:
                 runner.state = state
         return runner.state.align(pieces)
 
+    @checked()
+    def replace(self, prompt: Prompt) -> None:
+        """Replaces the conversation between two tokens of a text, which goes on after ``prompt``."""
+        self._runner.replace(prompt)
+
     def keep_prefix(self, between: Callable[[bool], None] = lambda is_copied: None) -> None:
         """Writes what was read to the ``prefix_cache`` on disk, unless that has most of it; does nothing without.
 
@@ -503,14 +508,14 @@ class Session:
         self._use_decoder(self._loaded.decoder(lora), lora)
 
     @checked()
-    def fork(self, *, kv: str | CacheSpec | None = None, ctx: Count | None = None) -> Session:
+    def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | str | None = None) -> Session:
         """Makes another, empty conversation on the loaded weights, with at most this one's context.
 
         In one thread the two may take turns, token by token; for threads of their own load with as many ``slots``.
         Raises ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
-        _ = self._runner  # a closed session refuses
-        return self._forked(self.plan.kv if kv is None else kv, ctx or self.plan.ctx, self._options, self.lora)
+        _, ctx = self._runner, Options.of({"ctx": ctx}).ctx or self.plan.ctx  # a closed session refuses
+        return self._forked(self.plan.kv if kv is None else kv, ctx, self._options, self.lora)
 
     def _forked(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
         loaded = self._loaded

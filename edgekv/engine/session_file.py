@@ -145,7 +145,8 @@ class SessionFile:
                 array[...] = np.asarray(host, like=array)
 
     def _error(self, what: str) -> SessionError:
-        return SessionError(f"{self.path}: {what}; give a session's file, or start a new session")
+        advice = "give a session's file, or start a new session"
+        return SessionError(what, field="session", value=str(self.path), advice=advice)
 
 
 def _fits(stored: Tensor, array: Any) -> bool:

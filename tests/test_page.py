@@ -113,6 +113,13 @@ def test_the_model_is_introduced(page: Any, server: Server) -> None:
     page.locator("#new").click()
     expect(welcome).to_contain_text("looks at pictures")
     expect(welcome.get_by_role("button")).to_have_count(2)
+    page.route("**/props", lambda route: None)
+    page.reload()
+    page.locator("#new").click()
+    expect(welcome).to_contain_text("Waiting for the server")
+    page.route("**/*.js", lambda route: None)
+    page.reload(wait_until="commit")
+    expect(welcome).to_contain_text("Waiting for the server")
 
 
 def test_figures_are_the_conversations_own(page: Any) -> None:
@@ -286,7 +293,7 @@ def test_no_script_runs_but_the_pages_own(browser: Any, server: Server) -> None:
 def test_edit_and_regenerate(page: Any) -> None:
     ask(page, "The first question")
     ask(page, "The second question")
-    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_role("button", name="Try again").click()
     expect(page.locator(".assistant .actions")).to_have_count(2)
     expect(page.locator(".user")).to_have_count(2)
     expect(page.locator("#send")).to_be_visible()
@@ -413,7 +420,7 @@ def test_conversations_are_searched_exported_and_imported(page: Any, context: An
     page.reload()
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_role("button", name="The first talk", exact=True).click()
-        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_role("button", name="Try again").click()
     assert asked.value.post_data_json["seed"] == 7
 
 
@@ -522,7 +529,7 @@ def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
     expect(page.locator(".user .images img")).to_have_count(2)
     expect(page.locator(".user")).to_contain_text("not sent: this model can't look at pictures")
     with page.expect_request("**/v1/chat/completions") as asked:
-        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_role("button", name="Try again").click()
     assert asked.value.post_data_json["messages"][0]["content"] == "Describe the second picture."
 
 

@@ -70,10 +70,11 @@ async function saveConversation(talk, updated = Date.now()) {
 async function ask() {
   const talk = conversation, reply = {role: "assistant", content: "", reasoning: ""};
   setBusy(true);
+  const saving = saveConversation(talk);
   redraw();
   const grow = startAnswer();
   let error = null, saved = performance.now();
-  await saveConversation(talk);
+  await saving;
   try {
     for await (const chunk of answer(requestOf(talk), abort.signal)) {
       watchAnswer(chunk, talk);

@@ -34,7 +34,7 @@ function show(conversation, error) {
   const last = conversation.messages.length - 1, follows = conversation !== shown || isAtEnd();
   shown = conversation;
   $("talk").replaceChildren(...conversation.messages.map((message, i) => article(message, i, i === last && !error)));
-  if (last < 0 && props) $("talk").append(welcome());
+  if (last < 0) $("talk").append(props ? welcome() : LOADING);
   if (error) $("talk").append(failed(error));
   if (follows) scrollToEnd();
 }
@@ -46,6 +46,7 @@ function failed({message, code, param}) {
   return made;
 }
 
+const LOADING = document.querySelector(".welcome");
 const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Plan a simple dinner for four, with a shopping list."];
 
 // Returns what an empty conversation shows: what the model is, what it can't do, and two things to try.
@@ -73,8 +74,8 @@ function article(message, i, isLast) {
     if (props && !canSee()) made.append(element("p", {className: "hint", textContent: "not sent: this model can't look at pictures"}));
   }
   const actions = element("div", {className: "actions"}, button("Copy", made => copyText(message.content, made)));
-  if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i)));
-  if (isLast && !abort) actions.append(button(message.role === "user" ? "Try again" : "Regenerate", regenerate));
+  if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i), {title: "Change this message and go on from here"}));
+  if (isLast && !abort) actions.append(button("Try again", regenerate, {title: "Answer anew"}));
   made.append(bodyOf(message), actions);
   return made;
 }
@@ -135,7 +136,7 @@ function showList(conversations, current) {
     const title = talk.title || "New conversation", isCurrent = talk.id === current;
     return element("li", {className: isCurrent ? "current" : ""},
       button(title, () => openTalk(talk.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null}),
-      button("✎", () => rename(talk), {ariaLabel: `Rename ${title}`}),
-      button("×", () => remove(talk), {ariaLabel: `Delete ${title}`}));
+      button("✎", () => rename(talk), {ariaLabel: `Rename ${title}`, title: "Rename"}),
+      button("×", () => remove(talk), {ariaLabel: `Delete ${title}`, title: "Delete"}));
   }));
 }

@@ -100,7 +100,7 @@ def checked_value(name: str, value: Any, kind: Any) -> Any:
 
 def refusal(name: str, value: object, accepted: str) -> EdgeKVError:
     """Returns the error of a parameter with a wrong value."""
-    problem = f"`{name}` is None" if value is None else ""
+    problem = "" if value is not None else f"`{name}` is None"
     return ERRORS.get(name, ConfigError)(problem, field=name, value=value, accepted=[accepted])
 
 

@@ -163,11 +163,9 @@ def parse_bytes(text: str, field: str = "size") -> int:
 
 def parse_tokens(text: str, field: str = "ctx") -> int:
     """Parses '8192' or '8k', where k is 1024. Raises ContextError, of ``field``, for anything else."""
-    try:
-        return int(text[:-1]) << 10 if text[-1:] in ("k", "K") else int(text)
-    except ValueError:
-        accepted = ["a whole number of 1 or more, such as 8192 or 8k"]
-        raise ContextError(field=field, value=text, accepted=accepted) from None
+    if match := re.fullmatch(r"\s*([0-9]{1,18})(k?)\s*", text, re.IGNORECASE):
+        return int(match[1]) << 10 * len(match[2])
+    raise ContextError(field=field, value=text, accepted=["a whole number of 1 or more, such as 8192 or 8k"])
 
 
 def _read(path: pathlib.Path) -> str:

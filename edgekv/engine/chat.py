@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -172,7 +171,10 @@ class Chat:
             if progress is not None:
                 progress(done, total)
 
-        return AsyncSteps(functools.partial(self.ask, text, progress=report, **options), ended)
+        def steps() -> StepIterator:
+            yield from self.ask(text, progress=report, **options)
+
+        return AsyncSteps(steps(), ended)
 
     @checked()
     def retry(
@@ -230,14 +232,14 @@ class Chat:
 
     def _allowed(self, choice: str) -> Tools | None:
         """Returns the tools that an answer may call. Raises ConfigError for an unknown ``choice``."""
-        functions = self._tools.functions if self._tools else ()
-        names = ["auto", "none", *(["required"] if functions else ()), *(each.name for each in functions)]
-        if choice not in names:
-            raise refusal("tool_choice", choice, ", ".join(names))
-        if not self._tools or choice in ("auto", "none"):
-            return self._tools if choice == "auto" else None
-        can = tuple(each for each in functions if choice in ("required", each.name))
-        return Tools(functions, can, forced=True, several=False)
+        choices: dict[str, Tools | None] = {"auto": self._tools, "none": None}
+        if self._tools:
+            all_of_them = self._tools.functions
+            for name, can in (("required", all_of_them), *((each.name, (each,)) for each in all_of_them)):
+                choices[name] = Tools(all_of_them, can, forced=True, several=False)
+        if choice not in choices:
+            raise refusal("tool_choice", choice, ", ".join(choices))
+        return choices[choice]
 
     def _results(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages of results. Raises ConfigError for other than those of the last answer's calls."""
@@ -358,14 +360,10 @@ class Chat:
 
 
 class AsyncSteps:
-    """An answer's tokens for `async for`, computed in a thread; closed or dropped, the answer ends.
+    """An answer's tokens for `async for`, computed in a thread. ended: is set where it is closed or dropped."""
 
-    begin: returns the tokens' iterator; called once. ended: is set when no more are wanted.
-    """
-
-    def __init__(self, begin: Callable[[], StepIterator], ended: threading.Event) -> None:
-        self._begin, self._ended, self._pool = begin, ended, ThreadPoolExecutor(1, "edgekv-chat")
-        self._steps: Future[StepIterator] | None = None
+    def __init__(self, steps: StepIterator, ended: threading.Event) -> None:
+        self._steps, self._ended, self._pool = steps, ended, ThreadPoolExecutor(1, "edgekv-chat")
 
     def __aiter__(self) -> AsyncSteps:
         return self
@@ -373,34 +371,26 @@ class AsyncSteps:
     async def __anext__(self) -> Step:
         import asyncio  # which takes time that programs without coroutines need not spend
 
-        if self._ended.is_set():
-            raise StopAsyncIteration
-        self._steps = self._steps or self._pool.submit(self._begin)
         try:
-            steps = await asyncio.shield(asyncio.wrap_future(self._steps))
-            step = await asyncio.get_running_loop().run_in_executor(self._pool, next, steps, None)
+            step = await asyncio.get_running_loop().run_in_executor(self._pool, next, self._steps, None)
+            if step is None:
+                raise StopAsyncIteration
         except BaseException:
             await self.aclose()
             raise
-        if step is None:
-            await self.aclose()
-            raise StopAsyncIteration
         return step
 
     def __del__(self) -> None:
         self._ended.set()
-        if self._steps is not None and self._steps.done() and self._steps.exception() is None:
-            with contextlib.suppress(ValueError):  # it is running: its next use of the model ends it
-                self._steps.result().close()
+        with contextlib.suppress(ValueError):  # it is computing, and is dropped then
+            self._steps.close()
 
     async def aclose(self) -> None:
         """Ends the answer."""
         import asyncio
 
         self._ended.set()
-        if (steps := self._steps) is not None:
-            end = self._pool.submit(lambda: steps.exception() or steps.result().close())  # type: ignore[func-returns-value]
-            await asyncio.shield(asyncio.wrap_future(end))
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._pool, self._steps.close))
 
 
 def _converted(value: Any, kind: type[T], field: str, accepted: str) -> T:

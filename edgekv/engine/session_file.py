@@ -303,7 +303,7 @@ class SavedState(SessionFile):
         return SessionError(
             f"{self.path} has {str(saved)[:200]}",
             field=field,
-            value=str(requested),
+            value=requested,
             advice=f"{f'leave {{{field}}} out' if field in OWN else 'give that'}, or start a new session",
         )
 

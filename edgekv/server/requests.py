@@ -35,6 +35,7 @@ LEVELS = 128  # of nested lists and objects
 LOGPROB_BYTES = 200  # of a log probability with its token, as Python objects and JSON
 FAILED = "the server failed on this request; its log says why"
 SAMPLING = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("seed", "repetition_window")]
+IGNORED = re.compile("user|metadata|store|service_tier|safety_identifier|prompt_cache_(key|retention)|verbosity")
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 T = TypeVar("T", bound=Struct)
 
@@ -221,14 +222,6 @@ class Request(StrictStruct, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     response_format: ResponseFormat | None = None
-    # Accepted and ignored, with any value.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
     def __post_init__(self) -> None:
         self.sampling(SamplingParams())
@@ -287,7 +280,6 @@ class ChatRequest(Request, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     modalities: Annotated[list[IsText], Meta(max_length=1)] | None = None
-    verbosity: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -362,7 +354,6 @@ class EmbeddingRequest(StrictStruct, kw_only=True):
     input: Texts
     encoding_format: Annotated[str, Meta(pattern=r"^(float|base64)\Z")] = "float"
     dimensions: Count | None = None
-    user: Any = None
 
 
 AnyRequest = Request | EmbeddingRequest
@@ -408,7 +399,7 @@ def parse_request(body: Any, kind: type[T]) -> T:
     """Returns the body as a struct. Raises RequestError (400) with the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
-    fields = {name: value for name, value in body.items() if value is not None}
+    fields = {name: value for name, value in body.items() if value is not None and not IGNORED.fullmatch(name)}
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

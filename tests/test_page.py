@@ -546,7 +546,7 @@ def test_with_a_key(browser: Any, server: Server) -> None:
 
     page.route("**/*", guarded)
     page.goto(server.url)
-    expect(page.locator("#key")).to_be_visible()
+    expect(page.locator("#key")).to_be_focused()
     expect(page.locator("#status")).to_contain_text("wants its key")
     page.locator("#key").fill("k3y")
     expect(page.locator("#model")).to_contain_text("demo")

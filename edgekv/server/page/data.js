@@ -104,7 +104,7 @@ async function request(path, options) {
   const key = $("key").value, headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
   const response = await fetch(path, {...options, headers});
   if (response.status === 401) {
-    $("keyed").hidden = false;
+    if ($("keyed").hidden) { $("keyed").hidden = false; $("key").focus(); }
     $("status").textContent = FAILURES.invalid_api_key;
   }
   return response;

@@ -501,3 +501,13 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_
     assert b"user: Once upon a time\nassistant: " in errors
     session = Session.restore(tmp_path / "session", model)
     assert len(session.memo["messages"]) == 2
+
+
+def test_an_answer_leaves_half_of_the_context(folder: pathlib.Path) -> None:
+    """Unless its length is said; the turn before is then still there."""
+    with Session.load(folder, ctx=256, overflow="slide") as session:
+        said = chat(session, TAGGED)
+        bias = dict.fromkeys(session.require_tokenizer().eos_ids, -100.0)
+        assert len(list(said.ask("Once", seed=1, logit_bias=bias))) == 128
+        next(said.ask("More", max_new_tokens=1))
+        assert not any(message.get("dropped") for message in said.messages)

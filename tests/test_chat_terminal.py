@@ -97,7 +97,7 @@ def test_keys_and_signs(start: Start, tmp_path: pathlib.Path) -> None:
     child.setwinsize(40, 24)
     ask(child, "/set max-new-tokens 30\r", "max_new_tokens 30")
     child.send("Tell me of it\r")
-    child.expect(r"\(stopped: max_new_tokens\)")
+    child.expect(r"\(stopped: 30 tokens")
     screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", child.before)
     shown = re.sub(r"[^\n]*\r(?!\n)", "", screen.replace("\r\r", "\r")).rpartition("Tell me of it")[2].strip()
     child.expect(READY)
@@ -111,7 +111,7 @@ def test_keys_and_signs(start: Start, tmp_path: pathlib.Path) -> None:
     child.expect("lk.kv")
     ask(child, "\r", "2 messages")
     ask(child, "So?\r", "the context was full: the 2 oldest messages left it")
-    ask(child, "word " * 70 + "\r", "shorten the message")
+    ask(child, "word " * 70 + "\r", "shorten it")
     ask(child, "/undo\r", r"\(taken back: So\?\)")
     ask(child, "/clear\r", r"\(cleared\)")
     ask(child, "/undo\r", "no question")
@@ -162,7 +162,7 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str],
     assert errors[1] == "/set top_k x: accepted: a number"
     assert errors[2].endswith("did you mean temperature?")
     assert errors[3] == "/set temperature hot: accepted: a number"
-    assert errors[4].endswith("sees no pictures: chat with a model that does, such as scenes")
+    assert errors[4].endswith("take a model that does, such as scenes")
     assert [line.endswith(" in place of the file that was there") for line in said[-4:-2]] == [False, True]
     assert said[-2:] == ["there is no system message"] * 2
 

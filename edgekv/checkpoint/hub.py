@@ -97,11 +97,11 @@ def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
 
 
 def cached_model_name(path: pathlib.Path) -> str | None:
-    """Returns the name of a model at a path in the Hub's cache; None for any other path."""
+    """Returns the name of a model that ships with edgekv or is in the Hub's cache; None for any other path."""
     folder, file = (path.parent, path.name) if path.suffix == GGUF else (path, None)
     match = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
     if match is None:
-        return None
+        return next((name for name in SHIPPED_NOTES if shipped_model(name) == path), None)
     try:
         is_main = (folder.parents[1] / "refs" / "main").read_text().strip() == folder.name
     except OSError:

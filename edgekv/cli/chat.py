@@ -30,15 +30,16 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.run import is_saved, open_session, open_template
 from edgekv.cli.terminal import Bars, Interrupt, raw_stream
-from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
+from edgekv.engine.chat import MAX_NEW_TOKENS, Chat, answer_tokens
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step
-from edgekv.errors import CacheError, ContextError, EdgeKVError, ImageError, MemoryBudgetError, SessionError
+from edgekv.errors import CacheError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.files import user_path
 from edgekv.machine import format_bytes
 from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
-ENDS = ("/exit", "/quit", "/bye")
+ENDS = ("/quit", "/exit", "/bye", "quit", "exit")
 TAKE_FILES = ("/save", "/load", "/image")
 LENGTH = "max_new_tokens"
 QUOTES = '"""'
@@ -115,7 +116,7 @@ def _editor(history: bool) -> Callable[[str], str]:
             text = document.text_before_cursor
             name, blank, rest = text.partition(" ")
             if not blank and text.startswith("/"):
-                names = [*(f"/{command}" for command in COMMANDS), *ENDS]
+                names = [*(f"/{command}" for command in COMMANDS), *ENDS[:3]]
                 return [Completion(each, -len(text)) for each in names if each.startswith(text)]
             files = PathCompleter(expanduser=True)
             return files.get_completions(Document(rest), event) if name in TAKE_FILES else []
@@ -184,7 +185,7 @@ class Terminal:
 
     def __init__(self, chat: Chat, arguments: argparse.Namespace, sampling: SamplingParams) -> None:
         self.chat, self.arguments, self.sampling = chat, arguments, sampling
-        self.max_new_tokens: int = arguments.max_new_tokens or MAX_NEW_TOKENS
+        self.max_new_tokens: int = arguments.max_new_tokens or answer_tokens(chat.session.plan.ctx)
         self._images: list[str] = []
         self._n_answers = 0
 
@@ -195,6 +196,7 @@ class Terminal:
                 return
             try:
                 name, _, text = message[1:].partition(" ")
+                name = "help" if name == "?" else name
                 if message.startswith("/") and "/" not in name:  # which a path has
                     if name not in COMMANDS:
                         names, advice = [f"/{command}" for command in (*COMMANDS, "quit")], "// begins a message"
@@ -206,6 +208,9 @@ class Terminal:
                     images, self._images = self._images, []
                     text = message[1:] if message.startswith("//") else message
                     self._answer(functools.partial(self.chat.ask, text, images=images))
+            except ContextError as error:  # of the message; the context of a chat stays as it is
+                larger = f", or begin a chat with --ctx {error.accepted[0]}" if error.accepted else ""
+                say(f"error: {error.problem}, the context {error.value}: shorten it{larger}")
             except EdgeKVError as error:
                 options = getattr(self.arguments, "options", None)
                 say(f"error: {error_text(error, options)}")
@@ -238,9 +243,11 @@ class Terminal:
         for step in steps:
             print(wrapped.push(step.text) if is_tty else step.text, end="", flush=True)
             if step.finish_reason == "length":
-                cut_off = f"(stopped: {step.finish_message})"
+                is_most = step.finish_message == LENGTH
+                most = f"{self.max_new_tokens} tokens; /set {LENGTH} N for another length"
+                cut_off = f"(stopped: {most if is_most else step.finish_message})"
             if interrupt.requested:
-                cut_off = "(stopped)"
+                cut_off, self.chat.session.report().finish_message = "(stopped)", "by Ctrl-C"
                 break
         print(wrapped.push("", last=True) if is_tty else "", flush=True)
         if cut_off:
@@ -261,6 +268,8 @@ class Terminal:
 
     def load(self, text: str) -> None:
         """FILE: take up a saved conversation"""
+        if not os.path.exists(user_path(text)):
+            raise SessionError(f"/load {text}: there is no such file")
         before, options = self.chat.session, load_options(self.arguments)
         like_before = {name: getattr(options, name) for name in ("kv_budget", "overflow", "draft")}
         try:
@@ -274,6 +283,8 @@ class Terminal:
         session = self.chat.session
         held = f"{session.n_held} of {session.plan.ctx} tokens, kv {session.plan.kv.short}"
         say(f"{text}: {len(self.chat.messages)} messages, {held}")
+        if session.plan.ctx < before.plan.ctx:
+            say(f"(the file's context has {session.plan.ctx} tokens, this chat's had {before.plan.ctx})")
 
     def system(self, text: str) -> None:
         """TEXT: another system message; alone it shows it, `/system none` removes it"""
@@ -303,10 +314,7 @@ class Terminal:
     def image(self, text: str) -> None:
         """FILE: show it with the next message"""
         path = str(pathlib.Path(text.strip("'\"")).expanduser())
-        model = self.chat.session.model
-        if model.image_token is None:
-            raise ImageError(f"{model.name} sees no pictures: chat with a model that does, such as scenes")
-        require_vision(model)
+        require_vision(self.chat.session.model)
         open_image(path)
         self._images.append(path)
         say(f"{path} goes with the next message")
@@ -339,7 +347,7 @@ class Terminal:
         """this list"""
         for name, command in COMMANDS.items():
             say(f"/{name:<9}{command.__doc__}")
-        say("/quit     end (also /exit, Ctrl-D); Ctrl-C stops an answer; TAB completes commands and files")
+        say("/quit     end (also /bye, exit, Ctrl-D); Ctrl-C stops an answer; TAB completes commands and files")
         say(f"{QUOTES} before and after a message of several lines; // begins one with a slash")
 
 

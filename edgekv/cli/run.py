@@ -74,7 +74,6 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
         with bars:
             path = model_path(arguments)
             session = Session.restore(arguments.session, path, progress=bars.update, **vars(options))
-        warn_ungated(session)
     else:
         session = load_session(arguments, options, bars)
         for name in options.loras:

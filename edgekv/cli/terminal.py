@@ -22,6 +22,7 @@ from edgekv.files import atomic_write
 WIDTH = 100  # of tables, in characters
 COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
+SOON_S = 0.4  # of a task, before which its bar is not drawn
 LONG_S = 2.0  # of a task, after which a line says that it goes on
 PICTURES = (".png", ".svg", ".pdf")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -178,7 +179,8 @@ class Bars:
 
             self._close()
             unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
-            self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
+            scaled = unit == "B"
+            self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=scaled, leave=False, delay=SOON_S)
             self._task = task
         self._bar.update(done - self._bar.n)
         if done >= total:

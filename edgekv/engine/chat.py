@@ -36,9 +36,14 @@ from edgekv.vision.model import Embeddings, ImagesReport, Prompt, place_images, 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MAX_NEW_TOKENS = 1024
+MAX_NEW_TOKENS = 1024  # of an answer, where half of the context is not less
 RESULT = "{'role': 'tool', 'tool_call_id': ID, 'content': TEXT}"
 T = TypeVar("T")
+
+
+def answer_tokens(ctx: int) -> int:
+    """Returns how many tokens an answer has at most by default: half of the context is for what was said."""
+    return min(MAX_NEW_TOKENS, max(1, ctx // 2))
 
 
 class _Called(msgspec.Struct):
@@ -130,7 +135,7 @@ class Chat:
         text: str | Sequence[Mapping[str, Any]],
         *,
         images: Sequence[Path] = (),
-        max_new_tokens: Count = MAX_NEW_TOKENS,
+        max_new_tokens: Count | None = None,
         sampling: SamplingParams | None = None,
         stop: Stops = (),
         tool_choice: str = "auto",
@@ -141,9 +146,10 @@ class Chat:
 
         text: the question, or results of `tool_calls`: dicts of role "tool", tool_call_id and content, a text. The
         steps' texts are without calls. images: files that the message shows, before its text where that has no
-        `<image>` for each. tool_choice: whether the answer calls tools: "auto", "none", "required", or the name of
-        the one that it calls. The other arguments are those of `Session.generate`. Raises ContextError for a
-        message that does not fit, ImageError for a model that takes no images.
+        `<image>` for each. max_new_tokens: None, `answer_tokens` of the context. tool_choice: whether the answer
+        calls tools: "auto", "none", "required", or a name of one. The other arguments are those of
+        `Session.generate`. Raises ContextError for a message that does not fit, ImageError for a model that takes
+        no images.
         """
         how: dict[str, Any] = {"sampling": sampling, "progress": progress, "tool_choice": tool_choice, **settings}
         if not isinstance(text, str):
@@ -180,7 +186,7 @@ class Chat:
     def retry(
         self,
         *,
-        max_new_tokens: Count = MAX_NEW_TOKENS,
+        max_new_tokens: Count | None = None,
         sampling: SamplingParams | None = None,
         stop: Stops = (),
         tool_choice: str = "auto",
@@ -212,9 +218,15 @@ class Chat:
         self.messages[:] = system
 
     def _answer(
-        self, history: Sequence[dict[str, Any]], max_new_tokens: int, stop: Stops, tool_choice: str, **how: Any
+        self,
+        history: Sequence[dict[str, Any]],
+        max_new_tokens: int | None,
+        stop: Stops,
+        tool_choice: str,
+        **how: Any,
     ) -> StepIterator:
         self.session.require_idle()
+        max_new_tokens = max_new_tokens or answer_tokens(self.session.plan.ctx)
         tools = self._allowed(tool_choice)
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._read_images(messages)
@@ -265,7 +277,8 @@ class Chat:
             return prompt, max_new_tokens
         alone = _length(self._prompt([*_system(messages), *messages[_last_question(messages) or 0 :]]))
         if alone > ctx:
-            problem, most = f"the message has {alone} tokens with the system message", session.config.max_positions
+            with_system = " with the system message" if _system(messages) else ""
+            problem, most = f"the message has {alone} tokens{with_system}", session.config.max_positions
             accepted = [f"{alone} to {most}"] if alone <= most else []
             raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice="shorten the message")
         if _length(prompt) + min(max_new_tokens, ctx // 4) > ctx:

@@ -117,7 +117,7 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
         raise ImageError(
             f"{model.path}: takes no images, its model_type is {model.raw_config.get('model_type')}",
             field="images",
-            advice="leave {images} out, or give a folder of model_type llava with vision.onnx",
+            advice="leave {images} out, or take a model that does, such as scenes",
         )
     folder = _folder_of(model)
     for path in (folder / ENCODER, _settings(folder)):

@@ -75,7 +75,7 @@ def test_the_second_start_does_not_need_the_library(
         "Once"
     )
     os.utime(path, ns=(1, 1))  # another file as far as we know
-    with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[gguf\]'"):
+    with pytest.raises(EdgeKVError, match=r"pip install gguf protobuf"):
         Model.open(path)
 
 

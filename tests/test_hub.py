@@ -480,7 +480,7 @@ def test_refusals_are_one_line(
         for arguments, said in (
             (["pull", "some/none"], "is not at http://127.0.0.1"),
             (["pull", "some/demo"], "error: some/demo: is gated: accept its terms at"),
-            (["pull", "demo"], "is no name on the Hub"),
+            (["pull", "demo"], "ships with edgekv"),
             (["pull", "some/hqq"], "quant_method is 'hqq'; accepted: gptq, awq"),
             (["info", "--model", "some/demo"], "is gated"),
         ):

@@ -242,7 +242,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another model": (
         {"identity": "0" * 16, "model": "other"},
-        "has other with identity 0000",
+        "has the model other;",
     ),
     "other weights": ({"weights": "int8"}, "has int8; leave `weights` out"),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b': unknown"),

@@ -285,7 +285,7 @@ def library(purpose: str) -> Any:
         import gguf
         import google.protobuf  # noqa: F401  of sentencepiece, which writes the file's tokenizer
     except ImportError:
-        raise EdgeKVError(f"{purpose}: GGUF needs gguf and protobuf: pip install 'edgekv[gguf]'") from None
+        raise EdgeKVError(f"{purpose}: GGUF needs gguf and protobuf: pip install gguf protobuf") from None
     return gguf
 
 

@@ -466,13 +466,19 @@ def no_such_model(path: object, advice: str = "") -> CheckpointError:
 
 
 def published_model(name: object) -> str:
-    """Returns advice: the model on the Hub of the shape that a name is close to, and its bytes; "" without one."""
+    """Returns advice: the model on the Hub of the shape that a name is close to, and its size; "" without one."""
     shape = nearest(name, shape_names()).partition(" or ")[0]
     config = read_shape(shape) if shape else {}
     if (hub_name := config.get("_name_or_path")) is None:
         return ""
-    nbytes = 2 * sum(math.prod(sizes) for sizes in architecture(config).tensors().values())
-    return f"did you mean {hub_name} (a download of {format_bytes(nbytes)} or more)?"
+    n_parameters = sum(math.prod(sizes) for sizes in architecture(config).tensors().values())
+    return f"did you mean {hub_name} ({n_parameters / 1e6:,.0f} M parameters)?"
+
+
+def published_shape(name: str) -> str | None:
+    """Returns the shape that ships with edgekv of a model on the Hub, in any case, or None."""
+    names = {str(read_shape(shape).get("_name_or_path")).lower(): shape for shape in shape_names()}
+    return names.get(name.lower())
 
 
 def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None = None) -> dict[str, Any]:

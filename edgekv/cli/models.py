@@ -24,8 +24,10 @@ from edgekv.checkpoint.hub import (
     parse_hub_name,
     parse_model_name,
     published_model,
+    published_shape,
     pull,
     read_shape,
+    shipped_model,
 )
 from edgekv.cli.options import (
     SOURCE,
@@ -68,6 +70,8 @@ def pull_command(arguments: argparse.Namespace) -> int:
     """Prints where the model lies to standard output."""
     name = parse_hub_name(arguments.model)
     if name is None:
+        if shipped_model(arguments.model) is not None:
+            raise CheckpointError(f"{arguments.model!r} ships with edgekv: there is nothing to download")
         advice = published_model(arguments.model) or f"give {NAMES}"
         raise CheckpointError(f"{arguments.model!r} is no name on the Hub", advice=advice)
     print(pull(name, say))
@@ -271,14 +275,15 @@ def _contexts_that_fit(model: Model, options: Options, plan: SessionPlan, availa
 
 
 def _budget_model(arguments: argparse.Namespace) -> Model:
-    """Opens the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
+    """Opens the model; of one on the Hub that is not here read its config alone, of a known shape nothing."""
     from edgekv.eval.bench import unread_model
 
     if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
     name = parse_model_name("demo" if arguments.model is None else arguments.model)
     if name and not name.file and find_cached(name) is None:
-        return unread_model(str(name), fetch_config(name))
+        shape = published_shape(str(name))
+        return unread_model(str(name), read_shape(shape) if shape else fetch_config(name))
     return Model.open(model_path(arguments), config=arguments.config)
 
 

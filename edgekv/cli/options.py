@@ -120,13 +120,14 @@ class Size(int):
 def size(field: str, text: str, default: str | None = None, off: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for bytes, which errors call ``field``; ``off`` is None."""
 
+    usual = "G" if field == "memory" else "M"
+
     def read(given: str) -> int | None:
         if given == off:
             return None
         if given.strip().isdigit() and int(given) < 1 << 20:
-            raise ConfigError(
-                "has no unit", field=field, value=given, accepted=[f"{given}{unit}" for unit in "GMKB"]
-            )
+            accepted, advice = [f"{given}{unit}" for unit in "GMKB"], f"did you mean {given}{usual}?"
+            raise ConfigError("has no unit", field=field, value=given, accepted=accepted, advice=advice)
         value = Size(parse_bytes(given, field))
         value.given = given.strip()
         return value
@@ -234,7 +235,8 @@ CONFLICTS = {"model": ("model", "shape"), "prompt": ("prompt", "prompt_file")}
 FLAGS = {"images": "--image", "loras": "--lora"}
 """The option of a parameter that has another name."""
 ELSEWHERE = {"-n": "--max-new-tokens", "-c": "--ctx", "-p": "--prompt", "-f": "--prompt-file", "-m": "--model"}
-"""Options of llama.cpp and others -> those of the same meaning."""
+ELSEWHERE |= {"--max-tokens": "--max-new-tokens", "--ctx": "--depth"}
+"""Options of llama.cpp, of others and of our other commands -> those of the same meaning."""
 CHOICES = {"kv": (AUTO, *PRESETS), "weights": ("auto", *WEIGHTS), "overflow": OVERFLOWS}
 """What a shell's TAB key offers for an option."""
 SOURCE = "model config"

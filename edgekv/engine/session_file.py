@@ -246,8 +246,8 @@ class SavedState(SessionFile):
         if saved.lora not in names:
             raise self._other("lora", _lora_text(saved.lora), " or ".join(map(_lora_text, names)))
         if model.identity != saved.identity:
-            found = f"{saved.model} with identity {saved.identity}"
-            raise self._other("model", found, f"{model.name} with {model.identity}")
+            same = " with other weights" if saved.model == model.name else ""
+            raise self._other("model", f"the model {saved.model}{same}", model.name)
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise self._incompatible(f"tokens outside the vocabulary of {model.config.vocab_size}")
         return names[saved.lora]

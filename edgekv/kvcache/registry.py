@@ -10,7 +10,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, nearest
 from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache
 from edgekv.kvcache.config import accepted_by, accepts, bad_option
 from edgekv.kvcache.planes import OneBit, Planes
@@ -72,6 +72,8 @@ def _unknown(name: str) -> CacheError:
     advice = "" if find_spec("edgekv.papers") else "the papers' schemes are missing here: pip install edgekv"
     if bits := OF_BITS.fullmatch(name):
         advice = f"did you mean {min(PRESETS, key=lambda each: abs(float(each[1:]) - float(bits[1])))}?"
+    if re.fullmatch(r"q[1-3]\.[0-9]{1,3}", name):
+        advice = f"of fractions only q1.5 is a name; did you mean planes:k_bits={name[1:]},v_bits={name[1:]}?"
     return CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known), advice=advice)
 
 
@@ -151,6 +153,8 @@ class CacheSpec:
         Raises CacheError (field kv), which says what is accepted.
         """
         name, colon, rest = text.partition(":")
+        if colon and not rest:
+            raise CacheError("no option after the colon", field="kv", value=text, advice=f"did you mean {name}?")
         if name in PRESETS:
             preset = PRESETS[name]
             return cls.parse(f"{preset}{',' if ':' in preset else ':'}{rest}" if colon else preset)
@@ -268,6 +272,8 @@ def _no_option(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) 
     option = item.partition("=")[0]
     others = [scheme for scheme, each in schemes().items() if hasattr(each.Config, option)]
     hint = f"{option} applies to: {', '.join(others)}" if others and option not in fields else ""
+    if not hint and (close := nearest(option, fields)):
+        hint = f"did you mean {close}?"
     problem = f"{option!r} is not one of its options (here with their defaults)" if accepted else "has no options"
     return CacheError(problem, field="kv", value=f"{name}:{item}", accepted=accepted, advice=hint)
 

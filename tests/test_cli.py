@@ -106,6 +106,7 @@ def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pyte
     assert capsys.readouterr().out == listed
     table = listed.partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table[1:] if line[0] != " "] == [*PRESETS, *SCHEMES]
+    assert {line.split()[0] for line in table if "on average" in line} == {"q3", "q2", "q1.5"}
     assert "..." not in listed
     assert len({line.split(None, 4)[4] for line in table[1 : 1 + len(PRESETS)]}) == len(PRESETS)
     dense = next(line.split() for line in table if line.startswith("dense"))

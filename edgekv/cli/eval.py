@@ -97,7 +97,7 @@ def schemes_text() -> str:
             show(published["kl"], ".5f"),
             show(published["attention"], ".1f", "x"),
         ]
-        mixed = " on average, by each head's need" * getattr(spec.config, "mixed_bits", False)
+        mixed = " on average, by each head's need" * getattr(spec.config, "needs_fit", False)
         preset = f"{name[1:]} bits per number{mixed} ({spec.scheme.name})"
         first, *others = textwrap.wrap(spec.scheme.summary if name in schemes() else preset, KEPT_WIDTH)
         rows += [[*row, first], *([""] * 4 + [other] for other in others)]

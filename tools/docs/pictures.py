@@ -1,4 +1,4 @@
-"""Draws docs/pictures/schemes.svg of the README: the cache's bytes, KL divergence, and attention's speed.
+"""Draws docs/pictures/schemes.svg: the cache's bytes, KL divergence, and attention's speed.
 
 usage: python tools/docs/pictures.py     (needs matplotlib)
 """

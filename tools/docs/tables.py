@@ -164,7 +164,7 @@ def first_table() -> str:
         size = spec.bytes_per_token() / CacheSpec.parse("f16").bytes_per_token()
         name = f"{words} (`{kv}`){', the default for long contexts' if kv == CHOSEN else ''}"
         speed = f"{times(timings, kv, 'token_ms'):.1f}x"
-        rows.append(f"| {name} | {size:.2f} | {'none' if kv == 'f16' else kls} | {speed} |")
+        rows.append(f"| {name} | {size:.0%} | {'none' if kv == 'f16' else kls} | {speed} |")
     return "\n".join(rows) + "\n"
 
 

@@ -15,7 +15,8 @@ import pytest
 from helpers import SCHEMES
 
 from edgekv import SamplingParams
-from edgekv.cli import COMMANDS, build_parser, main
+from edgekv.checkpoint.hub import parse_model_name
+from edgekv.cli import COMMANDS, build_parser, main, parse
 from edgekv.cli.options import error_text, option_name
 from edgekv.cli.terminal import Bars
 from edgekv.engine.loading import Options
@@ -169,17 +170,14 @@ BAD = {
     "budget --memory 8": "--memory 8: has no unit; accepted: 8G",
     "pull demo extra": "'extra' is one word too many; see `edgekv pull --help`",
     "list nothing": "'nothing' is one word too many; see `edgekv list --help`",
-    "run qwen3-0.6b x": "did you mean Qwen/Qwen3-0.6B (596 M parameters)?",
+    "run qwen3-0.6 x": "did you mean Qwen/Qwen3-0.6B (596 M parameters)?",
     "run --model qwen3:0.6b --prompt x": "did you mean Qwen/Qwen3-0.6B (596 M",
-    "pull qwen3-0.6b": "did you mean Qwen/Qwen3-0.6B (596 M",
+    "pull qwen3-0.6": "did you mean Qwen/Qwen3-0.6B (596 M",
     "budget demo --memory 4": "did you mean 4G?",
     "run demo x --kv q3:": "did you mean q3?",
     "run demo x --kv q2.5": "did you mean planes:k_bits=2.5,v_bits=2.5?",
     "run demo x --kv planes:kbits=2": "did you mean k_bits or v_bits?",
     "bench demo --ctx 4": "did you mean --depth?",
-    "run demo x --max-tokens 4": "did you mean --max-new-tokens?",
-    "run demo x --temp 1": "did you mean --temperature?",
-    "run demo x -n 3": "did you mean --max-new-tokens?",
     "run demo x --ctx 8x": "such as 8192 or 8k",
     "run demo x --kv-budget 1.0M --ctx 8k": "--kv-budget 1.0M: 8192 tokens need at least 3.5 MiB in this model",
     "run demo x --kv-budget 1024K": "accepted: 3.6M or more",
@@ -233,6 +231,12 @@ def test_words_and_a_pipe_in_place_of_options(
         assert capsys.readouterr().out == text
     assert main(["budget", "qwen3-0.6b", "--ctx", "64"]) == 0
     assert "qwen3-0.6b, 596 M parameters" in capsys.readouterr().out
+    assert str(parse_model_name("Qwen3-0.6b")) == "Qwen/Qwen3-0.6B"
+
+
+def test_other_programs_names_of_options() -> None:
+    arguments = parse(["run", "-m", "demo", "x", "-n", "3", "--temp", "0.5", "-c", "2k"])
+    assert (arguments.max_new_tokens, arguments.temperature, arguments.ctx) == (3, 0.5, 2048)
 
 
 def test_what_is_set_in_vain_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +346,7 @@ def test_fish_knows_every_command_and_option(tmp_path: pathlib.Path, capsys: pyt
         (tmp_path / "notes.txt").touch()
         for words, expected in {
             "edgekv sc": ["schemes"],
-            "edgekv run --max-": ["--max-new-tokens"],
+            "edgekv run --max-n": ["--max-new-tokens"],
             "edgekv run --prompt-file no": ["notes.txt"],
             "edgekv run --kv no": [],
             "edgekv run --kv q1": ["q1.5"],

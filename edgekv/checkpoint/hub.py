@@ -90,10 +90,11 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
-    """Parses a name that is no path; returns None if the path, or its folder, exists."""
-    local_path = user_path(path)
-    is_path = os.path.exists(local_path) or os.path.exists(local_path.parent)
-    return None if is_path else parse_hub_name(os.fspath(path))
+    """Parses a name that is no path, or that of a shape; returns None if the path, or its folder, exists."""
+    local_path, name = user_path(path), os.fspath(path)
+    if os.path.exists(local_path) or (os.path.exists(local_path.parent) and not hub_name_of_shape(name)):
+        return None
+    return parse_hub_name(hub_name_of_shape(name) or name)
 
 
 def cached_model_name(path: pathlib.Path) -> str | None:
@@ -473,6 +474,12 @@ def published_model(name: object) -> str:
         return ""
     n_parameters = sum(math.prod(sizes) for sizes in architecture(config).tensors().values())
     return f"did you mean {hub_name} ({n_parameters / 1e6:,.0f} M parameters)?"
+
+
+def hub_name_of_shape(shape: str) -> str:
+    """Returns the name on the Hub of the model of a shape that ships with edgekv, in any case; "" without one."""
+    name = shape.lower()
+    return str(read_shape(name).get("_name_or_path", "")) if name in shape_names() else ""
 
 
 def published_shape(name: str) -> str | None:

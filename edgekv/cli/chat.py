@@ -234,6 +234,8 @@ class Terminal:
                 say(f"({session.report().speed()}; context {session.n_held} of {session.plan.ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
+            if interrupt.requested:
+                session.report().finish_message = "by Ctrl-C"
         if n := self._n_left() - n_before:
             say(f"(the context was full: the {n} oldest messages left it)")
 
@@ -247,7 +249,7 @@ class Terminal:
                 most = f"{self.max_new_tokens} tokens; /set {LENGTH} N for another length"
                 cut_off = f"(stopped: {most if is_most else step.finish_message})"
             if interrupt.requested:
-                cut_off, self.chat.session.report().finish_message = "(stopped)", "by Ctrl-C"
+                cut_off = "(stopped)"
                 break
         print(wrapped.push("", last=True) if is_tty else "", flush=True)
         if cut_off:
@@ -283,6 +285,8 @@ class Terminal:
         session = self.chat.session
         held = f"{session.n_held} of {session.plan.ctx} tokens, kv {session.plan.kv.short}"
         say(f"{text}: {len(self.chat.messages)} messages, {held}")
+        if self.max_new_tokens == answer_tokens(before.plan.ctx):  # the default
+            self.max_new_tokens = answer_tokens(session.plan.ctx)
         if session.plan.ctx < before.plan.ctx:
             say(f"(the file's context has {session.plan.ctx} tokens, this chat's had {before.plan.ctx})")
 
@@ -348,6 +352,8 @@ class Terminal:
         for name, command in COMMANDS.items():
             say(f"/{name:<9}{command.__doc__}")
         say("/quit     end (also /bye, exit, Ctrl-D); Ctrl-C stops an answer; TAB completes commands and files")
+        say(f"an answer has at most {self.max_new_tokens} tokens (/set {LENGTH} N)")
+        say("where the context is full, the oldest turns leave it")
         say(f"{QUOTES} before and after a message of several lines; // begins one with a slash")
 
 

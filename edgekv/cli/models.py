@@ -68,7 +68,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 def pull_command(arguments: argparse.Namespace) -> int:
     """Prints where the model lies to standard output."""
-    name = parse_hub_name(arguments.model)
+    name = parse_hub_name(arguments.model) or parse_model_name(arguments.model)
     if name is None:
         if shipped_model(arguments.model) is not None:
             raise CheckpointError(f"{arguments.model!r} ships with edgekv: there is nothing to download")

@@ -234,9 +234,15 @@ WORDS = ("model", "prompt")
 CONFLICTS = {"model": ("model", "shape"), "prompt": ("prompt", "prompt_file")}
 FLAGS = {"images": "--image", "loras": "--lora"}
 """The option of a parameter that has another name."""
-ELSEWHERE = {"-n": "--max-new-tokens", "-c": "--ctx", "-p": "--prompt", "-f": "--prompt-file", "-m": "--model"}
-ELSEWHERE |= {"--max-tokens": "--max-new-tokens", "--ctx": "--depth"}
-"""Options of llama.cpp, of others and of our other commands -> those of the same meaning."""
+ALIASES = {
+    "max_new_tokens": ("-n", "--max-tokens"),
+    "temperature": ("--temp",),
+    "ctx": ("-c",),
+    "prompt": ("-p",),
+    "prompt_file": ("-f",),
+    "model": ("-m",),
+}
+"""Names of options in llama.cpp and other programs, which mean the same here."""
 CHOICES = {"kv": (AUTO, *PRESETS), "weights": ("auto", *WEIGHTS), "overflow": OVERFLOWS}
 """What a shell's TAB key offers for an option."""
 SOURCE = "model config"
@@ -257,7 +263,7 @@ def add_options(parser: Any, names: str, **extra: Any) -> None:
     for name in dict.fromkeys([*names.split(), *extra]):
         change = extra.get(name, {})
         settings = OPTIONS.get(name, {}) | ({"help": change} if isinstance(change, str) else change)
-        parser.add_argument(option_name(name), **settings)
+        parser.add_argument(option_name(name), *ALIASES.get(name, ()), **settings)
         if name in WORDS:
             help_text = f"in place of {option_name(name)}"
             words = getattr(parser, "_container", parser)  # not in a group: `take_words` says what is given twice
@@ -276,7 +282,8 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
         if other.startswith("-") and other != "-" and " " not in other:
             name, options = other.partition("=")[0], getattr(arguments, "options", ())
             longer = " or ".join(option for option in options if len(name) > 3 and option.startswith(name))
-            close = meant if (meant := ELSEWHERE.get(name)) in options else longer or nearest(name, options)
+            depth = "--depth" if name in ("--ctx", "-c") and "--depth" in options else ""  # of bench
+            close = depth or longer or nearest(name, options)
             hint = f"did you mean {close}?" if close else f"see `edgekv {arguments.command} --help`"
             raise EdgeKVError(f"{other}: is no option of `edgekv {arguments.command}`; {hint}")
         words.append(other)
@@ -290,11 +297,13 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
         if earlier := arguments_given(arguments, CONFLICTS[name]):
             raise EdgeKVError(f"both {word!r} and {earlier[0]} are given; leave one of them out")
         is_known = name != "model" or is_model(word) or parse_model_name(word)
-        if not is_known and word not in shapes:
+        if word in shapes:
+            name, is_known = "shape", True
+        if not is_known:
             shape = f"or of its shape: {close}" if (close := nearest(word, shapes)) else ""
             text = f"a text comes second: edgekv run demo {shlex.quote(word[:SHOWN])}"
             raise no_such_model(word, shape or published_model(word) or text * (len(names) > 1))
-        setattr(arguments, name if is_known else "shape", word)
+        setattr(arguments, name, word)
 
 
 def arguments_given(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:

@@ -30,7 +30,7 @@ ALL = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("models/*/*.md")]
 CURRENT = [*(page for page in DOCS.rglob("*.md") if DOCS / "lab" not in page.parents)]
 CURRENT += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 """What is kept true; lab reports and the changelog tell of what was."""
-FENCE = re.compile(r"^```(?:sh|bash)\n(.*?)^```|^    (edgekv .*)$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(?:sh|bash)\n(.*?)^```|^    (edgekv [^\n]*)$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(edgekv [^`]+)`")
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*[a-z]")
 

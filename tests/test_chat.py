@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import io
 import json
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from helpers import SESSION_KV, n_cached, raises
 
 from edgekv import SamplingParams, Session
+from edgekv.cli import main
 from edgekv.engine.chat import Chat, answer_ids
 from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.text import load_tokenizer
@@ -511,3 +513,19 @@ def test_an_answer_leaves_half_of_the_context(folder: pathlib.Path) -> None:
         assert len(list(said.ask("Once", seed=1, logit_bias=bias))) == 128
         next(said.ask("More", max_new_tokens=1))
         assert not any(message.get("dropped") for message in said.messages)
+
+
+def test_what_is_no_chat_is_not_overwritten(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text of `run` would be lost in a chat, and notes under a session."""
+    text, notes = tmp_path / "text.kv", tmp_path / "notes.txt"
+    assert main(["run", "demo", "It was", "--session", str(text), "-n", "2", "--ctx", "64"]) == 0
+    notes.write_text("notes")
+    before = text.read_bytes()
+    assert main(["chat", "demo", "--session", str(text)]) == 2
+    assert f"edgekv run --session {text}" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {notes}\n"))
+    assert main(["chat", "demo", "--ctx", "64"]) == 0
+    assert "holds something else than a session" in capsys.readouterr().err
+    assert (text.read_bytes(), notes.read_text()) == (before, "notes")

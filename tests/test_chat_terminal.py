@@ -163,7 +163,7 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str],
     assert errors[2].endswith("did you mean temperature?")
     assert errors[3] == "/set temperature hot: accepted: a number"
     assert errors[4].endswith("take a model that does, such as scenes")
-    assert [line.endswith(" in place of the file that was there") for line in said[-4:-2]] == [False, True]
+    assert [line.endswith(" in place of the session that was there") for line in said[-4:-2]] == [False, True]
     assert said[-2:] == ["there is no system message"] * 2
 
 

@@ -182,7 +182,6 @@ BAD = {
     "run demo x --kv-budget 1.0M --ctx 8k": "--kv-budget 1.0M: 8192 tokens need at least 3.5 MiB in this model",
     "run demo x --kv-budget 1024K": "accepted: 3.6M or more",
     "ls": "did you mean edgekv list?",
-    "help run": "did you mean edgekv run --help?",
     "version": "did you mean edgekv --version?",
     "rnu": "did you mean run?",
     "serve --port -1": "--port -1: accepted: 0 to 65535",

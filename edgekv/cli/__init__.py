@@ -81,8 +81,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line. Raises EdgeKVError for one that no command accepts."""
     command, known = words[0], [*COMMANDS, "completion"]
     if not command.startswith("-") and command not in known:
-        help_of = " ".join([*words[1:2], "--help"])
-        meant = {"ls": "list", "show": "info", "version": "--version", "help": help_of}.get(command)
+        meant = {"ls": "list", "show": "info", "version": "--version"}.get(command)
         advice = f"did you mean edgekv {meant}?" if meant else ""
         raise EdgeKVError(f"{command!r} is no command", value=command, accepted=known, advice=advice)
     arguments, others = build_parser(command if command in COMMANDS else None).parse_known_args(words)
@@ -136,7 +135,7 @@ def main(argv: Sequence[str] | None = None, on_import: Callable[[], object] = la
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = None
     try:
-        arguments = parse(words or ["--help"])
+        arguments = parse([*words[1:2], "--help"] if words[:1] in ([], ["help"]) else words)
         if getattr(arguments, "kv", None) == "list":
             arguments = build_parser("schemes").parse_args(["schemes"])
         with visible_terminals():

@@ -33,6 +33,7 @@ from edgekv.cli.terminal import Bars, Interrupt, raw_stream
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat, answer_tokens
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.session import Session, Step
+from edgekv.engine.session_file import require_session_file
 from edgekv.errors import CacheError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.files import user_path
 from edgekv.machine import format_bytes
@@ -264,7 +265,9 @@ class Terminal:
         path = text or self.arguments.session
         if not path:
             raise EdgeKVError("/save needs a file: /save FILE")
-        replaced = ", in place of the file that was there" if pathlib.Path(path).exists() else ""
+        if is_there := os.path.exists(user_path(path)):
+            require_session_file(path)
+        replaced = ", in place of the session that was there" if is_there else ""
         size = self.chat.session.save(path)
         say(f"{path}: {self.chat.session.n_held} tokens, {format_bytes(size)}{replaced}")
 
@@ -406,6 +409,9 @@ def chat_command(arguments: argparse.Namespace) -> int:
     if note := shipped_note(model.path)[0]:
         say(note)
     if taken_up:
+        if session.n_held and not chat.messages:
+            advice = f"go on with edgekv run --session {shlex.quote(arguments.session)}, or give another file"
+            raise SessionError(f"{arguments.session}: is a text of `edgekv run`, no chat", advice=advice)
         say(f"{arguments.session}: {len(chat.messages)} messages, {session.n_held} tokens")
     Terminal(chat, arguments, sampling).run(lines(history=not arguments.no_history))
     if arguments.session is not None:

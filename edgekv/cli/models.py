@@ -101,7 +101,9 @@ def list_command(arguments: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2, default=str))
         return 0
     if found:
-        rows = [(k.name, k.what, format_bytes(k.bytes), f"{k.last_used:%Y-%m-%d}") for k in found]
+        rows = [
+            (k.name, k.what, format_bytes(k.bytes), f"{k.last_used:%Y-%m-%d}" if k.bytes else "-") for k in found
+        ]
         print(align_columns([("name", "what", "size", "last used"), *rows], left=(0, 1)), end="\n\n")
     total = bytes_text(sum(each.bytes for each in found))
     print(f"{total} in all, which `edgekv rm NAME` frees; {' and '.join(SHIPPED_NOTES)} ship with edgekv")

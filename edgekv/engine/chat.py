@@ -279,7 +279,7 @@ class Chat:
         if alone > ctx:
             with_system = " with the system message" if _system(messages) else ""
             problem, most = f"the message has {alone} tokens{with_system}", session.config.max_positions
-            accepted = [f"{alone} to {most}"] if alone <= most else []
+            accepted = [f"{min(2 * alone, most)} to {most}"] if alone <= most else []  # with room for an answer
             raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice="shorten the message")
         if _length(prompt) + min(max_new_tokens, ctx // 4) > ctx:
             prompt = self._shortened(messages)

@@ -89,6 +89,14 @@ def write(
     return file.nbytes
 
 
+def require_session_file(path: str | os.PathLike[str]) -> None:
+    """Raises SessionError for a file that is no session, which would be lost if one was written to it."""
+    try:
+        SessionFile(path, is_checked=False)
+    except SessionError as error:
+        raise SessionError(f"{os.fspath(path)}: holds something else than a session: give another file") from error
+
+
 class SessionFile:
     """An opened session file whose checksum is right, if that ``is_checked``. content: its JSON.
 

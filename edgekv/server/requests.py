@@ -25,6 +25,7 @@ from edgekv.errors import (
     MemoryBudgetError,
     SessionError,
     as_argument,
+    nearest,
     short_repr,
 )
 from edgekv.text import as_text
@@ -410,7 +411,9 @@ def parse_request(body: Any, kind: type[T]) -> T:
         if field[1] == "required":
             raise RequestError(400, f"{name!r} is missing", param=name)
         accepted = "" if path else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
-        raise RequestError(400, f"unknown field {name!r}{accepted}", param=name)
+        close = nearest(field[2], kind.__struct_fields__)
+        hint = f"; did you mean {close}?" if close and not path else ""
+        raise RequestError(400, f"unknown field {name!r}{accepted}{hint}", param=name)
     value: Any = fields
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if isinstance(value, dict) and key in value:

@@ -131,8 +131,11 @@ def test_a_wrong_argument_changes_nothing(
     refuses(session, getattr(session, method), name, values, GIVEN.get(method, {}))
 
 
+OF_CHAT = SHARED | {"max_new_tokens": (*NO_COUNT, 0)}
+
+
 @pytest.mark.parametrize(
-    ("method", "name", "values"), cases({"ask": {**SHARED, "text": NO_TEXT}, "retry": SHARED})
+    ("method", "name", "values"), cases({"ask": {**OF_CHAT, "text": NO_TEXT}, "retry": OF_CHAT})
 )
 def test_a_wrong_argument_of_a_chat(session: Session, method: str, name: str, values: tuple[Any, ...]) -> None:
     session = session.fork()

@@ -525,7 +525,10 @@ def test_what_is_no_chat_is_not_overwritten(
     before = text.read_bytes()
     assert main(["chat", "demo", "--session", str(text)]) == 2
     assert f"edgekv run --session {text}" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {notes}\n"))
-    assert main(["chat", "demo", "--ctx", "64"]) == 0
+    talk = tmp_path / "talk.kv"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {notes}\nhello\n"))
+    assert main(["chat", "demo", "--ctx", "64", "-n", "2", "--session", str(talk)]) == 0
     assert "holds something else than a session" in capsys.readouterr().err
     assert (text.read_bytes(), notes.read_text()) == (before, "notes")
+    assert main(["run", "demo", "x", "--session", str(talk)]) == 2
+    assert f"edgekv chat --session {talk}" in capsys.readouterr().err

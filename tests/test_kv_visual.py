@@ -263,7 +263,7 @@ PACKED = [slice(10, 138), slice(150, 278)]
 
 
 def planes(options: str = "", backend: str = "numba") -> KVCache:
-    return cache_cases.make(f"visual_planes:{options}", WIDE, CAPACITY, backend)
+    return cache_cases.make(f"visual_planes:{options}".rstrip(":"), WIDE, CAPACITY, backend)
 
 
 def filled(cache: KVCache, n: int = 400) -> tuple[F32, F32, F32]:

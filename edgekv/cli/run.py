@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from typing import Any
@@ -137,6 +138,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     meter = energy_meter(arguments)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)
+    if session.memo.get("messages"):
+        advice = f"go on with edgekv chat --session {shlex.quote(arguments.session)}, or give another file"
+        raise SessionError(f"{arguments.session}: is a chat, no text of `edgekv run`", advice=advice)
     ready_s = time.perf_counter() - begin
     sampling = sampling_params(arguments, session.model.sampling)
     settings = {

@@ -247,7 +247,7 @@ class Terminal:
             print(wrapped.push(step.text) if is_tty else step.text, end="", flush=True)
             if step.finish_reason == "length":
                 is_most = step.finish_message == LENGTH
-                most = f"{self.max_new_tokens} tokens; /set {LENGTH} N for another length"
+                most = f"{self.max_new_tokens} tokens; /set {LENGTH} N for more"
                 cut_off = f"(stopped: {most if is_most else step.finish_message})"
             if interrupt.requested:
                 cut_off = "(stopped)"

@@ -32,8 +32,37 @@ BLOCK = 64
 GEMV_ROWS = 8
 """Rows of a product with weights that are each computed as it is alone, to the bit; more go through a gemm."""
 
+ROTATED_INPUTS = 128
+"""Inputs that a product rotates together, for weights of 2 to 5 bits; a row's last ones with zeros behind them."""
+
+FLIPS = np.array([1 - 2 * int(bit) for bit in f"{0x243F6A8885A308D313198A2E03707344:0128b}"], np.float32)
+"""The signs (ROTATED_INPUTS,) in front of their Hadamard transform: the first bits of pi behind the point."""
+
+GAUSSIAN = {
+    bits: (*(-level for level in reversed(levels)), *levels)
+    for bits, levels in {
+        2: (12, 40),
+        3: (7, 22, 39, 62),
+        4: (3, 9, 15, 21, 28, 36, 46, 61),
+        5: (1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 22, 25, 29, 33, 38, 46),
+    }.items()
+}
+"""What codes of 2 to 5 bits stand for: the levels of least squared error for a Gaussian (Lloyd and Max).
+
+As whole numbers up to 63, times .0378, .0346, .0448 or .0704 of its deviation, they lose .01 to 2.3% more than exact ones.
+"""
+
 LARGEST_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
+
+
+def code_planes(bits: int) -> list[tuple[int, int]]:
+    """Returns the bits of each plane of codes of 2 to 5 bits, and those of the planes before it.
+
+    5 bits are planes of 4 and 1, 3 of 2 and 1. A plane of p bits of a block of ROTATED_INPUTS has 16 p bytes; bits p c to
+    p c + p - 1 of byte j belong to input 16 p c + j.
+    """
+    return [(bits, 0)] if bits % 2 == 0 else [(bits - 1, 0), (1, bits - 1)]
 
 
 def bound_scores(s: Array, cap: float | None) -> None:

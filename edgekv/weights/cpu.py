@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
-from edgekv.kernels.cpu.gemm import OUTPUTS, CodeLayout
+from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout
 from edgekv.kernels.cpu.matmul import (
     QuantizedMatmul,
     QuantizedWeights,
@@ -170,7 +170,10 @@ def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
     """Maps the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
-    return QuantizedWeights(layout=CodeLayout(form.bits, form.block, form.e2m1), **arrays)
+    if form.rotated:
+        arrays["scales"] = arrays["scales"].view(np.uint16)
+    levels = E2M1 if form.e2m1 else form.levels() if form.rotated else ()
+    return QuantizedWeights(layout=CodeLayout(form.bits, form.block, levels, form.rotated), **arrays)
 
 
 # How many threads are fastest

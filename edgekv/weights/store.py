@@ -22,20 +22,19 @@ import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import TEXT_FILES
 from edgekv.checkpoint.hub import cached_model_name
-from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_float32
+from edgekv.checkpoint.tensors import DTYPES, Tensors, TensorWriter, hash_spans, to_float32
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
-from edgekv.types import F32, TaskProgress
+from edgekv.types import F32, Array, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
 from edgekv.weights.formats import (
     FORMATS,
     WEIGHTS,
     PerLinearFormat,
     WeightFormat,
-    n_blocks,
     per_linear_format,
     quantize,
     specs_bytes,
@@ -259,12 +258,12 @@ def _write_weights(
 
         def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
             """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
-            linear, own = linears[name], form.of(name)
+            own = form.of(name)
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
                 taken = None if rounded else weights.exact_codes(name, own)
-                codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
+                codes, scales = rounded or taken or _quantized(weights, name, own)
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
                 if own.zeros:
@@ -287,17 +286,9 @@ def _write_weights(
                 write(name, read(name))
 
 
-def _quantized(
-    weights: CheckpointWeights, name: str, form: WeightFormat, rows: int, columns: int
-) -> tuple[npt.NDArray[np.uint8], F32]:
-    blocks = n_blocks(columns, form.block)
-    codes = np.empty((rows, blocks, form.block * form.bits // 8), np.uint8)
-    scales = np.empty((rows, blocks), np.float32)
-    row = 0
-    for block in weights.blocks(name, BLOCK_ELEMENTS):
-        end = row + len(block)
-        quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
-        row = end
+def _quantized(weights: CheckpointWeights, name: str, form: WeightFormat) -> tuple[Codes, Array]:
+    parts = [quantize(block, form) for block in weights.blocks(name, BLOCK_ELEMENTS)]
+    codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return codes, scales
 
 
@@ -326,10 +317,9 @@ class RandomWeights(CheckpointWeights):
     def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
         """Draws codes (rows, blocks, bytes) and scales (rows, blocks)."""
         specs = store_specs(self.arch, form, self.table_dtypes)
-        codes = self._rng.integers(0, 256, specs[f"{name}.codes"][1], np.uint8)
-        largest_code = 2 ** (form.bits - 1)
-        uniform = STD * np.sqrt(3) / largest_code  # the step that gives uniform codes this deviation
-        return codes, np.full(specs[f"{name}.scales"][1], uniform, np.float32)
+        (_, codes), (dtype, scales) = specs[f"{name}.codes"], specs[f"{name}.scales"]
+        step = STD / np.std(form.of(name).levels())  # gives uniform codes this deviation
+        return self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype])
 
     def matrix(self, name: str) -> F32:
         linear = self._linears[name]

@@ -43,25 +43,40 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call
+from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, code_planes
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
 # By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
 ZERO_POINTS = {4: 8, 8: 0 if emit.IS_ARM else 128}
-E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # what such codes stand for, doubled
 
 
 class CodeLayout(NamedTuple):
-    """A weight format: bits of a code, elements of a block, whether codes are floating-point numbers (`E2M1`)."""
+    """A weight format: bits of a code, elements of a block, and what a code stands for if that isn't itself.
+
+    rotated: codes are in planes, elements behind a Hadamard transform of their block, and scales bfloat16.
+    """
 
     bits: int
     block: int
-    e2m1: bool = False
+    levels: tuple[int, ...] = ()
+    rotated: bool = False
 
     @property
     def zero_point(self) -> int:
         """The code, as it is multiplied, that stands for 0."""
-        return E2M1[0] if self.e2m1 else ZERO_POINTS[self.bits]
+        return -min(self.levels) if self.levels else ZERO_POINTS[self.bits]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scale."""
+        return 2 if self.rotated else 4
+
+    @property
+    def run(self) -> int:
+        """Bytes of a vector that are codes of one block."""
+        return VECTOR if self.rotated else self.block_bytes // self.vectors
 
     @property
     def block_bytes(self) -> int:
@@ -70,18 +85,18 @@ class CodeLayout(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        """Vectors of codes in a unit."""
-        return max(1, self.block_bytes // VECTOR)
+        """Vectors of codes in a unit, of planes as they are unpacked."""
+        return self.block // VECTOR if self.rotated else max(1, self.block_bytes // VECTOR)
 
     @property
     def blocks(self) -> int:
         """Blocks in a unit."""
-        return max(1, VECTOR // self.block_bytes)
+        return 1 if self.rotated else max(1, VECTOR // self.block_bytes)
 
     @property
     def parts(self) -> int:
         """Codes in a byte, hence vectors of elements for each vector of codes."""
-        return 8 // self.bits
+        return 1 if self.rotated else 8 // self.bits
 
     @property
     def sums_at(self) -> int:
@@ -101,13 +116,18 @@ class CodeLayout(NamedTuple):
     @property
     def has_corrections(self) -> bool:
         """Whether there are weights with zero points or offsets in this format."""
-        return self.bits == 4 and not self.e2m1
+        return self.bits == 4 and not self.levels
 
     def row_bytes(self, blocks: int) -> int:
         """Bytes of a rounded row: its units, and its blocks' sums."""
         return -(-blocks // self.blocks) * self.unit_bytes + (
             -(-blocks // LANES) * VECTOR if self.has_corrections else 0
         )
+
+
+def rotated_layout(bits: int) -> CodeLayout:
+    """Returns the layout of codes of 2 to 5 bits for Gaussian levels."""
+    return CodeLayout(bits, ROTATED_INPUTS, GAUSSIAN[bits], rotated=True)
 
 
 class Product(NamedTuple):
@@ -125,10 +145,11 @@ class Product(NamedTuple):
     row_bytes: int  # bytes from a rounded row to the next one
     codes: int
     code_bytes: int  # of an output's codes
-    scales: int  # (outputs, blocks) float32
+    scales: int  # (outputs, blocks) float32, or bfloat16
     offsets: int  # (outputs, blocks) float32; 0: none
     zeros: int  # in place of offsets zero points, two to a byte; 0: none
     correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
+    flips: int  # signs (block,) float32 of the rotation; 0: elements are not rotated
 
 
 class Int4(Product):
@@ -148,10 +169,27 @@ class Int8In32(Product):
 
 
 class Float4In32(Product):
-    layout = CodeLayout(4, 32, e2m1=True)
+    layout = CodeLayout(4, 32, E2M1)
 
 
-PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32)}
+class Rotated2(Product):
+    layout = rotated_layout(2)
+
+
+class Rotated3(Product):
+    layout = rotated_layout(3)
+
+
+class Rotated4(Product):
+    layout = rotated_layout(4)
+
+
+class Rotated5(Product):
+    layout = rotated_layout(5)
+
+
+ROTATED = Rotated2, Rotated3, Rotated4, Rotated5
+PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32, *ROTATED)}
 
 
 def layout_of(product: Any) -> CodeLayout:
@@ -244,11 +282,60 @@ def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
     if layout.bits == 8:
         return [b.xor(packed, emit.constant(INTS, SIGN)) if emit.IS_ARM else packed]
     nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
-    if not layout.e2m1:
-        return nibbles
+    return [_levels(b, layout, each) for each in nibbles] if layout.levels else nibbles
+
+
+def _levels(b: Any, layout: CodeLayout, codes: Value) -> Value:
+    """Returns what codes, a byte each, stand for, plus the zero point: a byte each."""
     in_bytes = emit.vector(emit.I8, VECTOR)
-    table = ir.Constant(in_bytes, list(E2M1) * (VECTOR // 16))
-    return [b.bitcast(emit.look_up(b, table, b.bitcast(each, in_bytes)), INTS) for each in nibbles]
+    entries, index = [level + layout.zero_point for level in layout.levels], b.bitcast(codes, in_bytes)
+    if layout.bits == 5:  # two tables
+        is_high = b.icmp_signed(">", index, emit.constant(in_bytes, 15))
+        index = b.and_(index, emit.constant(in_bytes, 15))
+    tables = [entries[:16] * (16 // len(entries[:16])), entries[16:]][: 1 + (layout.bits == 5)]
+    found = [emit.look_up(b, ir.Constant(in_bytes, table * (VECTOR // 16)), index) for table in tables]
+    return b.bitcast(found[0] if len(found) == 1 else b.select(is_high, found[1], found[0]), INTS)
+
+
+def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Sequence[int]]]) -> Value:
+    """Returns a byte for each code; planes: of each its bytes, and by how many bits each lane is shifted."""
+    code = None
+    for (bits, before), (packed, shifts) in zip(code_planes(layout.bits), planes, strict=True):
+        some = b.lshr(packed, ir.Constant(INTS, list(shifts))) if any(shifts) else packed
+        some = b.and_(some, emit.constant(INTS, 0x01010101 * ((1 << bits) - 1)))
+        code = b.or_(code, b.shl(some, emit.constant(INTS, before))) if before else some
+    return code
+
+
+def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None) -> list[Value]:
+    """Returns a unit's codes as `unpack` does, from the address ``start`` on; n_blocks: None, or how many it has."""
+    if not layout.rotated:
+        vectors = (
+            emit.load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks)
+            for v in range(layout.vectors)
+        )
+        return [some for vector in vectors for some in unpack(b, layout, vector)]
+    of_planes = []  # for each plane those of each vector
+    for bits, before in code_planes(layout.bits):
+        n_bytes, offset = 16 * bits, 16 * before
+        size = min(n_bytes, VECTOR)
+        loads = [
+            emit.load(b, emit.vector(emit.I32, size // 4), start, offset + i) for i in range(0, n_bytes, size)
+        ]
+        wide = [emit.lanes(b, each, [i % (size // 4) for i in range(LANES)]) for each in loads]
+        places = [[(VECTOR * v + 4 * i) // n_bytes for i in range(LANES)] for v in range(layout.vectors)]
+        shifts = [[bits * place for place in of_vector] for of_vector in places]
+        of_planes.append([(wide[v % len(wide)], shift) for v, shift in enumerate(shifts)])
+    return [_levels(b, layout, _planes_code(b, layout, planes)) for planes in zip(*of_planes, strict=True)]
+
+
+def load_scales(b: Any, layout: CodeLayout, scales: Value, block: Value, n_blocks: Value | None) -> Value:
+    """Returns the scales of a unit, (layout.blocks,) float32, from block ``block`` on; n_blocks as in `load_codes`."""
+    if not layout.rotated:
+        kind = emit.vector(emit.F32, layout.blocks)
+        return emit.load_some(b, kind, at(b, scales, (block, 4)), 0, n_blocks)
+    bits = b.zext(emit.load(b, emit.vector(emit.I16, 1), at(b, scales, (block, 2))), emit.vector(emit.I32, 1))
+    return b.bitcast(b.shl(bits, emit.constant(bits.type, 16)), emit.vector(emit.F32, 1))
 
 
 def high(b: Any, packed: Value) -> Value:
@@ -258,7 +345,7 @@ def high(b: Any, packed: Value) -> Value:
 
 def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
     """Returns so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
-    if bits == 4 or not emit.SUMS_PAIRS_IN_16_BITS:
+    if bits < 8 or not emit.SUMS_PAIRS_IN_16_BITS:
         return emit.add_products(b, codes, x, so_far, "s")
     # Codes of 8 bits would overflow sums in 16 bits: they are multiplied as 4 and 4.
     upper = emit.add_products(b, high(b, codes), x, emit.constant(INTS, 0), "s")
@@ -325,7 +412,8 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
         codes, code_bytes, scales, blocks = fields(b, p, "codes", "code_bytes", "scales", "blocks")
         layout = layout_of(product)
         codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
-        outputs = OutputsAt(codes, code_bytes, at(b, scales, (output, blocks, 4), (start, 4)), blocks)
+        scales = at(b, scales, (output, blocks, layout.scale_bytes), (start, layout.scale_bytes))
+        outputs = OutputsAt(codes, code_bytes, scales, blocks)
         emit.call_internal(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
         return context.get_dummy_value()
 
@@ -367,20 +455,39 @@ def _emit_unpack_unit(
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
         places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
+        for index, some in _emit_transposed_codes(layout, b, places, n_blocks):
+            emit.store(b, some, target, (index * PANEL_VECTORS + i) * VECTOR)
+    with emit.loop(b, 0, PANEL, 1) as output:
+        first = b.add(block, b.mul(outputs.blocks, output.i))
+        scales = load_scales(b, layout, outputs.scales, first, n_blocks)
+        target = at(b, memory, SCALES_AT, (b.add(b.mul(block, emit.I64(PANEL)), output.i), 4))
+        for i in range(layout.blocks):
+            emit.store(b, b.extract_element(scales, emit.I32(i)), target, 4 * PANEL * i)
+
+
+def _emit_transposed_codes(
+    layout: CodeLayout, b: Any, places: Sequence[Value], n_blocks: Value | None
+) -> Iterator[tuple[int, Value]]:
+    """Yields, of the units at LANES addresses, four codes each side by side, and which four elements they are."""
+    if not layout.rotated:
         for v in range(layout.vectors):
             words = [
                 emit.load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places
             ]
             for lane, word in enumerate(transposed(b, words)):
                 for part, some in enumerate(unpack(b, layout, word)):
-                    index = ((v * layout.parts + part) * LANES + lane) * PANEL_VECTORS + i
-                    emit.store(b, some, target, index * VECTOR)
-    with emit.loop(b, 0, PANEL, 1) as output:
-        place = at(b, outputs.scales, (b.add(block, b.mul(outputs.blocks, output.i)), 4))
-        scales = emit.load_some(b, emit.vector(emit.F32, layout.blocks), place, 0, n_blocks)
-        target = at(b, memory, SCALES_AT, (b.add(b.mul(block, emit.I64(PANEL)), output.i), 4))
-        for i in range(layout.blocks):
-            emit.store(b, b.extract_element(scales, emit.I32(i)), target, 4 * PANEL * i)
+                    yield (v * layout.parts + part) * LANES + lane, some
+        return
+    of_block, words = layout.block_bytes // 4, list[Value]()
+    for start in range(0, of_block, LANES):
+        n = None if start + LANES <= of_block else emit.I64(of_block - start)
+        words += transposed(b, [emit.load_some(b, INTS, place, 4 * start, n) for place in places])
+    for four in range(layout.block // 4):
+        planes = []
+        for bits, before in code_planes(layout.bits):
+            chunk, word = divmod(four, 4 * bits)
+            planes.append((words[4 * before + word], [bits * chunk] * LANES))
+        yield four, _levels(b, layout, _planes_code(b, layout, planes))
 
 
 def _emit_panel_products(
@@ -460,10 +567,12 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int) -> None:
+def multiply_tiles(
+    first: int, last: int, part: int, p: Product, place: int, step: int, scale_bytes: int
+) -> None:
     """Multiplies tiles or panels first..last of the product whose numbers are at a place, with a part's scratch.
 
-    step: blocks of a STRETCH.
+    step: blocks of a STRETCH. scale_bytes: of a block's scale.
     """
     if p.is_panel:
         _multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place, step)
@@ -472,7 +581,8 @@ def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, ste
         last = (p.outputs + OUTPUTS - 1) // OUTPUTS
     for tile in range(first, last):
         output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
-        _multiply_tile(p, p.codes + output * p.code_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
+        scales = p.scales + scale_bytes * output * p.blocks
+        _multiply_tile(p, p.codes + output * p.code_bytes, scales, p.y + 4 * output)
         if p.correction:
             call(p.correction, (output, 0, 0, 0, place))
 
@@ -498,7 +608,7 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
 
 def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
     """y (n, OUTPUTS) = n rows times a tile."""
-    scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
+    scale_bytes = b.mul(outputs.blocks, emit.I64(layout.scale_bytes))  # of an output
     with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as loop:
         ahead = at(b, outputs.scales, loop.i, (scale_bytes, OUTPUTS * TILES_AHEAD))
         emit.prefetch(b, ahead, emit.LINE, locality=2)
@@ -564,14 +674,10 @@ def _emit_unit(
     for o in range(n_outputs):
         start = at(b, codes_at, (outputs.code_bytes, o))
         if n_blocks is None:
-            emit.prefetch(b, at(b, start, AHEAD), layout.vectors * VECTOR, locality=2)
-        vectors = (
-            emit.load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks)
-            for v in range(layout.vectors)
-        )
-        codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
-        scale_at = at(b, outputs.scales, (b.add(block, b.mul(outputs.blocks, emit.I64(o))), 4))
-        each = emit.load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks)
+            emit.prefetch(b, at(b, start, AHEAD), layout.block_bytes * layout.blocks, locality=2)
+        codes.append(load_codes(b, layout, start, n_blocks))
+        first = b.add(block, b.mul(outputs.blocks, emit.I64(o)))
+        each = load_scales(b, layout, outputs.scales, first, n_blocks)
         scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
     following = list(sums)
     for m in range(n):

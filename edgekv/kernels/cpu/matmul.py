@@ -44,11 +44,12 @@ from edgekv.kernels.cpu.loops import (
     load_numbers,
     scratch_memory,
 )
+from edgekv.kernels.cpu.rope import hadamard_row
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
-from edgekv.kernels.interface import GEMV_ROWS
+from edgekv.kernels.interface import FLIPS, GEMV_ROWS
 from edgekv.machine import blas_threads
-from edgekv.types import F32, I64, U8, Threads
+from edgekv.types import F32, I64, U8, Array, Threads
 
 
 class QuantizedWeights(NamedTuple):
@@ -58,7 +59,7 @@ class QuantizedWeights(NamedTuple):
     """
 
     codes: U8  # (outputs, blocks, layout.block_bytes)
-    scales: F32  # (outputs, blocks)
+    scales: Array  # (outputs, blocks) float32, or bits of bfloat16 where elements are rotated
     layout: CodeLayout
     offsets: F32 | None = None  # (outputs, blocks)
     zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
@@ -75,8 +76,9 @@ class QuantizedWeights(NamedTuple):
         codes, scales = address_of(self.codes), address_of(self.scales)
         offsets, zeros = (0 if each is None else address_of(each) for each in (self.offsets, self.zeros))
         correction = CORRECTION.address if corrections else 0
+        flips = address_of(FLIPS) if layout.rotated else 0
         sizes = blocks, layout.row_bytes(blocks)
-        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction
+        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, flips
 
 
 ZERO = np.float32(0)
@@ -92,6 +94,13 @@ def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) ->
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
+        if p.flips:
+            scratch = p.rounded + p.n * p.row_bytes + 4 * block * m
+            for b in range(p.blocks):
+                n = min(block, p.columns - b * block)
+                hadamard_row(floats(row), b * block, n, floats(p.flips), block, floats(scratch), 0)
+                _quantize_block(p, scratch, target, b)
+            continue
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b)
         tail = p.rounded + p.n * p.row_bytes + 4 * block * m
@@ -142,7 +151,7 @@ def _emit_quantized_block(
     )
     rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
     unit = b.sdiv(block, emit.I64(layout.blocks))
-    run = layout.block_bytes // layout.vectors  # bytes of codes of the block in a vector
+    run = layout.run
     inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
     place = emit.at(b, row, (unit, layout.unit_bytes), inside)
     sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
@@ -229,6 +238,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
+    scale_bytes = layout.scale_bytes
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
@@ -246,7 +256,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             start, n = get(int64s(place), FIRST_TILE), get(int64s(place), TILES)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
-                multiply_tiles(a, b, part, product_at(product, place), place, step)
+                multiply_tiles(a, b, part, product_at(product, place), place, step, scale_bytes)
 
     return prepare, multiply
 
@@ -283,10 +293,11 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             row_bytes=p.row_bytes,
             codes=p.codes + p.code_bytes * outputs,
             code_bytes=p.code_bytes,
-            scales=p.scales + 4 * p.blocks * outputs,
+            scales=p.scales + (2 if p.flips else 4) * p.blocks * outputs,
             offsets=offsets,
             zeros=zeros,
             correction=p.correction,
+            flips=p.flips,
         )
         put_product(own, place)
         put(int64s(place), FIRST_ROW, first)

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
-from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout
+from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout, rotated_layout
 from edgekv.kernels.cpu.matmul import (
     QuantizedMatmul,
     QuantizedWeights,
@@ -171,9 +171,9 @@ def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
     if form.rotated:
-        arrays["scales"] = arrays["scales"].view(np.uint16)
-    levels = E2M1 if form.e2m1 else form.levels() if form.rotated else ()
-    return QuantizedWeights(layout=CodeLayout(form.bits, form.block, levels, form.rotated), **arrays)
+        scales = arrays["scales"].view(np.uint16)
+        return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))
+    return QuantizedWeights(layout=CodeLayout(form.bits, form.block, E2M1 if form.e2m1 else ()), **arrays)
 
 
 # How many threads are fastest

@@ -15,16 +15,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
-from edgekv.checkpoint.tensors import BFLOAT16, to_float32
+from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.compile import FAST, fast_jit
+from edgekv.kernels.cpu.compile import FAST
 from edgekv.kernels.cpu.launch import RangeKernel
-from edgekv.kernels.cpu.loops import floats, load_numbers, signed_chars
+from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import FLIPS, GAUSSIAN, ROTATED_INPUTS, code_planes
+from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, level_tables
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I8, U8, Array
+from edgekv.weights import gaussian
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
@@ -37,7 +38,7 @@ class WeightFormat:
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`E2M1_DOUBLED`). rotated: whether codes are `GAUSSIAN` levels of `rotate`'s rows, with bfloat16 scales.
+    (`E2M1_DOUBLED`). rotated: whether they are those of `edgekv.weights.gaussian`, with bfloat16 scales.
     """
 
     name: str
@@ -65,10 +66,9 @@ class WeightFormat:
         """Returns the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
-        codes, scales = arrays["codes"], to_float32(arrays["scales"])
+        codes, scales = arrays["codes"], arrays["scales"]
         if self.rotated:
-            levels = np.array(GAUSSIAN[self.bits], np.float32)[unpack_planes(codes, self.bits)]
-            return rotated_back(levels * scales[..., None]).reshape(len(codes), -1)[:, :columns]
+            return gaussian.decode(codes, scales, self.bits, columns)
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
         values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
@@ -81,25 +81,11 @@ class WeightFormat:
             values += arrays["offsets"][..., None]
         return values.reshape(len(codes), -1)[:, :columns]
 
-    def levels(self) -> tuple[int, ...]:
-        """Returns what its codes stand for, ascending, times a block's scale."""
+    def levels(self) -> I8:
+        """Returns the numbers that codes stand for, times a block's scale."""
         if self.rotated:
-            return GAUSSIAN[self.bits]
-        most = 127 if self.bits == 8 else (1 << (self.bits - 1)) - 1
-        return tuple(range(-(1 << (self.bits - 1)) if self.bits < 8 else -most, most + 1))
-
-    def nearest(self) -> I8:
-        """Returns the level next to each number of half steps (4 REACH,), as `place_of` counts them."""
-        levels = np.array(self.levels())
-        middles = levels[:-1] + levels[1:]
-        return levels[np.searchsorted(middles, np.arange(-2 * REACH, 2 * REACH), side="right")].astype(np.int8)
-
-    def pack(self, levels: I8) -> U8:
-        """Packs levels (r, blocks, block) into codes (r, blocks, bytes)."""
-        if self.rotated:
-            codes = np.searchsorted(np.array(self.levels()), levels).astype(np.uint8)
-            return pack_planes(codes, self.bits)
-        return pack(levels, self.bits)
+            return level_tables(self.bits)
+        return E2M1_DOUBLED if self.e2m1 else np.arange(1 << self.bits).astype(np.int8) - (1 << (self.bits - 1))
 
     def of(self, linear: str) -> WeightFormat:
         """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
@@ -206,12 +192,8 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
 
 # Rounding blocks of weights
 
-OF_PEAK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
+SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try, as factors of the one that puts the largest number at -8; below 0 of its opposite."""
-OF_DEVIATION = np.arange(0.86, 1.16, 0.04).astype(np.float32)
-"""Scales to try, as factors of the one that is best for a Gaussian of the block's deviation."""
-DEVIATIONS = {2: 0.0377589, 3: 0.0346362, 4: 0.0448037, 5: 0.0704360}
-"""By bits, the best scale of `GAUSSIAN` levels for a deviation of 1."""
 
 rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
 """Makes a kernel over rows of weights; its divisions are as written."""
@@ -224,59 +206,48 @@ def n_blocks(columns: int, block: int) -> int:
 
 
 def quantize(weight: F32, form: WeightFormat) -> tuple[U8, Array]:
-    """Quantizes weight (r, k) without zero points or offsets: codes (r, blocks, bytes) and scales (r, blocks).
+    """Quantizes weight (r, k): codes (r, blocks, bytes) and scales (r, blocks), as `WeightFormat.arrays` has them.
 
-    Each block has the scale with the least squared error. The last block is padded with zeros.
+    The last block is padded with zeros. int4 puts the even element in the low nibble.
     """
-    weight = rotate(weight) if form.rotated else np.ascontiguousarray(weight)
-    n_threads, shape = threads.count(), (len(weight), n_blocks(weight.shape[1], form.block))
-    factors = OF_DEVIATION * DEVIATIONS[form.bits] if form.rotated else OF_PEAK / form.levels()[0]
-    levels, scales = np.empty((*shape, form.block), np.int8), np.empty(shape, np.float32)
+    if form.rotated:
+        return gaussian.quantize(weight, form.bits)
+    shape = len(weight), n_blocks(weight.shape[1], form.block)
+    codes, scales = np.empty((*shape, form.block * form.bits // 8), np.uint8), np.empty(shape, np.float32)
+    shrink, n_threads = SHRINK if form.bits == 4 else SHRINK[:1], threads.count()
     scratch = np.empty((n_threads, 2, form.block), np.float32)
-    numbers = weight.shape[1], shape[1], form.block, len(factors), int(form.rotated)
-    arrays = weight, factors.astype(np.float32), form.nearest(), levels, scales, scratch
+    numbers = weight.shape[1], shape[1], form.bits, form.block, len(shrink)
+    arrays = np.ascontiguousarray(weight), shrink, codes, scales, scratch
     _quantize_rows(len(weight), ROW_WORK, *numbers, *arrays, n_threads=n_threads)
-    return form.pack(levels), scales.astype(BFLOAT16) if form.rotated else scales
-
-
-REACH = 128
-"""No level lies beyond it; `WeightFormat.nearest` has two entries for each whole number from -REACH on."""
-
-
-@fast_jit
-def place_of(x: np.float32) -> int:
-    """Returns the place of a number, in steps, in `WeightFormat.nearest`."""
-    half_steps = np.floor(np.float32(2) * x) + np.float32(2 * REACH)
-    return np.int32(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
+    return codes, scales
 
 
 @rows_kernel
 def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
-    columns, n_blocks, block, n_factors, of_deviation = load_numbers(arguments, 5)
-    weight, factors, nearest_at, levels_at, scales, scratch = load_numbers(arguments + 8 * 5, 6)
+    columns, n_blocks, bits, block, n_shrink = load_numbers(arguments, 5)
+    weight, shrink, codes_at, scales, scratch = load_numbers(arguments + 8 * 5, 5)
     w, q = floats(scratch + 8 * part * block), floats(scratch + 8 * part * block + 4 * block)
-    nearest = signed_chars(nearest_at)
+    zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
+    full = -zero if bits == 4 else zero - np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):
         row, start = floats(weight + 4 * (i // n_blocks) * columns), i % n_blocks * block
-        levels, size, square = signed_chars(levels_at + i * block), np.float32(0), np.float32(0)
+        codes, peak = chars(codes_at + i * (block * bits // 8)), np.float32(0)
         for j in range(block):
             put(w, j, get(row, start + j) if start + j < columns else np.float32(0))
-            square += get(w, j) * get(w, j)
-            if abs(get(w, j)) > abs(size):
-                size = get(w, j)
-        if of_deviation:
-            size = np.sqrt(square / np.float32(block))
+            if abs(get(w, j)) > abs(peak):
+                peak = get(w, j)
         best, scale = np.float32(np.inf), np.float32(0)
-        for k in range(n_factors):
-            d = size * get(floats(factors), k)
+        for k in range(n_shrink):
+            d = peak * get(floats(shrink), k) / full
             inverse = np.float32(1) / d if d != 0 else np.float32(0)
             square, product = np.float32(0), np.float32(0)
             for j in range(block):
-                level = np.float32(get(nearest, place_of(get(w, j) * inverse)))
+                level = min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top) - zero
                 put(q, j, level)
                 square += level * level
                 product += level * get(w, j)
-            d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
+            if bits == 4:
+                d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
             error = np.float32(0)
             for j in range(block):
                 lost = get(w, j) - get(q, j) * d
@@ -286,50 +257,13 @@ def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
         put(floats(scales), i, scale)
         inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
         for j in range(block):
-            put(levels, j, get(nearest, place_of(get(w, j) * inverse)))
-
-
-@functools.cache
-def rotation() -> F32:
-    """Returns R (ROTATED_INPUTS, ROTATED_INPUTS), orthogonal: a row x of inputs is rotated to x R."""
-    hadamard = np.ones((1, 1), np.float32)
-    while len(hadamard) < ROTATED_INPUTS:
-        hadamard = np.kron(np.array([[1, 1], [1, -1]], np.float32), hadamard)
-    rotated: F32 = FLIPS[:, None] * hadamard / np.float32(np.sqrt(ROTATED_INPUTS))
-    return rotated
-
-
-def rotate(x: F32) -> F32:
-    """Returns x (n, columns) with each ROTATED_INPUTS columns rotated, the last ones with zeros behind: a multiple."""
-    n, columns = x.shape
-    padded = x if columns % ROTATED_INPUTS == 0 else np.pad(x, ((0, 0), (0, -columns % ROTATED_INPUTS)))
-    return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(n, -1)
-
-
-def rotated_back(blocks: F32) -> F32:
-    """Returns what `rotate` made into blocks (..., ROTATED_INPUTS)."""
-    x: F32 = blocks @ rotation().T
-    return x
-
-
-def pack_planes(codes: U8, bits: int) -> U8:
-    """Packs codes (..., ROTATED_INPUTS) of 2 to 5 bits in `code_planes`: (..., 16 bits) bytes."""
-    packed = []
-    for width, before in code_planes(bits):
-        chunks = (codes >> before & (1 << width) - 1).reshape(*codes.shape[:-1], 8 // width, 16 * width)
-        shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-        packed.append(np.bitwise_or.reduce(chunks << shifts, axis=-2))
-    return np.concatenate(packed, axis=-1)
-
-
-def unpack_planes(packed: U8, bits: int) -> U8:
-    """Returns the codes (..., ROTATED_INPUTS) that `pack_planes` has packed."""
-    codes = np.zeros((*packed.shape[:-1], ROTATED_INPUTS), np.uint8)
-    for width, before in code_planes(bits):
-        plane = packed[..., None, 16 * before : 16 * (before + width)]
-        shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-        codes |= (plane >> shifts & (1 << width) - 1).reshape(codes.shape) << before
-    return codes
+            put(q, j, min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top))
+        if bits == 4:
+            for j in range(block // 2):
+                put(codes, j, np.uint8(get(q, 2 * j)) | np.uint8(np.uint8(get(q, 2 * j + 1)) << 4))
+        else:
+            for j in range(block):
+                put(codes, j, np.uint8(get(q, j)))
 
 
 def _pairs(codes: U8) -> U8:

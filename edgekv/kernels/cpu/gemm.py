@@ -43,7 +43,7 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call
-from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, code_planes
+from edgekv.kernels.interface import ROTATED_INPUTS, code_planes, level_tables
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
@@ -127,7 +127,7 @@ class CodeLayout(NamedTuple):
 
 def rotated_layout(bits: int) -> CodeLayout:
     """Returns the layout of codes of 2 to 5 bits for Gaussian levels."""
-    return CodeLayout(bits, ROTATED_INPUTS, GAUSSIAN[bits], rotated=True)
+    return CodeLayout(bits, ROTATED_INPUTS, tuple(level_tables(bits).ravel().tolist()), rotated=True)
 
 
 class Product(NamedTuple):
@@ -285,16 +285,24 @@ def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
     return [_levels(b, layout, each) for each in nibbles] if layout.levels else nibbles
 
 
-def _levels(b: Any, layout: CodeLayout, codes: Value) -> Value:
-    """Returns what codes, a byte each, stand for, plus the zero point: a byte each."""
-    in_bytes = emit.vector(emit.I8, VECTOR)
-    entries, index = [level + layout.zero_point for level in layout.levels], b.bitcast(codes, in_bytes)
-    if layout.bits == 5:  # two tables
-        is_high = b.icmp_signed(">", index, emit.constant(in_bytes, 15))
-        index = b.and_(index, emit.constant(in_bytes, 15))
-    tables = [entries[:16] * (16 // len(entries[:16])), entries[16:]][: 1 + (layout.bits == 5)]
-    found = [emit.look_up(b, ir.Constant(in_bytes, table * (VECTOR // 16)), index) for table in tables]
-    return b.bitcast(found[0] if len(found) == 1 else b.select(is_high, found[1], found[0]), INTS)
+def _levels(b: Any, layout: CodeLayout, codes: Value, partners: Value | None = None) -> Value:
+    """Returns a byte for each code: what it stands for, plus the zero point; partners: the codes' partners."""
+    entries = [level + layout.zero_point for level in layout.levels]
+    if partners is not None:
+        is_odd = b.and_(partners, emit.constant(INTS, 0x01010101))
+        codes = b.or_(codes, b.shl(is_odd, emit.constant(INTS, layout.bits)))
+    index = b.bitcast(codes, emit.vector(emit.I8, VECTOR))
+    return b.bitcast(_look_up(b, entries, index), INTS)
+
+
+def _look_up(b: Any, entries: Sequence[int], index: Value) -> Value:
+    """Returns entry i, of a power of two entries, for each byte i of ``index``; looked up 16 by 16."""
+    if len(entries) <= 16:
+        return emit.look_up(b, ir.Constant(index.type, list(entries) * (VECTOR // len(entries))), index)
+    half = len(entries) // 2
+    low = b.and_(index, emit.constant(index.type, half - 1))
+    is_high = b.icmp_signed("!=", b.and_(index, emit.constant(index.type, half)), emit.constant(index.type, 0))
+    return b.select(is_high, _look_up(b, entries[half:], low), _look_up(b, entries[:half], low))
 
 
 def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Sequence[int]]]) -> Value:
@@ -308,7 +316,7 @@ def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Seque
 
 
 def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None) -> list[Value]:
-    """Returns a unit's codes as `unpack` does, from the address ``start`` on; n_blocks: None, or how many it has."""
+    """Returns the codes of the unit at an address as `unpack` does; n_blocks: how many it has, None: all."""
     if not layout.rotated:
         vectors = (
             emit.load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks)
@@ -326,11 +334,12 @@ def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None)
         places = [[(VECTOR * v + 4 * i) // n_bytes for i in range(LANES)] for v in range(layout.vectors)]
         shifts = [[bits * place for place in of_vector] for of_vector in places]
         of_planes.append([(wide[v % len(wide)], shift) for v, shift in enumerate(shifts)])
-    return [_levels(b, layout, _planes_code(b, layout, planes)) for planes in zip(*of_planes, strict=True)]
+    codes = [_planes_code(b, layout, planes) for planes in zip(*of_planes, strict=True)]
+    return [_levels(b, layout, code, codes[i - len(codes) // 2]) for i, code in enumerate(codes)]
 
 
 def load_scales(b: Any, layout: CodeLayout, scales: Value, block: Value, n_blocks: Value | None) -> Value:
-    """Returns the scales of a unit, (layout.blocks,) float32, from block ``block`` on; n_blocks as in `load_codes`."""
+    """Returns the scales of a unit, (layout.blocks,) float32, from a block on; n_blocks as in `load_codes`."""
     if not layout.rotated:
         kind = emit.vector(emit.F32, layout.blocks)
         return emit.load_some(b, kind, at(b, scales, (block, 4)), 0, n_blocks)
@@ -482,12 +491,15 @@ def _emit_transposed_codes(
     for start in range(0, of_block, LANES):
         n = None if start + LANES <= of_block else emit.I64(of_block - start)
         words += transposed(b, [emit.load_some(b, INTS, place, 4 * start, n) for place in places])
+    codes = []
     for four in range(layout.block // 4):
         planes = []
         for bits, before in code_planes(layout.bits):
             chunk, word = divmod(four, 4 * bits)
             planes.append((words[4 * before + word], [bits * chunk] * LANES))
-        yield four, _levels(b, layout, _planes_code(b, layout, planes))
+        codes.append(_planes_code(b, layout, planes))
+    for four, code in enumerate(codes):
+        yield four, _levels(b, layout, code, codes[four - len(codes) // 2])
 
 
 def _emit_panel_products(
@@ -567,9 +579,7 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(
-    first: int, last: int, part: int, p: Product, place: int, step: int, scale_bytes: int
-) -> None:
+def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int, scale_bytes: int) -> None:
     """Multiplies tiles or panels first..last of the product whose numbers are at a place, with a part's scratch.
 
     step: blocks of a STRETCH. scale_bytes: of a block's scale.

@@ -1,0 +1,166 @@
+"""Weights of 2 to 5 bits: levels for a Gaussian, behind a rotation, with one scale for 128 inputs.
+
+inputs    each 128 of a row go through random signs and a Hadamard transform, in weights and activations alike, which
+          leaves their product and makes weights nearly Gaussian (HIGGS, arXiv:2411.17525)
+levels    whole numbers that fit a byte, looked up by a shuffle of bytes, as `GAUSSIAN` has them
+pairs     inputs i and i + 64 share 2 * bits: a code's levels are those of one of two tables, chosen by whether its
+          partner's code is odd. Both together have less error than two codes by themselves, by 2, 10, 14 and 12% for 2,
+          3, 4 and 5 bits of a Gaussian
+scales    bfloat16, the best of several for each block of a row's 128 inputs
+planes    how the codes of a block are packed: `code_planes`
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from edgekv.checkpoint.tensors import BFLOAT16
+from edgekv.kernels import threads
+from edgekv.kernels.cpu.compile import FAST, fast_jit
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.interface import FLIPS, ROTATED_INPUTS, code_planes, level_tables
+from edgekv.types import F32, I8, U8, Array
+
+DEVIATIONS = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}
+"""By bits, the best scale of `GAUSSIAN` levels for a deviation of 1."""
+FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
+"""Scales to try, as factors of the one that is best for a Gaussian of the block's deviation."""
+HALF = ROTATED_INPUTS // 2
+REACH = 128
+"""No level lies beyond it; `nearest` has two entries for each whole number from -REACH on."""
+ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
+
+
+@functools.cache
+def rotation() -> F32:
+    """Returns R (128, 128), orthogonal: 128 inputs x are rotated to x R."""
+    hadamard = np.ones((1, 1), np.float32)
+    while len(hadamard) < ROTATED_INPUTS:
+        hadamard = np.kron(np.array([[1, 1], [1, -1]], np.float32), hadamard)
+    rotated: F32 = FLIPS[:, None] * hadamard / np.float32(np.sqrt(ROTATED_INPUTS))
+    return rotated
+
+
+def rotate(x: F32) -> F32:
+    """Returns rows x (n, columns), each 128 columns rotated, the last ones with zeros behind them: whole blocks."""
+    n, columns = x.shape
+    padded = x if columns % ROTATED_INPUTS == 0 else np.pad(x, ((0, 0), (0, -columns % ROTATED_INPUTS)))
+    return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(n, -1)
+
+
+def decode(codes: U8, scales: Array, bits: int, columns: int) -> F32:
+    """Returns the weights (rows, columns) float32 of codes (rows, blocks, 16 bits) and scales (rows, blocks)."""
+    unpacked = unpack(codes, bits)
+    partners = np.roll(unpacked, HALF, axis=-1)
+    levels = level_tables(bits)[partners & 1, unpacked].astype(np.float32)
+    levels *= scales.astype(np.float32)[..., None]
+    weights: F32 = (levels @ rotation().T).reshape(len(codes), -1)
+    return weights[:, :columns]
+
+
+def pack(codes: U8, bits: int) -> U8:
+    """Packs codes (..., 128) of 2 to 5 bits in `code_planes`: (..., 16 bits) bytes."""
+    packed = []
+    for width, before in code_planes(bits):
+        chunks = (codes >> before & (1 << width) - 1).reshape(*codes.shape[:-1], 8 // width, 16 * width)
+        shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+        packed.append(np.bitwise_or.reduce(chunks << shifts, axis=-2))
+    return np.concatenate(packed, axis=-1)
+
+
+def unpack(packed: U8, bits: int) -> U8:
+    """Returns the codes (..., 128) that `pack` has packed."""
+    codes = np.zeros((*packed.shape[:-1], ROTATED_INPUTS), np.uint8)
+    for width, before in code_planes(bits):
+        plane = packed[..., None, 16 * before : 16 * (before + width)]
+        shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+        codes |= (plane >> shifts & (1 << width) - 1).reshape(codes.shape) << before
+    return codes
+
+
+@functools.cache
+def nearest(bits: int) -> U8:
+    """Returns (2, 2, 4 REACH): of the codes that are [odd], with partners that are [odd], the one next to each half step."""
+    tables, half_steps = level_tables(bits), np.arange(-2 * REACH, 2 * REACH)
+    found = np.empty((2, 2, 4 * REACH), np.uint8)
+    for own in range(2):
+        for partner in range(2):
+            codes = np.arange(own, 1 << bits, 2)
+            levels = tables[partner, codes].astype(np.int64)
+            found[own, partner] = codes[np.searchsorted(levels[:-1] + levels[1:], half_steps, side="right")]
+    return found
+
+
+def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
+    """Quantizes weight (r, k): codes (r, blocks, 16 bits) and scales (r, blocks) bfloat16.
+
+    The last block is padded with zeros.
+    """
+    rotated = rotate(weight)
+    shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
+    codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
+    arrays = rotated, FACTORS * np.float32(DEVIATIONS[bits]), nearest(bits), level_tables(bits), codes, scales
+    _quantize_rows(len(weight), ROW_WORK, shape[1], len(FACTORS), 1 << bits, *arrays, n_threads=threads.count())
+    return pack(codes, bits), scales.astype(BFLOAT16)
+
+
+@fast_jit
+def place_of(x: np.float32) -> int:
+    """Returns the place of a number, in steps, in `nearest`."""
+    half_steps = np.floor(np.float32(2) * x) + np.float32(2 * REACH)
+    return np.int32(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
+
+
+@fast_jit
+def round_pair(x: np.float32, y: np.float32, near: U8, tables: I8, n_codes: int) -> int:
+    """Returns the codes of two partners, 256 * that of y + that of x, that are next to x and y, in steps."""
+    at_x, at_y, best, codes = place_of(x), place_of(y), np.float32(np.inf), 0
+    for odd in range(4):
+        odd_x, odd_y = odd & 1, odd >> 1
+        code_x = np.int32(get(near, (2 * odd_x + odd_y) * 4 * REACH + at_x))
+        code_y = np.int32(get(near, (2 * odd_y + odd_x) * 4 * REACH + at_y))
+        lost_x = x - np.float32(get(tables, odd_y * n_codes + code_x))
+        lost_y = y - np.float32(get(tables, odd_x * n_codes + code_y))
+        error = lost_x * lost_x + lost_y * lost_y
+        if error < best:
+            best, codes = error, 256 * code_y + code_x
+    return codes
+
+
+@functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
+def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
+    n_blocks, n_factors, n_codes = load_numbers(arguments, 3)
+    weight, factors, near_at, tables_at, codes_at, scales = load_numbers(arguments + 8 * 3, 6)
+    near, tables = chars(near_at), signed_chars(tables_at)
+    for i in range(first * n_blocks, last * n_blocks):
+        w, codes, square = (
+            floats(weight + 4 * ROTATED_INPUTS * i),
+            chars(codes_at + ROTATED_INPUTS * i),
+            np.float32(0),
+        )
+        for j in range(ROTATED_INPUTS):
+            square += get(w, j) * get(w, j)
+        deviation = np.sqrt(square / np.float32(ROTATED_INPUTS))
+        most, scale = np.float32(0), np.float32(0)
+        for k in range(n_factors + 1):  # at last with the best scale
+            d = deviation * get(floats(factors), k) if k < n_factors else scale
+            inverse = np.float32(1) / d if d != 0 else np.float32(0)
+            square, product = np.float32(0), np.float32(0)
+            for j in range(HALF):
+                x, y = get(w, j), get(w, j + HALF)
+                both = round_pair(x * inverse, y * inverse, near, tables, n_codes)
+                code_x, code_y = both & 255, both >> 8
+                level_x = np.float32(get(tables, (code_y & 1) * n_codes + code_x))
+                level_y = np.float32(get(tables, (code_x & 1) * n_codes + code_y))
+                square += level_x * level_x + level_y * level_y
+                product += level_x * x + level_y * y
+                if k == n_factors:
+                    put(codes, j, np.uint8(code_x))
+                    put(codes, j + HALF, np.uint8(code_y))
+            if product * product > most * square:  # by as much the best scale of these codes lessens the error
+                most, scale = product * product / square, product / square
+        put(floats(scales), i, scale)

@@ -1,11 +1,11 @@
 """Weights of 2 to 5 bits: levels for a Gaussian, behind a rotation, with one scale for 128 inputs.
 
-inputs    each 128 of a row go through random signs and a Hadamard transform, in weights and activations alike, which
-          leaves their product and makes weights nearly Gaussian (HIGGS, arXiv:2411.17525)
+inputs    each 128 of a row go through random signs and a Hadamard transform, in weights and activations alike,
+          which leaves their product as it is and makes weights nearly Gaussian (HIGGS, arXiv:2411.17525)
 levels    whole numbers that fit a byte, looked up by a shuffle of bytes, as `GAUSSIAN` has them
-pairs     inputs i and i + 64 share 2 * bits: a code's levels are those of one of two tables, chosen by whether its
-          partner's code is odd. Both together have less error than two codes by themselves, by 2, 10, 14 and 12% for 2,
-          3, 4 and 5 bits of a Gaussian
+pairs     inputs i and i + 64 of a block are partners: which of two tables of levels a code has depends on whether
+          its partner's code is odd. Together they are rounded with less squared error than one by one, by 2, 10,
+          14 and 12% for 2, 3, 4 and 5 bits of a Gaussian
 scales    bfloat16, the best of several for each block of a row's 128 inputs
 planes    how the codes of a block are packed: `code_planes`
 """
@@ -46,7 +46,7 @@ def rotation() -> F32:
 
 
 def rotate(x: F32) -> F32:
-    """Returns rows x (n, columns), each 128 columns rotated, the last ones with zeros behind them: whole blocks."""
+    """Returns rows x (n, columns), each 128 columns rotated; the last ones are padded with zeros to 128."""
     n, columns = x.shape
     padded = x if columns % ROTATED_INPUTS == 0 else np.pad(x, ((0, 0), (0, -columns % ROTATED_INPUTS)))
     return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(n, -1)
@@ -84,7 +84,7 @@ def unpack(packed: U8, bits: int) -> U8:
 
 @functools.cache
 def nearest(bits: int) -> U8:
-    """Returns (2, 2, 4 REACH): of the codes that are [odd], with partners that are [odd], the one next to each half step."""
+    """Returns the code next to each half step (4 REACH,), of codes [even or odd] with partners [even or odd]."""
     tables, half_steps = level_tables(bits), np.arange(-2 * REACH, 2 * REACH)
     found = np.empty((2, 2, 4 * REACH), np.uint8)
     for own in range(2):
@@ -112,7 +112,7 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
 def place_of(x: np.float32) -> int:
     """Returns the place of a number, in steps, in `nearest`."""
     half_steps = np.floor(np.float32(2) * x) + np.float32(2 * REACH)
-    return np.int32(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
+    return int(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
 
 
 @fast_jit

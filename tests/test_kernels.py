@@ -29,13 +29,13 @@ TWO_THREADS = """
 import sys, threading, numba, numpy as np
 from edgekv.kernels import numba_kernels, threads
 from edgekv.kernels.cpu import launch
-from edgekv.weights.formats import quantize
+from edgekv.weights.formats import FORMATS, quantize
 from edgekv.weights.rounding import Rounder
 
 kernels = numba_kernels()
 launch.MIN_PARALLEL_WORK = 0
 weight, done = np.random.default_rng(0).standard_normal((256, 64), np.float32), []
-rounder = Rounder(np.eye(64, dtype=np.float32), 32)
+rotated, rounder = np.tile(weight, 2), Rounder(np.eye(128, dtype=np.float32), 4)
 def attend():
     for _ in range(200):
         s = np.zeros((2, 2, 64), np.float32)
@@ -44,9 +44,8 @@ def attend():
         done.append(1)
 def build():
     for _ in range(15):
-        codes, scales = np.empty((256, 2, 16), np.uint8), np.empty((256, 2), np.float32)
-        quantize(weight, 4, 32, codes, scales)
-        rounder.round(weight, weight)
+        quantize(weight, FORMATS["int4-32"])
+        rounder.round(rotated, rotated)
         done.append(1)
 def serial():
     with threads.serial_kernels():

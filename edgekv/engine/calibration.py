@@ -21,7 +21,7 @@ from edgekv.weights.formats import WeightFormat
 from edgekv.weights.rounding import CalibratingOps
 from edgekv.weights.store import Write
 
-VERSION = 2  # of the rounding: another one makes other weights
+VERSION = 3  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens of a window
 MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
 MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too
@@ -37,8 +37,8 @@ class Calibration:
     def __init__(self, model: Model, form: WeightFormat, text: str) -> None:
         """Raises ConfigError (field calibrate) for weights that it can't round, or too short a text."""
         config = model.config
-        if not any(form.of(name).bits == 4 for name in model.arch.linears()):
-            advice = "choose {weights:int4-32} or {weights:int4}, or leave {calibrate} out"
+        if not any(form.of(name).rotated for name in model.arch.linears()):
+            advice = "choose {weights:q4}, or leave {calibrate} out"
             raise _refusal(f"these are to be {form.name}", advice)
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
@@ -69,7 +69,7 @@ class Calibration:
 
 
 def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
-    what = "a text rounds a checkpoint's dense layers to 4 bits, and is read with a plain cache"
+    what = "a text rounds a checkpoint's dense layers to q2 to q5, and is read with a plain cache"
     return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
 
 

@@ -57,8 +57,8 @@ BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
-    if exact is None or form.bits == 32:
-        return exact is not None
+    if exact is None or form.bits == 32 or form.rotated:
+        return exact is not None and not form.rotated
     own = FORMATS[exact]
     same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
     fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.compile import FAST, fast_jit
+from edgekv.kernels.cpu.compile import FAST, fast_jit, inline_jit
 from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
 from edgekv.kernels.cpu.scalar import get, put
@@ -115,17 +115,31 @@ def place_of(x: np.float32) -> int:
     return int(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
 
 
-@fast_jit
-def round_pair(x: np.float32, y: np.float32, near: U8, tables: I8, n_codes: int) -> int:
-    """Returns the codes of two partners, 256 * that of y + that of x, that are next to x and y, in steps."""
+@inline_jit
+def level_of(code: int, partner: int, tables: I8, n_codes: int) -> np.float32:
+    """Returns the level of a code with a partner."""
+    level: np.float32 = np.float32(get(tables, (partner & 1) * n_codes + code))
+    return level
+
+
+@inline_jit
+def round_pair(
+    x: np.float32, y: np.float32, share: np.float32, heavy: np.float32, near: U8, tables: I8, n_codes: int
+) -> int:
+    """Returns the codes of two partners, 256 * that of y + that of x, that are next to x and y, in steps.
+
+    share: how much of what y is rounded by is added to x. heavy: how much y's square error counts beside x's.
+    """
     at_x, at_y, best, codes = place_of(x), place_of(y), np.float32(np.inf), 0
     for odd in range(4):
         odd_x, odd_y = odd & 1, odd >> 1
-        code_x = np.int32(get(near, (2 * odd_x + odd_y) * 4 * REACH + at_x))
         code_y = np.int32(get(near, (2 * odd_y + odd_x) * 4 * REACH + at_y))
-        lost_x = x - np.float32(get(tables, odd_y * n_codes + code_x))
-        lost_y = y - np.float32(get(tables, odd_x * n_codes + code_y))
-        error = lost_x * lost_x + lost_y * lost_y
+        lost_y = y - level_of(code_y, odd_x, tables, n_codes)
+        if share != 0:
+            at_x = place_of(x + share * lost_y)
+        code_x = np.int32(get(near, (2 * odd_x + odd_y) * 4 * REACH + at_x))
+        lost_x = x + share * lost_y - level_of(code_x, odd_y, tables, n_codes)
+        error = lost_x * lost_x + heavy * lost_y * lost_y
         if error < best:
             best, codes = error, 256 * code_y + code_x
     return codes
@@ -152,10 +166,10 @@ def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
             square, product = np.float32(0), np.float32(0)
             for j in range(HALF):
                 x, y = get(w, j), get(w, j + HALF)
-                both = round_pair(x * inverse, y * inverse, near, tables, n_codes)
+                both = round_pair(x * inverse, y * inverse, np.float32(0), np.float32(1), near, tables, n_codes)
                 code_x, code_y = both & 255, both >> 8
-                level_x = np.float32(get(tables, (code_y & 1) * n_codes + code_x))
-                level_y = np.float32(get(tables, (code_x & 1) * n_codes + code_y))
+                level_x = level_of(code_x, code_y, tables, n_codes)
+                level_y = level_of(code_y, code_x, tables, n_codes)
                 square += level_x * level_x + level_y * level_y
                 product += level_x * x + level_y * y
                 if k == n_factors:

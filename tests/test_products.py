@@ -10,20 +10,29 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import PARALLEL, pairs
 
+from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
 from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
-from edgekv.kernels.interface import GEMV_ROWS
-from edgekv.types import F32, U8, Threads
+from edgekv.kernels.interface import FLIPS, GEMV_ROWS
+from edgekv.kernels.reference import hadamard
+from edgekv.types import F32, U8, Array, Threads
+from edgekv.weights import gaussian
 from edgekv.weights.formats import WeightFormat, n_blocks
 from edgekv.weights.ops import ACTIVATIONS, LowRank, add_lora, clamped_gate
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
 
 
-def rounded(x: F32, block: int) -> F32:
+def rounded(x: F32, layout: CodeLayout) -> F32:
     """Returns x (n, columns) as bytes with a scale for each block, and back again."""
-    n, columns = x.shape
+    (n, columns), block = x.shape, layout.block
+    if layout.rotated:
+        blocks = np.pad(x, ((0, 0), (0, -columns % block))).reshape(1, -1, block)
+        rotated = np.empty_like(blocks)
+        hadamard(blocks, FLIPS, rotated)  # with its order of sums: other sums round other halves
+        codes = rounded(rotated.reshape(n, -1), layout._replace(rotated=False))
+        return (codes.reshape(n, -1, block) @ gaussian.rotation().T).reshape(n, -1)
     blocks = np.pad(x, ((0, 0), (0, -columns % block))).reshape(n, -1, block)
     peak = np.abs(blocks).max(axis=2, keepdims=True)
     factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
@@ -31,10 +40,11 @@ def rounded(x: F32, block: int) -> F32:
     return (codes * (peak / np.float32(127))).reshape(n, -1)[:, :columns].astype(np.float32)
 
 
-def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int) -> tuple[U8, F32]:
+def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int) -> tuple[U8, Array]:
     """Draws codes and scales of weights (rows, columns)."""
     codes = rng.integers(0, 256, (rows, n_blocks(columns, layout.block), layout.block_bytes), np.uint8)
-    return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
+    scales = rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
+    return codes, scales.astype(BFLOAT16).view(np.uint16) if layout.rotated else scales
 
 
 def weights_of(
@@ -47,11 +57,13 @@ def weights_of(
     return QuantizedWeights(codes, scales, layout, offsets, zeros)
 
 
-def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
-    """Returns the weights (rows, columns) that codes stand for."""
+def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]:
+    """Returns the weights (rows, columns) that codes stand for; of rotated ones with what the padding became."""
     codes, scales, layout, offsets, zeros = weights
+    if layout.rotated:
+        return gaussian.decode(codes, scales.view(BFLOAT16), layout.bits, layout.block * scales.shape[1])
     shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}
-    form = WeightFormat("", layout.bits, layout.block, e2m1=layout.e2m1)
+    form = WeightFormat("", layout.bits, layout.block, e2m1=bool(layout.levels))
     return form.decode({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
 
 
@@ -78,7 +90,7 @@ def test_products(kind: tuple[CodeLayout, str | None], size: tuple[int, int, int
     x[0, : min(columns, 40)] = 0
     weights = weights_of(rng, kind[0], rows, columns, kind[1])
     meant = meaning(weights, columns)
-    activations = rounded(x, weights.layout.block).astype(np.float64)
+    activations = rounded(x, weights.layout).astype(np.float64)
     most = np.abs(activations) @ np.abs(meant).T
     got = QuantizedMatmul(weights)(x)
     assert got.shape == (len(x), len(meant))
@@ -189,7 +201,7 @@ def test_products_with_chosen_experts_are_those_of_the_codes(
     layout, rng = kind[0], np.random.default_rng(columns)
     weights = weights_of(rng, layout, EXPERTS * ROWS, columns, kind[1])
     idle = sorted(set(range(EXPERTS)) - set(of))
-    for floats in (weights.scales, weights.offsets):
+    for floats in (weights.scales.view(BFLOAT16) if layout.rotated else weights.scales, weights.offsets):
         if floats is not None:
             floats.reshape(EXPERTS, ROWS, -1)[idle] = np.nan  # would show wherever one was read
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
@@ -199,8 +211,8 @@ def test_products_with_chosen_experts_are_those_of_the_codes(
     for n_threads in (2, 3):
         again = QuantizedMatmul(weights, EXPERTS)(x, n_threads, np.array(of))
         assert np.array_equal(again, out)
-    matrices = meaning(weights, columns).reshape(EXPERTS, ROWS, columns)
-    expected = np.stack([matrices[e] @ row for e, row in zip(of, rounded(x, layout.block), strict=True)])
+    matrices = meaning(weights, columns).reshape(EXPERTS, ROWS, -1)
+    expected = np.stack([matrices[e] @ row for e, row in zip(of, rounded(x, layout), strict=True)])
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 

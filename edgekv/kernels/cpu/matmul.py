@@ -278,6 +278,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             n += 1
         outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
         is_panel, tiles = _tiles_of(n, p.outputs)
+        scale_bytes = 2 if p.flips else 4
         offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
         zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs
         own = Product(
@@ -293,7 +294,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             row_bytes=p.row_bytes,
             codes=p.codes + p.code_bytes * outputs,
             code_bytes=p.code_bytes,
-            scales=p.scales + (2 if p.flips else 4) * p.blocks * outputs,
+            scales=p.scales + scale_bytes * p.blocks * outputs,
             offsets=offsets,
             zeros=zeros,
             correction=p.correction,

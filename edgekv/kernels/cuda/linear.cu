@@ -153,7 +153,7 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int colu
     }
     if (!ROTATED && halves && aligned) {
         uint4 y = {two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7])};
-        if (exists) *(uint4*)((u16*)out + row * columns + k) = y;
+        if (k < columns && exists) *(uint4*)((u16*)out + row * columns + k) = y;
         return;
     }
     UNROLL for (int i = 0; i < 8; i += 4) {

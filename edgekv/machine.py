@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from edgekv.errors import ConfigError, ContextError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
-HINT = "lower {ctx}, or choose a smaller {kv} scheme or {weights:int4}"
+HINT = "lower {ctx}, or choose a smaller {kv} scheme or {weights:q4}"
 
 _LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -61,7 +61,7 @@ def damage(folder: pathlib.Path, *tensors: str) -> pathlib.Path:
     ("part", "weights", "kv"),
     pairs(
         part=["self_attn.q_proj", "self_attn.k_proj", "block_sparse_moe.gate"],
-        weights=["f32", "int8", "int4", "int4-32"],
+        weights=["f32", "int8", "int4", "int4-32", "q3"],
         kv=["planes", "fier:k=8,skip=0"],
     ),
 )

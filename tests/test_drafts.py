@@ -108,7 +108,7 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
 
 @pytest.mark.parametrize(
     ("case", "weights"),
-    [("phi3-longrope", "f32"), ("mistral", "int8"), ("gpt2", "int4"), ("mixtral", "f32"), ("gpt-oss", "int4")],
+    [("phi3-longrope", "f32"), ("mistral", "int8"), ("gpt2", "q4"), ("mixtral", "f32"), ("gpt-oss", "q4")],
 )
 def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     """Rotation by length allows no drafts; a sliding window, learned positions and experts do."""

@@ -255,8 +255,8 @@ def test_drafts(name: str, loaded: Loaded, folder: Folder) -> None:
     """The text is what it is without."""
     images = [Image.fromarray(PIXELS)] if name == "llava" else []
     prompt = "<image>" * len(images) + "ab" * 40
-    expected = text(loaded(name, weights="int4").fork(), prompt, 40, images=images)
-    with Session.load(folder(name), kv=KV, weights="int4", draft="ngram") as session:
+    expected = text(loaded(name, weights="q4").fork(), prompt, 40, images=images)
+    with Session.load(folder(name), kv=KV, weights="q4", draft="ngram") as session:
         assert text(session, prompt, 40, images=images) == expected
         counts = session.report().drafts
         assert counts is not None

@@ -239,7 +239,7 @@ def test_quantized_weights_stay_as_they_are(
 ) -> None:
     """The model and all its LoRAs share a store, whose values get each change."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = LoadOptions(weights="int4", kv="dense:dtype=f32")
+    options = LoadOptions(weights="q4", kv="dense:dtype=f32")
     session = Session.load(base, **options, loras={"one": lora, "half": f"{lora}:0.5"})
     np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, **options).logits(TOKENS))
     assert len(list((tmp_path / "edgekv" / "stores").iterdir())) == 1

@@ -20,12 +20,12 @@ from edgekv.kernels.interface import GEMV_ROWS
 @pytest.mark.parametrize(
     ("case", "kv", "weights"),
     [
-        ("llama31", "dense", "int4"),
+        ("llama31", "dense", "q4"),
         ("llama31", "onebit", "f32"),
         ("gpt2", "onebit", "int8"),
         ("rope-longrope", "h2o", "f32"),
         ("mixtral", "dense", "int8"),
-        ("gpt-oss", "dense", "int4"),
+        ("gpt-oss", "dense", "q4"),
     ],
 )
 def test_a_token_has_the_logits_that_it_has_alone(

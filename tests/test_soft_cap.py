@@ -79,7 +79,7 @@ def test_commands_with_their_own_schemes(
     """The schemes that each takes by itself, the gate's with fitted ones, and those of a budget."""
     text = tmp_path / "text.txt"
     text.write_text("It is said that bounded scores are scores, too. " * 15)
-    model = ["--model", str(tiny_model("gemma2", tmp_path_factory)), "--weights", "int4"]
+    model = ["--model", str(tiny_model("gemma2", tmp_path_factory)), "--weights", "q4"]
     assert main(["warm", *model]) == 0
     assert main(["warm", "--kv", "nosuch"]) == 2
     capsys.readouterr()

@@ -21,7 +21,7 @@ MODEL = "demo"
 
 @pytest.fixture
 def store() -> WeightStore:
-    return random_store(load_shape("tiny", 2), WEIGHTS["int4"])
+    return random_store(load_shape("tiny", 2), WEIGHTS["q4"])
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     assert threads.product_threads(store, 3) == (3, 3)
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8-32", "f32"])
+@pytest.mark.parametrize("weights", ["q4", "int8-32", "f32"])
 def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
     """One row is tried, and prompts whose rows are shared by several callers."""
     store = random_store(load_shape("tiny", 2), WEIGHTS[weights])

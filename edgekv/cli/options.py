@@ -34,7 +34,7 @@ from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import all_cores, format_bytes, parse_bytes, parse_tokens
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
-from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.formats import OFFERED
 
 # Types for argparse
 
@@ -161,7 +161,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shape": option("NAME", f"a known shape, without weights, in place of --model: {', '.join(shape_names())}"),
     "weights": option(
         "FORMAT",
-        f"{', '.join(('auto', *WEIGHTS))} (default auto: by size); with ,head=FORMAT the head has another",
+        f"{', '.join(('auto', *OFFERED))} (default auto: by size); with ,head=FORMAT the head has another",
         default="auto",
     ),
     "kv": option(
@@ -243,7 +243,7 @@ ALIASES = {
     "model": ("-m",),
 }
 """Names of options in llama.cpp and other programs, which mean the same here."""
-CHOICES = {"kv": (AUTO, *PRESETS), "weights": ("auto", *WEIGHTS), "overflow": OVERFLOWS}
+CHOICES = {"kv": (AUTO, *PRESETS), "weights": ("auto", *OFFERED), "overflow": OVERFLOWS}
 """What a shell's TAB key offers for an option."""
 SOURCE = "model config"
 SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"

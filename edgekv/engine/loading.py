@@ -49,7 +49,7 @@ class LoadOptions(TypedDict, total=False):
         gate on this model, else what lost little everywhere. With a ``kv_budget`` the most bits that hold it.
     ctx: tokens that the conversation can have, also as a text ("8k"); None is 8192, or the model's positions where
         these are fewer.
-    weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
+    weights: the format of the weights: "f32", "int8", "q5", "q4", "q3", "q2", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
     kv_budget: bytes that the cache may take, also as a text ("300M"); None is no bound.
     overflow: what happens when the conversation outgrows ``ctx``: "stop" (the text ends), or "slide" (the

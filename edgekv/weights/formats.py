@@ -85,7 +85,7 @@ class WeightFormat:
         """Returns the numbers that codes stand for, times a block's scale."""
         if self.rotated:
             return level_tables(self.bits)
-        return E2M1_DOUBLED if self.e2m1 else np.arange(1 << self.bits).astype(np.int8) - (1 << (self.bits - 1))
+        return E2M1_DOUBLED if self.e2m1 else (np.arange(1 << self.bits) - (1 << (self.bits - 1))).astype(np.int8)
 
     def of(self, linear: str) -> WeightFormat:
         """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
@@ -119,6 +119,8 @@ FORMATS = {
 }
 WEIGHTS = {name: form for name, form in FORMATS.items() if not (form.zeros or form.offsets or form.e2m1)}
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
+OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
+"""Those of them to choose from: the others take more bytes for as much loss."""
 
 HEAD = ",head="
 
@@ -129,7 +131,7 @@ def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
-    """Returns the named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
+    """Returns the named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else q4.
 
     ``NAME,head=NAME`` gives the language-model head another one. own: the format of a file that is quantized
     already, which ``auto`` and its own name keep. Raises ConfigError (field weights).
@@ -139,7 +141,7 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
     if not separator or head == form.of("head").name:
         return form
     if head not in WEIGHTS:
-        accepted = [f"{form.name}{HEAD}{each}" for each in WEIGHTS]
+        accepted = [f"{form.name}{HEAD}{each}" for each in OFFERED]
         raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
     linears = {linear: form.of(linear).name for linear in arch.linears()}
     return per_linear_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
@@ -150,9 +152,9 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
         return own
     if name == "auto":
         elements = sum(linear.n_elements for linear in arch.linears().values())
-        name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "int4"
+        name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "q4"
     if name not in WEIGHTS:
-        raise ConfigError("unknown", field="weights", value=name, accepted=("auto", *WEIGHTS))
+        raise ConfigError("unknown", field="weights", value=name, accepted=("auto", *OFFERED))
     return WEIGHTS[name]
 
 

@@ -98,13 +98,14 @@ def nearest(bits: int) -> U8:
 def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
     """Quantizes weight (r, k): codes (r, blocks, 16 bits) and scales (r, blocks) bfloat16.
 
-    The last block is padded with zeros.
+    The last block is padded with zeros. A block with a number that is not finite becomes 0.
     """
     rotated = rotate(weight)
     shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
     codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
     arrays = rotated, FACTORS * np.float32(DEVIATIONS[bits]), nearest(bits), level_tables(bits), codes, scales
     _quantize_rows(len(weight), ROW_WORK, shape[1], len(FACTORS), 1 << bits, *arrays, n_threads=threads.count())
+    scales[~np.isfinite(rotated.reshape(*codes.shape).sum(axis=2))] = 0
     return pack(codes, bits), scales.astype(BFLOAT16)
 
 
@@ -112,7 +113,8 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
 def place_of(x: np.float32) -> int:
     """Returns the place of a number, in steps, in `nearest`."""
     half_steps = np.floor(np.float32(2) * x) + np.float32(2 * REACH)
-    return int(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
+    place = int(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
+    return place & (4 * REACH - 1)  # whatever NaN has become
 
 
 @inline_jit

@@ -165,7 +165,18 @@ def _write_byte_pairs(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
 
 
 K_BLOCK = 256
-HALVES = {"Q4_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [-2]}  # where scale and least are
+HALVES = {"Q4_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q2_K": [-4, -2], "Q3_K": [-2]}
+HALVES |= {"Q6_K": [-2], "IQ4_XS": [0], "IQ3_S": [0]}  # where scale and least are
+STEPS = {"Q3_K": 1e-3, "Q6_K": 1e-4, "IQ4_XS": 1e-4, "IQ3_S": 5e-4}  # scales; of others 2e-3
+
+
+def set_halves(raw: np.ndarray, kind: str, halves: Any) -> np.ndarray:
+    """Sets the half floats of blocks (..., bytes) to numbers that fit (..., 1)."""
+    for start in (start % raw.shape[-1] for start in HALVES[kind]):
+        raw[..., start : start + 2] = (
+            np.broadcast_to(np.float16(halves), (*raw.shape[:-1], 1)).copy().view(np.uint8)
+        )
+    return raw
 
 
 def write_k_quants(
@@ -188,10 +199,7 @@ def write_k_quants(
             own = next((other for end, other in (others or {}).items() if f"{end}.weight" in tensor), kind)
             block, size = gguf.GGML_QUANT_SIZES[TYPES[own]]
             raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
-            for start in HALVES[own]:
-                scale = np.full((*raw.shape[:2], 1), 1e-4 if own == "Q6_K" else 2e-3, np.float16)
-                raw[..., start % size : start % size + 2] = scale.view(np.uint8)
-            raw = raw.reshape(shape[0], -1)
+            raw = set_halves(raw, own, STEPS.get(own, 2e-3)).reshape(shape[0], -1)
             writer.add_tensor(names[tensor], raw, raw_dtype=TYPES[own])
             found[tensor.split(".")[-2]] = gguf.quants.dequantize(raw, TYPES[own])
 

@@ -16,8 +16,10 @@ from kernel_cases import pairs
 from safetensors.numpy import save_file
 
 from edgekv import Session
+from edgekv.checkpoint.gguf import KEPT
 from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
+from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import architecture, gguf_families
 from edgekv.weights.store import WeightStore
 
@@ -154,10 +156,29 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
         assert np.linalg.norm(store.matrix(name) - expected) < error * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("kind", KEPT)
+def test_blocks_are_kept(kind: str, device: OnDevice, tmp_path: pathlib.Path) -> None:
+    """The store has the file's bytes, which the CPU multiplies with; a GPU has them in 8 bits."""
+    path, expected = write_k_quants(tmp_path, kind)
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    assert {form.of(name).name for name in model.arch.linears()} == {kind}
+    assert model.weights_note(form) is None
+    assert kind in str(model.weights_note(model.weight_format("int8-32")))
+    store = model.store(form)
+    assert WeightStore(store.folder).form == form
+    np.testing.assert_array_equal(store.matrix("0.down"), expected)
+    np.testing.assert_array_equal(store.matrix("0.qkv"), model.weights.matrix("0.qkv"))
+    linears = model.arch.linears().values()
+    nbytes = sum(linear.n_elements for linear in linears) // 256 * BLOCKS[kind].n_bytes
+    assert sum(store.raw(f"{name}.blocks").nbytes for name in model.arch.linears()) == nbytes
+    require_same_logits(model, range(41), device, of_device=5e-2)
+
+
 def test_other_blocks_are_quantized_again_and_it_is_said(tmp_path: pathlib.Path) -> None:
-    path, expected = write_k_quants(tmp_path, "Q6_K")
+    path, expected = write_k_quants(tmp_path, "Q5_1")
     session = Session.load(path, kv="dense:dtype=f32")
-    assert session.plan.notes == ("weights of type Q6_K were quantized a second time, to int8-32",)
+    assert session.plan.notes == ("weights of type Q5_1 were quantized a second time, to int8-32",)
     exact, store = session.model.weights, session.model.store(session.model.weight_format("auto"))
     np.testing.assert_array_equal(exact.matrix("0.down"), expected)
     for linear in ("0.qkv", "0.down", "head"):

@@ -59,7 +59,7 @@ def weights_of(
 
 def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]:
     """Returns the weights (rows, columns) that codes stand for; of rotated ones with what the padding became."""
-    codes, scales, layout, offsets, zeros = weights
+    codes, scales, layout, offsets, zeros, _ = weights
     if layout.rotated:
         return gaussian.decode(codes, scales.view(BFLOAT16), layout.bits, layout.block * scales.shape[1])
     shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}

@@ -62,7 +62,8 @@ class GgufTensor(MappedTensor):
             raise CheckpointError(f"{file.path}: is cut off inside tensor {name!r}; download it again")
         if not is_float:
             self.kind = self._type
-            self.exact_format = LAYOUTS[self._type][2] if self._type in LAYOUTS else None
+            kept = self._type if self._type in KEPT else None
+            self.exact_format = LAYOUTS[self._type][2] if self._type in LAYOUTS else kept
             self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
 
     def read(self) -> Array:
@@ -71,7 +72,7 @@ class GgufTensor(MappedTensor):
         return (values.T if self._entry["transposed"] else values).reshape(self.shape)
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
-        raw, kind = self._raw_rows(lo, hi), self._type
+        raw, kind = self.raw_rows(lo, hi), self._type
         if kind in FLOATS:
             values, offset = raw.view(DTYPES[kind]), self._entry["offset"]
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
@@ -83,12 +84,12 @@ class GgufTensor(MappedTensor):
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
         """Returns codes (hi - lo, blocks, 32) and scales (hi - lo, blocks)."""
-        return blocks_of(self._raw_rows(lo, hi), self._type)[:2]
+        return blocks_of(self.raw_rows(lo, hi), self._type)[:2]
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
-        return blocks_of(self._raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
+        return blocks_of(self.raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
 
-    def _raw_rows(self, lo: int, hi: int) -> U8:
+    def raw_rows(self, lo: int, hi: int) -> U8:
         """Returns bytes (hi - lo, bytes of a row), in the checkpoint's order of rows.
 
         GGUF stores channel i of a rotated projection next to channel i + head_dim / 2.
@@ -160,7 +161,10 @@ LAYOUTS: dict[str, tuple[int, Callable[[U8], Blocks], str]] = {
 }
 """Types that a weight format holds without loss: bytes of a block, function that unpacks, and the format."""
 
-NEAREST = dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8-32")
+KEPT = "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"
+"""Types of which a weight format of that name keeps the bytes."""
+
+NEAREST = dict.fromkeys(("Q5_0", "Q5_1"), "int8-32")
 """Types with more than 4 bits are quantized again to 8 bits; all others to 4."""
 
 

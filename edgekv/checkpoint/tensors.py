@@ -80,6 +80,10 @@ class Tensor(abc.ABC):
         """Returns rows lo..hi in ``exact_format``: codes (rows, blocks, block), scales (rows, blocks)."""
         raise self.error("has no blocks of a weight format")
 
+    def raw_rows(self, lo: int, hi: int) -> U8:
+        """Returns bytes (hi - lo, bytes of a row), where ``exact_format`` is a type of the file's own blocks."""
+        raise self.error("has no blocks that are kept as they are")
+
     def zero_points(self, lo: int, hi: int) -> I8 | None:
         """Returns zero points that `blocks` subtracted from 4-bit codes: (rows, blocks) in -8..7; None: 0."""
         return None

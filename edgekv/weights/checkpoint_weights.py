@@ -60,14 +60,18 @@ def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     if exact is None or form.bits == 32 or form.rotated:
         return exact is not None and not form.rotated
     own = FORMATS[exact]
+    if own.kept or form.kept:
+        return own == form
     same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
     fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
     return fits and own.block % form.block == 0
 
 
 def _widest(names: Collection[str]) -> str:
-    """Returns the narrowest format that holds the weights of all these formats."""
-    widest = max(names, key=BY_WIDTH.index)
+    """Returns the narrowest format that holds the weights of all these formats, or nearly those of kept blocks."""
+    if len(names) == 1:
+        return next(iter(names))
+    widest = max(("int8-32" if FORMATS[name].kept else name for name in names), key=BY_WIDTH.index)
     return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
 
 
@@ -134,7 +138,11 @@ class CheckpointWeights:
 
     def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
         """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
-        if form.bits == 32 or not all(holds_exactly(part.exact_format, form) for part in self._parts(name)):
+        if (
+            form.bits == 32
+            or form.kept
+            or not all(holds_exactly(part.exact_format, form) for part in self._parts(name))
+        ):
             return None
         taken: list[tuple[Codes, F32]] = []
         for part in self._linears[name].parts:
@@ -147,6 +155,10 @@ class CheckpointWeights:
             taken.append((pack_e2m1(cut) if form.e2m1 else pack(cut, form.bits), finer))
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
+
+    def kept_blocks(self, name: str) -> Codes:
+        """Returns the rows (rows, bytes) of a linear layer whose format is kept."""
+        return np.concatenate([self._tensors[p.tensor].raw_rows(0, p.rows) for p in self._linears[name].parts])
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
         """Returns the packed zero points of a linear layer that `exact_codes` gives in a format with zeros."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
-from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout, rotated_layout
+from edgekv.kernels.cpu.blocks import BLOCKS
+from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout, DecodedBlocks, rotated_layout
 from edgekv.kernels.cpu.matmul import (
     QuantizedMatmul,
     QuantizedWeights,
@@ -170,10 +171,13 @@ def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
     """Maps the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
+    if form.kept:
+        return QuantizedWeights(arrays["blocks"], None, DecodedBlocks.layout, block_type=BLOCKS[form.name])
     if form.rotated:
         scales = arrays["scales"].view(np.uint16)
         return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))
-    return QuantizedWeights(layout=CodeLayout(form.bits, form.block, E2M1 if form.e2m1 else ()), **arrays)
+    layout = CodeLayout(form.bits, form.block, E2M1 if form.e2m1 else ())
+    return QuantizedWeights(arrays["codes"], arrays["scales"], layout, arrays.get("offsets"), arrays.get("zeros"))
 
 
 # How many threads are fastest

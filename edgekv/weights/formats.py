@@ -18,6 +18,7 @@ from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
 from edgekv.kernels.cpu.compile import FAST
 from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
@@ -38,7 +39,8 @@ class WeightFormat:
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`E2M1_DOUBLED`). rotated: whether they are those of `edgekv.weights.gaussian`, with bfloat16 scales.
+    (`E2M1_DOUBLED`). rotated: whether they are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept:
+    whether rows are the bytes that a GGUF file has, blocks of the type of that name (`BLOCKS`).
     """
 
     name: str
@@ -48,12 +50,15 @@ class WeightFormat:
     offsets: bool = False
     e2m1: bool = False
     rotated: bool = False
+    kept: bool = False
 
     def arrays(self, rows: int, columns: int) -> Specs:
         """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
         if self.bits == 32:
             return {"weight": ("F32", (rows, columns))}
         blocks = n_blocks(columns, self.block)
+        if self.kept:
+            return {"blocks": ("U8", (rows, blocks * BLOCKS[self.name].n_bytes))}
         codes = rows, blocks, self.block * self.bits // 8
         arrays: Specs = {"codes": ("U8", codes), "scales": ("BF16" if self.rotated else "F32", (rows, blocks))}
         if self.zeros:
@@ -66,6 +71,8 @@ class WeightFormat:
         """Returns the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
+        if self.kept:
+            return BLOCKS[self.name].weights(arrays["blocks"])
         codes, scales = arrays["codes"], arrays["scales"]
         if self.rotated:
             return gaussian.decode(codes, scales, self.bits, columns)
@@ -115,9 +122,11 @@ FORMATS = {
         WeightFormat("int4-32-offsets", 4, 32, offsets=True),
         WeightFormat("fp4-32", 4, 32, e2m1=True),
         *(WeightFormat(f"q{bits}", bits, ROTATED_INPUTS, rotated=True) for bits in GAUSSIAN),
+        *(WeightFormat(name, kind.bits, BLOCK, kept=True) for name, kind in BLOCKS.items()),
     )
 }
-WEIGHTS = {name: form for name, form in FORMATS.items() if not (form.zeros or form.offsets or form.e2m1)}
+TAKEN_OVER = "zeros", "offsets", "e2m1", "kept"
+WEIGHTS = {name: form for name, form in FORMATS.items() if not any(getattr(form, each) for each in TAKEN_OVER)}
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""

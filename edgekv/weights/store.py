@@ -261,6 +261,8 @@ def _write_weights(
             own = form.of(name)
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
+            elif own.kept:
+                write(f"{name}.blocks", weights.kept_blocks(name))
             else:
                 taken = None if rounded else weights.exact_codes(name, own)
                 codes, scales = rounded or taken or _quantized(weights, name, own)

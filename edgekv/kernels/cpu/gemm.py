@@ -116,7 +116,7 @@ class CodeLayout(NamedTuple):
     @property
     def has_corrections(self) -> bool:
         """Whether there are weights with zero points or offsets in this format."""
-        return self.bits == 4 and not self.levels
+        return (self.bits == 4 and not self.levels) or self.block < 32
 
     def row_bytes(self, blocks: int) -> int:
         """Bytes of a rounded row: its units, and its blocks' sums."""
@@ -150,6 +150,7 @@ class Product(NamedTuple):
     zeros: int  # in place of offsets zero points, two to a byte; 0: none
     correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
     flips: int  # signs (block,) float32 of the rotation; 0: elements are not rotated
+    decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
 
 
 class Int4(Product):
@@ -172,6 +173,12 @@ class Float4In32(Product):
     layout = CodeLayout(4, 32, E2M1)
 
 
+class DecodedBlocks(Product):
+    """Products of blocks of another layout, which `decode` turns into codes of 8 bits with offsets."""
+
+    layout = CodeLayout(8, 16)
+
+
 class Rotated2(Product):
     layout = rotated_layout(2)
 
@@ -189,7 +196,9 @@ class Rotated5(Product):
 
 
 ROTATED = Rotated2, Rotated3, Rotated4, Rotated5
-PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32, *ROTATED)}
+PRODUCTS = {
+    product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32, DecodedBlocks, *ROTATED)
+}
 
 
 def layout_of(product: Any) -> CodeLayout:
@@ -258,18 +267,6 @@ def product_at(context: Any, product: Any, numbers: Any) -> Any:
         return context.make_tuple(b, kind, fields)
 
     return kind(product, types.intp), build
-
-
-@intrinsic
-def put_product(context: Any, product: Any, numbers: Any) -> Any:
-    """Stores the fields of a `Product` at an address, for `product_at`."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        for i, field in enumerate(fields(b, args[0], *Product._fields)):
-            emit.store(b, field, args[1], 8 * i)
-        return context.get_dummy_value()
-
-    return types.none(product, types.intp), build
 
 
 INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
@@ -384,10 +381,10 @@ PANEL = PANEL_VECTORS * LANES  # outputs
 PANEL_ROW_COUNTS = (6, 2, 1) if emit.REGISTER == 16 else (4, 2, 1)
 STRETCH = 1024  # elements of an output, a multiple of every unit
 # In a thread's scratch, of a stretch's blocks: codes, a byte each, and behind them float32 for each output, as
-# [block][output]: scales, and corrections, of zero points and offsets. No block has fewer than 32 elements.
+# [block][output]: scales, and corrections, of zero points and offsets. No block has fewer than 16 elements.
 SCALES_AT = STRETCH * PANEL
-CORRECTIONS_AT = SCALES_AT + STRETCH // 32 * PANEL * 4
-PANEL_BYTES = CORRECTIONS_AT + STRETCH // 32 * PANEL * 4
+CORRECTIONS_AT = SCALES_AT + STRETCH // 16 * PANEL * 4
+PANEL_BYTES = CORRECTIONS_AT + STRETCH // 16 * PANEL * 4
 
 
 @fast_jit

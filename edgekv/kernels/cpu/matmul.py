@@ -15,6 +15,7 @@ from numba import types
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import emit, launch
+from edgekv.kernels.cpu.blocks import BLOCK, GROUP, GROUPS, BlockType
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
@@ -26,18 +27,19 @@ from edgekv.kernels.cpu.gemm import (
     STRETCH,
     VECTOR,
     CodeLayout,
+    DecodedBlocks,
     Product,
     before_sums,
     fields,
     layout_of,
     multiply_tiles,
     product_at,
-    put_product,
 )
 from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import (
     address_of,
     aligned_size,
+    call,
     exact_loop,
     floats,
     int64s,
@@ -55,21 +57,31 @@ from edgekv.types import F32, I64, U8, Array, Threads
 class QuantizedWeights(NamedTuple):
     """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.formats` packs them.
 
-    What is left of the last block of an output is padding. At most one of offsets and zeros is there.
+    What is left of the last block of an output is padding. At most one of offsets and zeros is there. Or codes
+    are all there is, (outputs, bytes) in blocks of a type, which are decoded a tile or panel at a time.
     """
 
     codes: U8  # (outputs, blocks, layout.block_bytes)
-    scales: Array  # (outputs, blocks) float32, or bits of bfloat16 where elements are rotated
+    scales: Array | None  # (outputs, blocks) float32, or bits of bfloat16 where elements are rotated
     layout: CodeLayout
     offsets: F32 | None = None  # (outputs, blocks)
     zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
+    block_type: BlockType | None = None
 
     def at(self) -> tuple[int, ...]:
         """Returns the last fields of a `Product` with these weights, which must stay alive.
 
         Raises ValueError for offsets or zeros in a format whose products have none.
         """
-        layout, blocks = self.layout, self.scales.shape[1]
+        layout, block_type = self.layout, self.block_type
+        if block_type is not None:
+            row_bytes = self.codes.shape[1]
+            blocks = row_bytes // block_type.n_bytes * GROUPS
+            correction = CORRECTION.address if block_type.has_offsets else 0
+            own = address_of(self.codes), row_bytes, 0, 0, 0, correction, 0, block_type.loop.address
+            return blocks, layout.row_bytes(blocks), *own
+        assert self.scales is not None
+        blocks = self.scales.shape[1]
         corrections = self.offsets is not None or self.zeros is not None
         if corrections and not layout.has_corrections:
             raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
@@ -78,7 +90,7 @@ class QuantizedWeights(NamedTuple):
         correction = CORRECTION.address if corrections else 0
         flips = address_of(FLIPS) if layout.rotated else 0
         sizes = blocks, layout.row_bytes(blocks)
-        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, flips
+        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, flips, 0
 
 
 ZERO = np.float32(0)
@@ -176,7 +188,13 @@ def _emit_quantized_block(
 # Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
 # where it stands among all: its first row, its first tile, its tiles.
 N_PRODUCTS, N_TILES, BEFORE = range(3)
-FIRST_ROW, FIRST_TILE, TILES, N_NUMBERS = range(len(Product._fields), len(Product._fields) + 4)
+N_FIELDS = len(Product._fields)
+FIRST_ROW, FIRST_TILE, TILES, N_NUMBERS = range(N_FIELDS, N_FIELDS + 4)
+_PLACES = {name: place for place, name in enumerate(Product._fields)}
+X, N, IS_PANEL, ROUNDED, Y, PANELS = (_PLACES[name] for name in ("x", "n", "is_panel", "rounded", "y", "panels"))
+CODES, CODE_BYTES, SCALES, OFFSETS, ZEROS = (
+    _PLACES[name] for name in ("codes", "code_bytes", "scales", "offsets", "zeros")
+)
 MIN_PARALLEL_ELEMENTS = 1 << 17  # from which rows are prepared by all threads
 
 
@@ -187,7 +205,8 @@ class QuantizedMatmul:
         """Takes the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
         self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
         (blocks, row_bytes), block = self._at[:2], weights.layout.block
-        self._outputs, self._row_bytes = len(weights.scales) // n_experts, row_bytes + 4 * block
+        self._outputs, self._row_bytes = len(weights.codes) // n_experts, row_bytes + 4 * block
+        self._part_bytes = part_bytes(blocks) if weights.block_type else PANEL_BYTES
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
@@ -206,7 +225,7 @@ class QuantizedMatmul:
         n_threads = n_threads or threads.count()
         is_panel, n_tiles = tiles_of(n, outputs)
         rows_bytes = aligned_size(n * self._row_bytes)
-        memory = scratch_memory("products", rows_bytes + n_threads * PANEL_BYTES)
+        memory = scratch_memory("products", rows_bytes + n_threads * self._part_bytes)
         y = np.empty((n, outputs), np.float32)
         own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + rows_bytes, *self._at
         given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
@@ -238,7 +257,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
-    scale_bytes = layout.scale_bytes
+    scale_bytes, may_decode = layout.scale_bytes, product is DecodedBlocks
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
@@ -256,12 +275,53 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             start, n = get(int64s(place), FIRST_TILE), get(int64s(place), TILES)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
-                multiply_tiles(a, b, part, product_at(product, place), place, step, scale_bytes)
+                p = product_at(product, place)
+                if may_decode and p.decode:
+                    multiply_decoded(a, b, part, p, place, step)
+                else:
+                    multiply_tiles(a, b, part, p, place, step, scale_bytes)
 
     return prepare, multiply
 
 
 _tiles_of = jit(tiles_of)
+MOST_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
+NUMBERS_BYTES = aligned_size(8 * N_NUMBERS)
+
+
+def part_bytes(blocks: int) -> int:
+    """Returns the bytes of a thread's scratch for outputs of so many blocks that are decoded."""
+    return PANEL_BYTES + NUMBERS_BYTES + MOST_DECODED * blocks * (GROUP + 8)
+
+
+_part_bytes = jit(part_bytes)
+
+
+@fast_jit
+def multiply_decoded(first: int, last: int, part: int, p: DecodedBlocks, given: int, step: int) -> None:
+    """Multiplies tiles or panels first..last as `multiply_tiles` does, each after its outputs are decoded.
+
+    Scratch: a panel's, the product's numbers, then codes, scales and offsets of outputs.
+    """
+    size = PANEL if p.is_panel else OUTPUTS
+    panels = p.panels + part * _part_bytes(p.blocks)
+    place = panels + PANEL_BYTES
+    codes = place + NUMBERS_BYTES
+    scales = codes + MOST_DECODED * p.blocks * GROUP
+    offsets, own = scales + MOST_DECODED * p.blocks * 4, int64s(place)
+    for i in range(N_NUMBERS):
+        put(own, i, get(int64s(given), i))
+    put(own, PANELS, panels)
+    put(own, CODE_BYTES, p.blocks * GROUP)
+    for tile in range(first, last):
+        output = tile * size
+        n = size if tile + 1 < p.outputs // size else p.outputs - output  # the last has those behind it, too
+        call(p.decode, (p.codes + output * p.code_bytes, n * p.blocks * GROUP // BLOCK, codes, scales, offsets))
+        before = output * p.blocks  # as if all outputs were there
+        put(own, CODES, codes - before * GROUP)
+        put(own, SCALES, scales - before * 4)
+        put(own, OFFSETS, offsets - before * 4)
+        multiply_tiles(tile, tile + 1, 0, product_at(DecodedBlocks, place), place, step, 4)
 
 
 @exact_loop
@@ -278,32 +338,21 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
             n += 1
         outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
         is_panel, tiles = _tiles_of(n, p.outputs)
-        scale_bytes = 2 if p.flips else 4
-        offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
-        zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs
-        own = Product(
-            x=p.x + 4 * p.columns * first,
-            n=n,
-            columns=p.columns,
-            is_panel=int(is_panel),
-            rounded=p.rounded + row_bytes * first,
-            outputs=p.outputs,
-            y=p.y + 4 * p.outputs * first,
-            panels=p.panels,
-            blocks=p.blocks,
-            row_bytes=p.row_bytes,
-            codes=p.codes + p.code_bytes * outputs,
-            code_bytes=p.code_bytes,
-            scales=p.scales + scale_bytes * p.blocks * outputs,
-            offsets=offsets,
-            zeros=zeros,
-            correction=p.correction,
-            flips=p.flips,
-        )
-        put_product(own, place)
-        put(int64s(place), FIRST_ROW, first)
-        put(int64s(place), FIRST_TILE, n_tiles)
-        put(int64s(place), TILES, tiles)
+        own = int64s(place)
+        for field in range(N_FIELDS):
+            put(own, field, get(int64s(first_part), field))
+        put(own, X, p.x + 4 * p.columns * first)
+        put(own, N, n)
+        put(own, IS_PANEL, int(is_panel))
+        put(own, ROUNDED, p.rounded + row_bytes * first)
+        put(own, Y, p.y + 4 * p.outputs * first)
+        put(own, CODES, p.codes + p.code_bytes * outputs)
+        put(own, SCALES, p.scales + (2 if p.flips else 4) * p.blocks * outputs)
+        put(own, OFFSETS, p.offsets and p.offsets + 4 * p.blocks * outputs)
+        put(own, ZEROS, p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs)
+        put(own, FIRST_ROW, first)
+        put(own, FIRST_TILE, n_tiles)
+        put(own, TILES, tiles)
         first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
     put(int64s(given), N_PRODUCTS, n_products)
     put(int64s(given), N_TILES, n_tiles)

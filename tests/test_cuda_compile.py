@@ -24,6 +24,7 @@ from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MAX_CHUNKS, linear_program, packed_program
+from edgekv.kernels.interface import GAUSSIAN
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4
@@ -52,9 +53,14 @@ def programs() -> dict[Program, str]:
     """Returns what decoding launches, for heads of 128 channels, and its names."""
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
+        **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in GAUSSIAN},
         **{
-            packed_program(bits, n, MAX_CHUNKS[-1], 8, 2): "tiled_linear"
+            packed_program(bits, n, False, MAX_CHUNKS[-1], 8, 2): "tiled_linear"
             for bits, n in ((4, 32), (4, 128), (8, 32))
+        },
+        **{
+            packed_program(bits, 128, True, MAX_CHUNKS[-1 if bits > 3 else -2], 8, 2): f"tiled_linear, q{bits}"
+            for bits in GAUSSIAN
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
         Program(("layers",)): "layers",

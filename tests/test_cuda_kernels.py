@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
-from edgekv.kernels.cuda.matvec import Matrix, packed_matvec
-from edgekv.kernels.interface import Kernels
+from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, widen
+from edgekv.kernels.interface import FLIPS, Kernels
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
+from edgekv.weights import gaussian
 from edgekv.weights.formats import WeightFormat
 
 CASES = [
@@ -169,21 +171,30 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     device.check_scores(pages, q, 1, 40, s)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    ("rows", "columns", "block"), [(37, 96, 32), (40, 300, 32), (24, 640, 128), (300, 2100, 128), (16, 4100, 32)]
+SHAPES = [(37, 96, 32), (40, 300, 32), (24, 640, 128), (300, 2100, 128), (16, 4100, 32)]
+ROTATED = itertools.product(
+    [(36, 203, 128), (36, 200, 128), (24, 640, 128), (16, 4100, 128)], [2, 3, 4, 5], [True]
 )
-def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, bits: int) -> None:
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "rotated"), [*itertools.product(SHAPES, [4, 8], [False]), *ROTATED], ids=str
+)
+def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: int, rotated: bool) -> None:
     """Rows and blocks that fill no tile, with all that is done along the way; inputs of very different sizes."""
     if not device.driver.has_integer_mma:
         pytest.skip("needs sm_80 or later")
+    rows, columns, block = shape
     rng = np.random.default_rng(rows)
     w = normal(rng, 2 * (rows // 2), columns)
-    codes, scales = quantize_numpy(w, bits, block)
-    w = WeightFormat("", bits, block).decode({"codes": codes, "scales": scales}, columns).astype(np.float64)
+    codes, scales = gaussian.quantize(w, bits) if rotated else quantize_numpy(w, bits, block)
+    form = WeightFormat("", bits, block, rotated=rotated)
+    w = form.decode({"codes": codes, "scales": scales}, columns).astype(np.float64)
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
     bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
-    plain = Matrix(len(w), columns, bits, block, scales.shape[1], device.up(codes), device.up(scales))
+    stored = device.up(codes), device.up(scales.view(np.uint16) if rotated else scales)
+    flips = device.up(FLIPS) if rotated else None
+    plain = Matrix(len(w), columns, bits, block, scales.shape[1], *stored, flips=flips)
     driver, there = device.driver, device.up(x)
 
     error = 2e-4  # inputs of 16 bits
@@ -192,6 +203,8 @@ def test_packed_products(device: OnDevice, rows: int, columns: int, block: int, 
         np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)
 
     close(packed_matvec(driver, there, plain), x @ w.T)
+    close(matvec(driver, there, plain), x @ w.T)
+    close(widen(driver, plain, slice(8, len(w)), np.float32), w[8:])
     biased = plain._replace(bias=device.up(bias))
     close(packed_matvec(driver, there, biased, onto=device.up(onto)), x @ w.T + bias + onto)
     root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=1, keepdims=True) + 1e-5)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec, packed_matvec, takes_packed, widen
+from edgekv.kernels.interface import FLIPS
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, TaskProgress
 from edgekv.weights.formats import FORMATS, quantize
@@ -46,7 +47,7 @@ class DeviceWeights:
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store
         self.linears: dict[str, Matrix] = {}
-        names = store.arch.linears()
+        names, flips = store.arch.linears(), driver.upload(FLIPS)
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
             if form.kept:
@@ -59,11 +60,14 @@ class DeviceWeights:
                 self.nbytes, self.token_bytes = self.nbytes + added, self.token_bytes + added
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
+            if form.rotated and scales is not None:
+                scales = scales.view(np.uint16)
             uploaded = (
                 None if array is None else driver.upload(np.ascontiguousarray(array))
                 for array in (data, scales, store.bias(name), shift)
             )
-            self.linears[name] = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
+            matrix = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
+            self.linears[name] = matrix._replace(flips=flips if form.rotated else None)
             if progress:
                 progress(LOADING, done, len(names))
         self.vectors = {name: driver.upload(store.vector(name)) for name in store.arch.vectors()}
@@ -196,12 +200,7 @@ class CudaOps(NumpyOps):
         """Returns some rows of a matrix in the dtype of products."""
         if w.bits == 32 and not self._halves:
             return w.data[part]
-        n = part.stop - part.start
-        out = self.driver.empty((n, w.columns), self._dtype)
-        launch = Launch(linear_program(w.bits, w.block), "widen", (-(-w.columns // (8 * 256)), n), 256)
-        scales = None if w.scales is None else w.scales[part]
-        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out, int(self._halves))
-        return out
+        return widen(self.driver, w, part, self._dtype)
 
     def rms_norm(self, x: Array, name: str, eps: float) -> Normed:  # type: ignore[override]
         """Returns x (n, channels), normed by its rows' root mean squares."""

@@ -262,6 +262,13 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order)
     for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
     return result;
 }
+inline unsigned permute_bytes(unsigned x, unsigned y, unsigned order)
+{
+    unsigned picked = __byte_perm(x, y, order);
+    for (int i = 0; i < 4; ++i)
+        if (order >> 4 * i & 8) picked = picked & ~(255u << 8 * i) | (picked >> 8 * i & 128 ? 255u : 0u) << 8 * i;
+    return picked;
+}
 inline void load_matrices(unsigned (&x)[4], const unsigned short* row)
 {
     Shown<const unsigned short*> all(row);

@@ -1,28 +1,39 @@
 // Products of weights (rows, columns) and an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
-// 8 or 4 for block-quantised codes (edgekv.weights), BLOCK inputs to a float32 scale.
+// less for block-quantised codes (levels.cu), BLOCK inputs to a scale.
 
 #define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
-#define ZERO (1 << (WEIGHT_BITS - 1))
 #define QUANTISED (WEIGHT_BITS < 16)
 
-// Eight neighbouring weights of a row, in their stored form.
+// Returns input i of the eight that a thread takes together: neighbours, or 4 of a rotated block and their partners.
+__device__ __forceinline__ int input(int k, int i) { return ROTATED ? k / 128 * 128 + k % 128 / 2 + i % 4 + i / 4 * 64 : k + i; }
+
+// Eight weights of a row, in their stored form; levels of rotated ones.
 struct Eight {
-    u32 words[WEIGHT_BITS / 4];
+    static constexpr int WORDS = ROTATED ? 2 : WEIGHT_BITS / 4;
+    u32 words[WORDS];
 
     __device__ void load(const u8* row, int k, int columns, bool aligned)
     {
+        if (ROTATED) {
+            const u32* block = (const u32*)row + k / 128 * 4 * WEIGHT_BITS;
+            int q = k % 128 / 8;
+            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2];
+            decode_levels(block[q % (4 * PLANE_BITS)], second, q, levels);
+            words[0] = levels[0], words[1] = levels[1];
+            return;
+        }
         if (QUANTISED || (aligned && k < columns)) {
-            load_words<min_of(4, WEIGHT_BITS / 4)>(row + (i64)k * WEIGHT_BITS / 8, words);
-            if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WEIGHT_BITS / 8);
+            load_words<min_of(4, WORDS)>(row + (i64)k * WEIGHT_BITS / 8, words);
+            if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WORDS / 2);
             return;
         }
         UNROLL for (int i = 0; i < 8; ++i) {
             bool exists = k + i < columns;
-            if (WEIGHT_BITS == 32) words[i % (WEIGHT_BITS / 4)] = exists ? ((const u32*)row)[k + i] : 0;
+            if (WEIGHT_BITS == 32) words[i % WORDS] = exists ? ((const u32*)row)[k + i] : 0;
             if (WEIGHT_BITS == 16) {
                 u32 half = exists ? ((const u16*)row)[k + i] : 0;
-                words[i / 2 % (WEIGHT_BITS / 4)] = i % 2 ? words[i / 2 % (WEIGHT_BITS / 4)] | half << 16 : half;
+                words[i / 2 % WORDS] = i % 2 ? words[i / 2 % WORDS] | half << 16 : half;
             }
         }
     }
@@ -30,22 +41,24 @@ struct Eight {
     // Returns weight i; of codes a denormal, times 2 ** position(i) (see LIFT in common.cu).
     __device__ float operator[](int i) const
     {
-        if (WEIGHT_BITS == 32) return __uint_as_float(words[i % (WEIGHT_BITS / 4)]);
-        if (WEIGHT_BITS == 16) return half_to_float((u16)(words[i / 2 % (WEIGHT_BITS / 4)] >> i % 2 * 16));
+        if (WEIGHT_BITS == 32) return __uint_as_float(words[i % WORDS]);
+        if (WEIGHT_BITS == 16) return half_to_float((u16)(words[i / 2 % WORDS] >> i % 2 * 16));
+        if (ROTATED) return __uint_as_float(words[i % 4 / 2] >> i % 2 * 16 & 255 << position(i));
         int per_word = 32 / WEIGHT_BITS;
-        u32 word = words[i / per_word % (WEIGHT_BITS / 4)] >> i % per_word / (per_word / 2) * 16;
+        u32 word = words[i / per_word % WORDS] >> i % per_word / (per_word / 2) * 16;
         return __uint_as_float(word & ((1u << WEIGHT_BITS % 16) - 1) << position(i));
     }
 
     static constexpr __host__ __device__ int position(int i)
     {
-        return QUANTISED ? i % (16 / min_of(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
+        return ROTATED ? i / 4 * 8 : QUANTISED ? i % (16 / min_of(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
     }
 };
 
-// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias and onto may be null. Grid (groups of rows, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias and onto may be null. Of rotated weights x is rotated,
+// and `columns` are whole blocks. Grid (groups of rows, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
-matvec(const u8* weights, const float* scales, const float* bias, const float* onto, const float* x, int rows, int columns,
+matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* x, int rows, int columns,
        int blocks, float* y)
 {
     int first = blockIdx.x * ROWS_AT_ONCE;
@@ -61,10 +74,10 @@ matvec(const u8* weights, const float* scales, const float* bias, const float* o
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             int row = min_of(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned);
-            if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
+            if (QUANTISED) scale[r] = scale_at(scales, (i64)row * blocks + k / BLOCK);
         }
         if (aligned && k < columns) {
-            float4 a = *(const float4*)(x + k), b = *(const float4*)(x + k + 4);
+            float4 a = *(const float4*)(x + input(k, 0)), b = *(const float4*)(x + input(k, 4));
             v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         } else {
             UNROLL for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
@@ -91,28 +104,71 @@ matvec(const u8* weights, const float* scales, const float* bias, const float* o
     y[(i64)blockIdx.y * rows + row] = total;
 }
 
-// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread. Grid (columns / 8 / threads, rows).
-extern "C" __global__ void widen(const u8* weights, const float* scales, int columns, int blocks, void* out, int halves)
+// Sets x to the sums of a block's levels that make weights `input(k, i)`, times the factor, where 16 lanes have k = 0, 8, .. 120.
+__device__ __forceinline__ void rotate_back(const u32* levels, float factor, float (&x)[8])
 {
-    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
-    if (k >= columns) return;
-    i64 row = blockIdx.y, row_bytes = (i64)(QUANTISED ? blocks * BLOCK : columns) * WEIGHT_BITS / 8;
+    int q = threadIdx.x % 16, pair[4];  // levels of partners: the first + 65536 * the second
+    UNROLL for (int i = 0; i < 4; ++i) {
+        u32 both = levels[i / 2] >> i % 2 * 16;
+        pair[i] = (int)((both & 0xff) | (both & 0xff00) << 8) - ZERO * 65537;
+    }
+    UNROLL for (int n = 1; n < 4; n *= 2) {
+        UNROLL for (int i = 0; i < 4; ++i) {
+            if (i & n) continue;
+            int a = pair[i], b = pair[i + n];
+            pair[i] = a + b, pair[i + n] = a - b;
+        }
+    }
+    UNROLL for (int n = 1; n < 16; n *= 2) {
+        UNROLL for (int i = 0; i < 4; ++i) {
+            int other = __shfl_xor_sync(ALL_LANES, pair[i], n);
+            pair[i] = q & n ? other - pair[i] : other + pair[i];
+        }
+    }
+    u32 flips = flips_from(4 * q), partners = flips_from(64 + 4 * q);
+    UNROLL for (int i = 0; i < 4; ++i) {
+        int first = (short)pair[i], second = (pair[i] - first) >> 16;
+        x[i] = (float)(first + second) * (flips >> i & 1 ? -factor : factor);
+        x[i + 4] = (float)(first - second) * (partners >> i & 1 ? -factor : factor);
+    }
+}
+
+// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread, rotated back. Grid (columns, or those of
+// whole blocks of rotated weights, / 8 / threads, rows).
+extern "C" __global__ void widen(const u8* weights, const void* scales, int columns, int blocks, void* out, int halves)
+{
+    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK : columns;
+    bool exists = k < padded;
+    k = min_of(k, (padded - 1) / 8 * 8);  // whole warps take part in the rotation
+    i64 row = blockIdx.y, row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
-    float scale = QUANTISED ? scales[row * blocks + k / BLOCK] : 1, x[8];
+    float scale = QUANTISED ? scale_at(scales, row * blocks + k / BLOCK) : 1, x[8];
     Eight w;
     w.load(weights + row * row_bytes, k, columns, aligned);
-    UNROLL for (int i = 0; i < 8; ++i)
-        x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
-    if (halves && aligned) {
+    if (ROTATED) {
+        rotate_back(w.words, scale * ROOT, x);
+    } else {
+        UNROLL for (int i = 0; i < 8; ++i)
+            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
+    }
+    if (!ROTATED && halves && aligned) {
         uint4 y = {two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7])};
-        *(uint4*)((u16*)out + row * columns + k) = y;
+        if (k < columns && exists) *(uint4*)((u16*)out + row * columns + k) = y;
         return;
     }
-    UNROLL for (int i = 0; i < 8; ++i) {
-        if (k + i >= columns) return;
-        if (halves)
-            ((u16*)out)[row * columns + k + i] = finite_half(x[i]);
-        else
-            ((float*)out)[row * columns + k + i] = x[i];
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        int c = exists ? input(k, i) : columns;
+        if (halves && columns % 4 == 0) {
+            uint2 y = {two_halves(x[i], x[i + 1]), two_halves(x[i + 2], x[i + 3])};
+            if (c < columns) *(uint2*)((u16*)out + row * columns + c) = y;
+            continue;
+        }
+        UNROLL for (int j = 0; j < 4; ++j) {
+            if (c + j >= columns) break;
+            if (halves)
+                ((u16*)out)[row * columns + c + j] = finite_half(x[i + j]);
+            else
+                ((float*)out)[row * columns + c + j] = x[i + j];
+        }
     }
 }

@@ -6,19 +6,23 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
+from edgekv.kernels.interface import FLIPS, ROTATED_INPUTS, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
+LEVEL_ZERO = np.int8(64)  # ZERO of levels.cu
 MAX_CHUNKS = (32, 64, 128, 192, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
 
 
 class Matrix(NamedTuple):
-    """A linear layer's weights (rows, columns): numbers of 32 or 16 bits, or codes of 8 or 4 bits with scales.
+    """A linear layer's weights (rows, columns): numbers of 32 or 16 bits, or codes of fewer bits with scales.
 
     block: inputs that share a scale. blocks: blocks of a row. scales: (rows, blocks). bias: (rows,). shift:
-    (rows, blocks), what zero points or offsets add to each weight of a block.
+    (rows, blocks), what zero points or offsets add to each weight of a block. flips: FLIPS on the device, of codes
+    that stand for rotated weights (`edgekv.weights.gaussian`); their scales are the bits of bfloat16.
     """
 
     rows: int
@@ -30,26 +34,56 @@ class Matrix(NamedTuple):
     scales: Array | None = None
     bias: Array | None = None
     shift: Array | None = None
+    flips: Array | None = None
+
+    @property
+    def form(self) -> tuple[int, int, bool]:
+        """What programs are compiled for: bits, block, and whether weights are rotated."""
+        return self.bits, self.block, self.flips is not None
 
     @property
     def chunks(self) -> int:
-        """How many chunks of 16 bytes a row of codes has."""
-        return self.blocks * self.block * self.bits // 128
+        """How many chunks of 16 bytes a row of codes has; of rotated ones without the second plane."""
+        return self.blocks * self.block * (self.bits if self.flips is None else self.bits & 6) // 128
 
 
 def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Array:
     """Returns w times x (n, columns) plus ``onto`` (n, rows), as (n, rows) float32; all are contiguous."""
-    n = x.size // w.columns
+    n, columns = x.size // w.columns, w.columns
+    if w.flips is not None:
+        x, columns = _rotated(driver, x.reshape(n, columns), w), w.blocks * w.block
     y = driver.empty((n, w.rows), np.float32)
-    threads = min(THREADS, -(-w.columns // 256) * 32)
-    launch = Launch(linear_program(w.bits, w.block), "matvec", (-(-w.rows // ROWS_PER_BLOCK), n), threads)
-    driver.launch(launch, w.data, w.scales, w.bias, onto, x, w.rows, w.columns, w.blocks, y)
+    threads = min(THREADS, -(-columns // 256) * 32)
+    launch = Launch(linear_program(*w.form), "matvec", (-(-w.rows // ROWS_PER_BLOCK), n), threads)
+    driver.launch(launch, w.data, w.scales, w.bias, onto, x, w.rows, columns, w.blocks, y)
     return y
+
+
+def _rotated(driver: Driver, x: Array, w: Matrix) -> Array:
+    """Returns x (n, columns) rotated, (n, blocks * ROTATED_INPUTS)."""
+    padded = driver.zeros((len(x), w.blocks * ROTATED_INPUTS), np.float32)
+    padded[:, : w.columns] = x
+    y, n = driver.empty(padded.shape, np.float32), len(x) * w.blocks
+    program = Program(("exact",), (("WIDTH", ROTATED_INPUTS),), exact=True)
+    arguments = padded, n, 0, ROTATED_INPUTS, w.flips, float(1 / np.sqrt(np.float32(ROTATED_INPUTS))), y
+    driver.launch(Launch(program, "hadamard", (n,), ROTATED_INPUTS // 2), *arguments)
+    return y
+
+
+def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
+    """Returns some rows of a matrix as float16 or float32 (rows, columns)."""
+    n, padded = part.stop - part.start, max(w.columns, w.blocks * w.block)
+    out = driver.empty((n, w.columns), dtype)
+    launch = Launch(linear_program(*w.form), "widen", (-(-padded // (8 * 256)), n), 256)
+    scales = None if w.scales is None else w.scales[part]
+    driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out, int(dtype == np.float16))
+    return out
 
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
     """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
-    return driver.has_integer_mma and w.bits < 16 and w.shift is None and w.chunks <= MAX_CHUNKS[-1]
+    most = MAX_CHUNKS[-1 if w.bits > 3 else -2]  # a chunk of 2 bits has more inputs
+    return driver.has_integer_mma and w.bits < 16 and w.shift is None and w.chunks <= most
 
 
 def packed_matvec(
@@ -72,7 +106,7 @@ def packed_matvec(
     warps, blocks = (8, 2) if tiles >= 4 * driver.multiprocessors else (16, 1)
     grid = min(tiles, driver.multiprocessors * blocks), n
     warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
-    program = packed_program(w.bits, w.block, w.chunks, warps, blocks)
+    program = packed_program(*w.form, w.chunks, warps, blocks)
     launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
@@ -82,14 +116,23 @@ def packed_matvec(
 
 
 @functools.cache
-def linear_program(bits: int, block: int) -> Program:
+def linear_program(bits: int, block: int, rotated: bool = False) -> Program:
     """Returns linear.cu for weights of this form."""
-    return Program(("linear",), (("WEIGHT_BITS", bits), ("BLOCK", block)))
+    return Program(("levels", "linear"), _form_macros(bits, block, rotated))
 
 
 @functools.cache
-def packed_program(bits: int, block: int, chunks: int, warps: int, blocks: int) -> Program:
+def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int, blocks: int) -> Program:
     """Returns tiled_linear.cu for weights of this form; ``chunks``: chunks of 16 bytes in a row."""
     size = next(size for size in MAX_CHUNKS if size >= chunks)
-    sizes = ("WEIGHT_BITS", bits), ("BLOCK", block), ("MAX_SPANS", size // 8)
-    return Program(("tiled_linear",), (*sizes, ("WARPS_OF_BLOCK", warps), ("BLOCKS_AT_ONCE", blocks)))
+    sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_BLOCK", warps), ("BLOCKS_AT_ONCE", blocks)
+    return Program(("levels", "tiled_linear"), (*_form_macros(bits, block, rotated), *sizes))
+
+
+def _form_macros(bits: int, block: int, rotated: bool) -> Macros:
+    macros: Macros = ("WEIGHT_BITS", bits), ("BLOCK", block)
+    if not rotated:
+        return macros
+    levels = (level_tables(bits)[0] + LEVEL_ZERO).view(np.uint32)
+    flips = np.packbits(FLIPS < 0, bitorder="little").view(np.uint32)
+    return *macros, ("LEVELS", ",".join(map(hex, levels))), ("FLIPS", ",".join(map(hex, flips)))

@@ -36,6 +36,15 @@ __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
 #endif
 }
 
+// Returns bytes of the words a and b, as the lowest four digits of `order` say: byte 0 .. 7, or 8 .. 15 for the sign of byte 0 .. 7 in all
+// its bits.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 order)
+{
+    u32 x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(order));
+    return x;
+}
+
 // For blocks of matrix products on tensor cores, from sm_75 on.
 #if __CUDA_ARCH__ >= 750
 

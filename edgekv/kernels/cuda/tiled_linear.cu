@@ -1,15 +1,14 @@
-// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on. WEIGHT_BITS: 8 or 4, block-quantised
-// codes (edgekv.weights), BLOCK inputs to a float32 scale. Weights are multiplied as the integers that are stored, activations as
+// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
+// BLOCK inputs to a scale. Weights are multiplied as the integers that are stored, or levels, activations, rotated for levels, as
 // integers of 16 bits, with a unit for the inputs of each chunk, 16 bytes of weights. A tile is 16 rows, or 8 rows and the 8 that
 // they gate. A warp takes a span of it at a time, 128 bytes of each row, so that it reads whole cache lines: lane 4 i + j has chunks
 // 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d of the second factor is digit d of chunk
 // 2 j + h's inputs, and zero for other chunks, so that lane j of a row gets each chunk's sum by itself. WARPS_OF_BLOCK warps share
 // a tile's spans; a row has at most MAX_SPANS spans.
 
-#define ZERO (1 << (WEIGHT_BITS - 1))
-#define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
+#define PER_LOAD (128 / PLANE_BITS)   // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
-#define HALVES (8 / WEIGHT_BITS)      // times 16 bytes of digits to a chunk and digit
+#define HALVES (8 / PLANE_BITS)       // times 16 bytes of digits to a chunk and digit
 #define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
@@ -20,15 +19,38 @@ struct Chunk {
     int offset;  // what the weights' zero adds to their sum
 };
 
+// Rotates 128 inputs, of which lane i of a warp gives 4 i .. 4 i + 3 and gets 2 i, 64 + 2 i, 2 i + 1 and 65 + 2 i.
+__device__ __forceinline__ void rotate_four(float (&x)[4])
+{
+    int lane = threadIdx.x % 32;
+    u32 flips = flips_from(4 * lane);
+    UNROLL for (int k = 0; k < 4; ++k) x[k] *= flips >> k & 1 ? -ROOT : ROOT;
+    float v[4] = {x[0] + x[1] + (x[2] + x[3]), x[0] - x[1] + (x[2] - x[3]), x[0] + x[1] - (x[2] + x[3]), x[0] - x[1] - (x[2] - x[3])};
+    UNROLL for (int n = 1; n < 32; n *= 2) {
+        UNROLL for (int k = 0; k < 2; ++k) {
+            float other = __shfl_xor_sync(ALL_LANES, lane & n ? v[k] : v[k + 2], n);
+            float a = lane & n ? other : v[k], b = lane & n ? v[k + 2] : other;
+            v[k] = a + b, v[k + 2] = a - b;
+        }
+    }
+    x[0] = v[0], x[1] = v[2], x[2] = v[1], x[3] = v[3];
+}
+
+// Returns the chunk that the inputs of thread f of a row belong to.
+__device__ __forceinline__ int chunk_at(int f) { return ROTATED ? f / 32 * PLANE_BITS + f % (8 * PLANE_BITS) / 8 : f / FOURS; }
+
 // Puts two digits of four inputs, those of thread f of a row, in their places.
 __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 {
-    int chunk = f / FOURS, group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
+    int chunk = chunk_at(f), group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
     UNROLL for (int i = 0; i < 4; ++i) high[i] = x[i] + 128 >> 8, low[i] = x[i] - 256 * high[i];
     UNROLL for (int d = 0; d < 2; ++d) {
         const int* digit = d ? low : high;
         u32 a = digit[0] & 255, b = digit[1] & 255, c = digit[2] & 255, e = digit[3] & 255;
-        if (WEIGHT_BITS == 8) {
+        if (ROTATED) {
+            int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (group * HALVES + half) * 8 + column + d;
+            *(u32*)(staged + slot * 16 + f % 4 * 4) = a | b << 8 | c << 16 | e << 24;
+        } else if (WEIGHT_BITS == 8) {
             *(u32*)(staged + ((group * 8 + column + d) * 16 + f % 4 * 4)) = a | b << 8 | c << 16 | e << 24;
         } else {  // a word of weights has even inputs in its low nibbles
             int word = f % FOURS / 2, slot = (group * HALVES + word / 2) * 8 + column + d;
@@ -41,14 +63,17 @@ __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 // 32 bytes of each of a lane's two rows.
 struct Piece {
     u32 words[2][2][4];  // row, chunk
+    u32 second[2][4];    // the second plane of a row's block
     float scale[2][SCALES];
 
-    __device__ __forceinline__ void load(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
+    __device__ __forceinline__ void load(const u8* weights, const void* scales, const int (&row)[2], int chunks, int blocks, int at)
     {
         UNROLL for (int r = 0; r < 2; ++r) {
-            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + min_of(at + h, chunks - 1)) * 16, words[r][h]);
+            const u8* from = weights + ((i64)row[r] * (chunks + HAS_SECOND_PLANE * blocks) + HAS_SECOND_PLANE * (min_of(at, chunks - 1) / PLANE_BITS)) * 16;
+            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(from + min_of(at + h, chunks - 1) * 16, words[r][h]);
+            if (HAS_SECOND_PLANE) load_words<4>(from + (min_of(at, chunks - 1) / PLANE_BITS + 1) * PLANE_BITS * 16, second[r]);
             UNROLL for (int h = 0; h < SCALES; ++h)
-                scale[r][h] = scales[(i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK];
+                scale[r][h] = scale_at(scales, (i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK);
         }
     }
 
@@ -61,7 +86,15 @@ struct Piece {
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = digits[(k * HALVES + h) * stride];
                 const u32 *x = words[0][k], *y = words[1][k];
-                if (WEIGHT_BITS == 8) {
+                if (ROTATED) {
+                    UNROLL for (int i = 0; i < 2; ++i) {
+                        int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
+                        u32 first[2], other[2];
+                        decode_levels(x[t], second[0][t], q, first), decode_levels(y[t], second[1][t], q, other);
+                        u32 a[4] = {first[0], other[0], first[1], other[1]};
+                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
+                    }
+                } else if (WEIGHT_BITS == 8) {
                     u32 a0[4] = {x[0], y[0], x[1], y[1]}, a1[4] = {x[2], y[2], x[3], y[3]};
                     multiply_bytes(c, a0, b.x, b.y);
                     multiply_bytes(c, a1, b.z, b.w);
@@ -85,16 +118,18 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
 {
     float v[4], square = 0;
     UNROLL for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
+    if (ROTATED) rotate_four(v);
     float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-    UNROLL for (int k = 1; k < FOURS; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
+    UNROLL for (int k = 1; k < (ROTATED ? 32 : FOURS); k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
     float inverse = largest > 1e-30f ? LARGEST / largest : 0;
     int whole[4], total = 0;
     UNROLL for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
-    UNROLL for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(ALL_LANES, total, k);
+    UNROLL for (int k = 1; k < min_of(FOURS, ROTATED ? 8 : 32); k *= 2) total += __shfl_xor_sync(ALL_LANES, total, k);
+    if (ROTATED && PLANE_BITS == 2) total += __shfl_xor_sync(ALL_LANES, total, 16);
     if (f >= fours) return square;
     put_digits(staged, f, whole);
     Chunk chunk = {largest * (1.0f / LARGEST), -ZERO * total};
-    if (f % FOURS == 0) chunk_of[f / FOURS] = chunk;
+    if (f % min_of(FOURS, ROTATED ? 8 : 32) == 0) chunk_of[chunk_at(f)] = chunk;
     return square;
 }
 
@@ -102,7 +137,7 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
 // times norm[k], over the root of the mean square of x[n] plus eps. With a gate of 0 or more, y[n, r] is the activation of that
 // number of row r's sum, times row `rows` + r's. Grid (any, n).
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
-tiled_matvec(const u8* weights, const float* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
+tiled_matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
              const float* x, int rows, int columns, int blocks, float* y)
 {
     __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8 + 1];  // and a zero

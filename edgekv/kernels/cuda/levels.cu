@@ -1,0 +1,51 @@
+// Codes of WEIGHT_BITS and their scales, for linear.cu and tiled_linear.cu. With LEVELS they are those of edgekv.weights.gaussian, 2
+// to 5 bits for levels of inputs behind a rotation, with bfloat16 scales; otherwise whole numbers around their middle.
+
+#ifdef LEVELS  // of codes with even partners, each plus ZERO
+#define ROTATED 1
+#define PLANE_BITS (WEIGHT_BITS & 6)  // of the first plane; a second one has the highest bits of 3 and 5
+#define ZERO 64
+#else
+#define ROTATED 0
+#define LEVELS 0, 0
+#define FLIPS 0, 0, 0, 0
+#define PLANE_BITS WEIGHT_BITS
+#define ZERO (1 << (WEIGHT_BITS - 1))
+#endif
+#define HAS_SECOND_PLANE (ROTATED && WEIGHT_BITS % 2)
+#define ROOT 0.08838834764831845f  // of 1 / 128
+
+__device__ __forceinline__ float scale_at(const void* scales, i64 i)
+{
+    return ROTATED ? __uint_as_float((u32)((const u16*)scales)[i] << 16) : ((const float*)scales)[i];
+}
+
+// Returns bits that say which of the inputs i .. i + 3 of a block, i a multiple of 4, change signs in front of the transform.
+__device__ __forceinline__ u32 flips_from(int i)
+{
+    const u32 flips[] = {FLIPS};
+    return (i < 64 ? i < 32 ? flips[0] : flips[1] : i < 96 ? flips[2] : flips[3]) >> i % 32;
+}
+
+// Sets x[h] to the levels, plus ZERO, of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, from the words of
+// the planes that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
+__device__ __forceinline__ void decode_levels(u32 code, u32 second, int q, u32 (&x)[2])
+{
+    const u32 table[] = {LEVELS};
+    if (PLANE_BITS == 2) code = code >> q / 8 * 2 & 0x33333333;
+    u32 top = HAS_SECOND_PLANE ? second >> q / 4 & 0x11111111 : 0;
+    if (WEIGHT_BITS == 3) code |= top << 2;
+    // Half a byte of `code` is a code beside its partner. With odd partners levels are those of the inverted code, with other signs.
+    u32 odd = (code << 4 & 0x10101010) | (code >> 4 & 0x01010101);
+    code ^= odd * ((1 << min_of(WEIGHT_BITS, 4)) - 1), top = (top ^ odd) << 3;
+    UNROLL for (int h = 0; h < 2; ++h, code >>= 16, top >>= 16, odd >>= 16) {
+        u32 level = 0;
+        UNROLL for (int k = 0; k < 1 << WEIGHT_BITS; k += 8) {  // tables of 8 levels, which give 0 with the highest bit of an index
+            u32 index = WEIGHT_BITS < 4 ? code : k & 8 ? code ^ 0x88888888 : code;
+            if (WEIGHT_BITS == 5) index |= k & 16 ? top ^ 0x88888888 : top;
+            level |= permute_bytes(table[k / 4], table[min_of(k + 4, (1 << WEIGHT_BITS) - 4) / 4], index);
+        }
+        u32 inverts = permute_bytes(0x7f00, 0, odd);
+        x[h] = (level ^ inverts) + (inverts & 0x01010101);
+    }
+}

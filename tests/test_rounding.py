@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -23,7 +24,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.interface import level_tables
 from edgekv.types import F32, F64, U8
 from edgekv.weights import gaussian
-from edgekv.weights.formats import FORMATS, WeightFormat, quantize
+from edgekv.weights.formats import FORMATS, WeightFormat, bits_by_need, quantize
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
 from edgekv.weights.rounding import (
     DAMPING,
@@ -251,6 +252,38 @@ def test_a_calibrated_store(cut: pathlib.Path, text: pathlib.Path, tmp_path: pat
     assert losses[1] < 0.75 * losses[0], losses
 
 
+@pytest.mark.usefixtures("short")
+def test_bits_go_where_they_are_needed(cut: pathlib.Path, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """More bits than q2 has, each linear layer whole ones of its own, cost less KL."""
+    sessions = [Session.load(cut, kv="dense:dtype=f32", ctx=1024, weights="f32")]
+    for weights in ("q2", "q2.75"):
+        arguments = ["quantize", str(cut), "--weights", weights, "--calibrate", str(text)]
+        assert main([*arguments, "--output", str(tmp_path / weights)]) == 0
+        sessions.append(Session.load(tmp_path / weights, kv="dense:dtype=f32", ctx=1024))
+    following = sessions[0].encode(PROSE[len(PROSE) // 2 :])[:256]
+    exact, *others = (session.logits(following) for session in sessions)
+    assert divergence(exact, others[1]) < 0.8 * divergence(exact, others[0])
+    store = WeightStore(tmp_path / "q2.75")
+    sizes = {name: linear.n_elements for name, linear in store.arch.linears().items()}
+    bits = {name: store.form.of(name).bits for name in sizes}
+    assert store.form.name == "q2.75"
+    assert len(set(bits.values())) > 1
+    assert 2.5 < sum(bits[name] * n for name, n in sizes.items()) / sum(sizes.values()) <= 2.75
+
+
+def test_bits_by_need() -> None:
+    rng = np.random.default_rng(0)
+    sizes = {f"{i}": int(n) for i, n in enumerate(rng.integers(1000, 3000, 200))}
+    needs = {name: float(need) for name, need in zip(sizes, rng.exponential(size=200) ** 2, strict=True)}
+    for mean in (2.1, 3.0, 3.6, 4.9):
+        bits = bits_by_need(needs, sizes, mean)
+        assert 0.99 * mean < sum(bits[name] * n for name, n in sizes.items()) / sum(sizes.values()) <= mean
+        per_weight = sorted((needs[name] / n, bits[name]) for name, n in sizes.items())
+        descents = [a for (_, a), (_, b) in itertools.pairwise(per_weight) if a > b]
+        assert len(descents) <= 3  # where the last bits that there was room for went
+    assert set(bits_by_need(needs, sizes, 5).values()) == {5}
+
+
 def divergence(exact: F32, other: F32) -> float:
     """Returns the mean KL of two sets of logits."""
     p, q = (x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True)) for x in (exact, other))
@@ -268,6 +301,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         ("bytes", DEMO, "q4", "not UTF-8"),
         ("long", DEMO, "int8", "these are to be int8"),
         ("long", store, "auto", "is a store"),
+        ("long", DEMO, "q5.5", "accepted"),
     ):
         arguments = ["--model", str(model), "--weights", weights, "--calibrate", str(tmp_path / name)]
         assert main(["quantize", *arguments, "--output", str(output)]) == 2
@@ -276,6 +310,9 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         assert "--calibrate" in error or model == store
         assert error.count("\n") == 1
         assert not output.exists()
+    for command in (["quantize", str(DEMO)], ["run", str(DEMO), "Once"]):
+        assert main([*command, "--weights", "q3.6"]) == 2
+        assert "edgekv quantize MODEL --weights q3.6 --calibrate" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from edgekv.checkpoint.hub import (
     published_shape,
     pull,
     read_shape,
+    shipped_file,
     shipped_model,
 )
 from edgekv.cli.options import (
@@ -56,6 +57,7 @@ from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 NAMES = "org/name, org/name@revision, or a GGUF file of it, org/name:Q4_K_M or org/name:file.gguf"
+SHIPPED_TEXT = "demo/prose.txt"
 SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
 
 
@@ -315,9 +317,17 @@ def _usable_memory(memory: int) -> int:
 
 
 def quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a UTF-8 text like those it is for, best 200 kB or more: 4-bit weights are rounded to read it as before"
+    text = "a UTF-8 text like those it is for, best 200 kB or more: q2 to q5 are rounded to read it as before, "
+    text += (
+        "and of --weights q3.6 it tells what needs more bits (without FILE: a short text that ships with edgekv)"
+    )
     output = option("FOLDER", "a new folder (default: the cache folder that run looks in)")
-    add_options(parser, f"{SOURCE} lora adapter weights", output=output, calibrate=option("FILE", text))
+    add_options(
+        parser,
+        f"{SOURCE} lora adapter weights",
+        output=output,
+        calibrate=option("FILE", text, nargs="?", const=SHIPPED_TEXT),
+    )
 
 
 def quantize_command(arguments: argparse.Namespace) -> int:
@@ -330,10 +340,13 @@ def quantize_command(arguments: argparse.Namespace) -> int:
     model = Model.open(
         model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
     )
-    form = model.weight_format(arguments.weights)
+    source = arguments.calibrate
     with Bars() as bars:
-        text = arguments.calibrate and read_text_option(arguments.calibrate, "--calibrate")
-        rounding = None if text is None else Calibration(model, form, text)
+        if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
+            raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
+        text = source and read_text_option(str(source), "--calibrate")
+        rounding = None if text is None else Calibration(model, arguments.weights, text, bars.update)
+        form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:
             store = model.store(form, bars.update, rounding)
         elif isinstance(model.weights, WeightStore):

@@ -1,4 +1,7 @@
-"""Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`."""
+"""Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`, in bits by need.
+
+What a linear layer needs is the KL of the model with that layer alone in 3 bits, on a part of the text.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,21 @@ from edgekv.errors import ConfigError
 from edgekv.kernels import numba_kernels
 from edgekv.machine import all_cores, blas_threads
 from edgekv.text import Tokenizer
-from edgekv.types import I64
+from edgekv.types import F32, I64, TaskProgress
+from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import WeightFormat
-from edgekv.weights.rounding import CalibratingOps
+from edgekv.weights.formats import FORMATS, ROUTER, WeightFormat, bits_by_need, mean_bits, per_linear_format
+from edgekv.weights.rounding import CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
 VERSION = 3  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens of a window
 MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
 MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too
+NEED_WINDOW, NEED_TOKENS = 1024, (512, 4096)  # tokens of a window, and least and most of all windows
+NEED_WORK = 16_000 * 1_000_000_000  # tokens times weights, over all passes
+NEED_BITS = 3
+LOGITS = 1 << 24  # float32 that KL is computed of
 CHARACTERS = 16  # of the text for each token of a window: more than any tokenizer takes
 
 
@@ -34,9 +42,13 @@ class Calibration:
     weights: the checkpoint's, with an identity that depends on the text. note: for store.json.
     """
 
-    def __init__(self, model: Model, form: WeightFormat, text: str) -> None:
-        """Raises ConfigError (field calibrate) for weights that it can't round, or too short a text."""
-        config = model.config
+    def __init__(self, model: Model, weights: str, text: str, progress: TaskProgress) -> None:
+        """Raises ConfigError (fields calibrate, weights) for weights that it can't round, or too short a text.
+
+        weights: the format's name, also such as q3.6: `form` is then chosen here.
+        """
+        config, mean = model.config, mean_bits(weights)
+        form = FORMATS["q4"] if mean else model.weight_format(weights)
         if not any(form.of(name).rotated for name in model.arch.linears()):
             advice = "choose {weights:q4}, or leave {calibrate} out"
             raise _refusal(f"these are to be {form.name}", advice)
@@ -52,6 +64,7 @@ class Calibration:
         if not len(self._windows):
             raise _refusal(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
+        self.form = self._by_need(model.weights, mean, progress) if mean else form
         self.note = f"{self._windows.size} tokens {digest}"
         identity = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
         self.weights = CheckpointWeights(
@@ -60,12 +73,52 @@ class Calibration:
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
         """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
-        ops = CalibratingOps(self.weights, form, write)
-        n = self._windows.shape[1]
-        decoder = Decoder(CpuBackend(self.weights, ops, numba_kernels(), all_cores()), n)
+        decoder, n = self._decoder(CalibratingOps(self.weights, form, write)), self._windows.shape[1]
         with blas_threads(decoder.threads):
-            x = np.concatenate([decoder.embed(window, 0) for window in self._windows])
+            x = embedded(decoder, self._windows)
             decoder.head(decoder.read_together(np.concatenate([x, x]), n))
+
+    def _decoder(self, ops: StreamingOps) -> Decoder:
+        backend = CpuBackend(ops.weights, ops, numba_kernels(), all_cores())
+        return Decoder(backend, self._windows.shape[1])
+
+    def _by_need(self, weights: CheckpointWeights, mean: float, progress: TaskProgress) -> WeightFormat:
+        """Returns the format of codes of ``mean`` bits."""
+        linears = weights.arch.linears()
+        sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
+        ops = StreamingOps(weights)
+        decoder, needs = self._decoder(ops), dict[str, float]()
+        least, most = NEED_TOKENS
+        n_tokens = min(most, max(least, 2 * NEED_WORK // (len(sizes) * sum(sizes.values()))))
+        n = min(NEED_WINDOW, n_tokens, self._windows.shape[1])
+        with blas_threads(decoder.threads):
+            inputs = [embedded(decoder, spread(self._windows, n_tokens // n)[:, :n])]
+            for i in range(weights.arch.config.n_layers):
+                inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
+            rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
+            exact = log_softmax(decoder.head(inputs[-1][rows]))
+            for done, name in enumerate(sizes):
+                progress("measuring what needs bits", done, len(sizes))
+                matrix, first = weights.matrix(name), name.partition(".")[0]
+                codes, scales = gaussian.quantize(matrix, NEED_BITS)
+                ops.replaced = {name: gaussian.decode(codes, scales, NEED_BITS, matrix.shape[1])}
+                x = inputs[-1] if name == "head" else decoder.read_together(inputs[int(first)], n, int(first))
+                lost = exact - log_softmax(decoder.head(x[rows]))
+                needs[name] = max(0.0, float(np.einsum("ij,ij->", np.exp(exact), lost)))
+        names = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
+        return per_linear_format(f"q{mean:g}", {name: names.get(name, "f32") for name in linears})
+
+
+def embedded(decoder: Decoder, windows: I64) -> F32:
+    """Returns the embeddings (m * n, hidden) of token ids (m, n)."""
+    return np.concatenate([decoder.embed(window, 0) for window in windows])
+
+
+def log_softmax(logits: F32) -> F32:
+    """Replaces logits (n, vocab) by their log-probabilities."""
+    logits -= logits.max(1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+    return logits
 
 
 def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
@@ -78,9 +131,13 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
     if len(text) <= most * CHARACTERS * n:
         tokens = tokenizer.encode(text)
         rows = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
-        rows = rows[:: max(1, len(rows) // most)][:most]
     else:
         starts = [i * len(text) // most for i in range(most)]
         encoded = [tokenizer.encode(text[start : start + CHARACTERS * n]) for start in starts]
         rows = [tokens[:n] for tokens in encoded if len(tokens) >= n]
-    return np.array(rows, np.int64).reshape(len(rows), n)
+    return spread(np.array(rows, np.int64).reshape(len(rows), n), most)
+
+
+def spread(windows: I64, most: int) -> I64:
+    """Returns up to ``most`` of the windows, from all over the text."""
+    return windows[:: max(1, len(windows) // most)][:most]

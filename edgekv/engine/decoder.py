@@ -326,14 +326,15 @@ class Decoder:
             type(attended[0]).finish_prefill(attended)
         return x
 
-    def read_together(self, x: F32, n: int) -> F32:
+    def read_together(self, x: F32, n: int, first: int = 0, stop: int | None = None) -> F32:
         """Returns the hidden states (m * n, hidden) of m embedded prompts x (m * n, hidden) of n tokens each.
 
-        They share a pass of the linear layers, and fill no caches.
+        They share a pass of the linear layers, and fill no caches. first, stop: layers to go through; x is the
+        first one's input.
         """
         c, rotations = self.config, self._ropes.at(0, n)
         q, k, v = self._qkv_buffers("prefill", n)
-        for i in range(c.n_layers):
+        for i in range(c.n_layers)[first:stop]:
             projected, merged = self.attention_in(i, x), []
             for a in range(0, len(x), n):
                 part = projected[a : a + n]

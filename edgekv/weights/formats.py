@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -132,11 +133,34 @@ OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""
 
 HEAD = ",head="
+MEAN = re.compile(r"q([2-5]\.\d+)")
 
 
 def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
     """Returns the format of linear layers that have one each; name: of the whole, as a checkpoint's method."""
     return PerLinearFormat(name, 0, 0, linears=tuple(linears.items()))
+
+
+def mean_bits(name: str) -> float | None:
+    """Returns the mean bits of codes that a name such as q3.6 asks for; None: it is no such name."""
+    found = MEAN.fullmatch(name)
+    return float(found[1]) if found and float(found[1]) <= max(GAUSSIAN) else None
+
+
+def bits_by_need(needs: Mapping[str, float], sizes: Mapping[str, int], mean: float) -> dict[str, int]:
+    """Returns the bits of each linear layer's codes: ``mean`` of all weights at most, 2 or more.
+
+    needs: what each one costs with codes of some bits, the same for all; with others it is taken to cost as much
+    less or more as a Gaussian's squared error is. sizes: its weights. Each next bit goes where it gains most for
+    its size.
+    """
+    bits, room = dict.fromkeys(needs, min(GAUSSIAN)), (mean - min(GAUSSIAN)) * sum(sizes[name] for name in needs)
+    fall = {n: gaussian.ERRORS[n] - gaussian.ERRORS[n + 1] for n in GAUSSIAN if n + 1 in GAUSSIAN}
+    steps = ((needs[name] * fall[n] / sizes[name], n, name) for name in needs for n in fall)
+    for _, n, name in sorted(steps, key=lambda step: -step[0]):
+        if bits[name] == n and sizes[name] <= room:
+            bits[name], room = n + 1, room - sizes[name]
+    return bits
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
@@ -162,8 +186,12 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
     if name == "auto":
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "q4"
+    if mean_bits(name):
+        way = f"make a store of them with `edgekv quantize MODEL --weights {name} --calibrate`, and give that"
+        raise ConfigError("a text tells which weights need more bits", field="weights", value=name, advice=way)
     if name not in WEIGHTS:
-        raise ConfigError("unknown", field="weights", value=name, accepted=("auto", *OFFERED))
+        accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
     return WEIGHTS[name]
 
 

@@ -173,8 +173,20 @@ def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F
     return both
 
 
-class CalibratingOps(NumpyOps):
-    """`NumpyOps` whose linear layers are rounded when they are called, each once, in order.
+class StreamingOps(NumpyOps):
+    """`NumpyOps` that read each matrix when it is used and keep none. replaced: matrices in place of their own."""
+
+    def __init__(self, weights: CheckpointWeights) -> None:
+        super().__init__(weights)
+        self.replaced: dict[str, F32] = {}
+
+    def _matrix(self, name: str) -> F32:
+        found = self.replaced.get(name)
+        return self.weights.matrix(name) if found is None else found
+
+
+class CalibratingOps(StreamingOps):
+    """Operators whose linear layers are rounded when they are called, each once, in order.
 
     Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model. The head's
     outputs are not read.
@@ -186,15 +198,14 @@ class CalibratingOps(NumpyOps):
 
     def linear(self, x: F32, name: str) -> F32:
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
+        rounded = self.rounded(x, name)
         if name == "head":
-            self.rounded(x, name)
             return np.empty((0, self.arch.config.vocab_size), np.float32)
-        exact, rounded = self._checkpoint.matrix(name), self.rounded(x, name)
-        outputs = []
-        for part, matrix in zip(np.split(x, 2), (exact, exact if rounded is None else rounded), strict=True):
-            self._matrices[name] = matrix
-            outputs.append(super().linear(part, name))
-        del self._matrices[name]
+        exact, own = np.split(x, 2)
+        outputs = [super().linear(exact, name)]
+        self.replaced = {} if rounded is None else {name: rounded}
+        outputs.append(super().linear(own, name))
+        self.replaced = {}
         return np.concatenate(outputs)
 
     def rounded(self, x: F32, name: str) -> F32 | None:

@@ -181,21 +181,23 @@ def prompts(gpu: measure.Gpu, log: Log) -> None:
 
 
 def whole(gpu: measure.Gpu, log: Log) -> None:
-    """Measures Llama 2 7B's shape with random int4 weights and some tokens in the cache."""
+    """Measures Llama 2 7B's shape with random weights, q4 and int4, and some tokens in the cache."""
     results = []
 
     def rows() -> Iterable[Sequence[object]]:
-        for r in measure.end_to_end(gpu, load_shape("llama2-7b"), WHOLE):
-            results.append(r)
-            if "ms" in r:
-                yield r["scheme"], f"{r['depth']:,}", f"{r['ms']:.1f}", *[""] * 6
-                continue
-            energy = "" if r["mj_per_token"] is None else f"{r['mj_per_token']:.0f}"
-            times = f"{r['ms_per_token']:.3f}", f"{r['ms_per_token_mean']:.3f}", energy
-            counts = r["tokens"], r["replayed"], f"{r['bytes']:,}", f"{r['gb_per_s']:,.0f}"
-            yield f"`{r['scheme']}`", f"{r['depth']:,}", *times, *counts
+        for form, plan in (("q4", WHOLE[:4]), ("int4", WHOLE)):
+            for r in measure.end_to_end(gpu, load_shape("llama2-7b"), form, plan):
+                results.append(r | {"weights": form})
+                if "ms" in r:
+                    yield form, r["scheme"], f"{r['depth']:,}", f"{r['ms']:.1f}", *[""] * 6
+                    continue
+                energy = "" if r["mj_per_token"] is None else f"{r['mj_per_token']:.0f}"
+                times = f"{r['ms_per_token']:.3f}", f"{r['ms_per_token_mean']:.3f}", energy
+                counts = r["tokens"], r["replayed"], f"{r['bytes']:,}", f"{r['gb_per_s']:,.0f}"
+                yield form, f"`{r['scheme']}`", f"{r['depth']:,}", *times, *counts
 
     head = (
+        "weights",
         "scheme",
         "tokens before",
         "ms/token, median",

@@ -13,19 +13,21 @@ import numpy as np
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.kernels.cuda.driver import CannotRecord, Driver, Launch
+from edgekv.kernels.cuda.driver import CannotRecord, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.cuda.matvec import Matrix, linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
+from edgekv.kernels.interface import FLIPS
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
 from edgekv.weights.cuda import KINDS, DeviceWeights
 from edgekv.weights.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
+from edgekv.weights.gaussian import DEVIATIONS
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
 FILL_TOKENS = 2048
-FORMS = (("int4", 4, 128), ("int4-32", 4, 32), ("int8", 8, 128), ("f16", 16, 1), ("f32", 32, 1))
+FORMS = ("int4", "int4-32", "int8", "q2", "q3", "q4", "q5")
 PROMPTS = (2048, 8192)  # tokens
 SHAPE = 4096, 11008  # of a matrix: rows, columns
 STD = 0.02  # of random weights
@@ -225,21 +227,38 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
     """Yields (form, seconds, bytes) of one weight matrix times one activation."""
     rows, columns = SHAPE
     x = gpu.normal(1, columns)
-    for name, bits, block in FORMS:
-        n = max(2, L2_TIMES * gpu.l2_bytes // (rows * columns * bits // 8))
-        blocks = columns // block if bits < 16 else 0
-        scales = [gpu.normal(rows, blocks) for _ in range(n)] if blocks else [None] * n
-        if blocks:
-            data = [gpu.rng.integers(0, 256, (rows, blocks, block * bits // 8), dtype=np.uint8) for _ in range(n)]
-        else:
-            data = [gpu.normal(rows, columns).astype(np.float16 if bits == 16 else np.float32) for _ in range(n)]
-        matrices = [Matrix(rows, columns, bits, block, blocks, *each) for each in zip(data, scales, strict=True)]
+    for name in (*FORMS, "f16", "f32"):
+        form = WEIGHTS.get(name)
+        n_bytes = rows * columns * (2 if name == "f16" else 4)
+        if form and form.bits < 32:
+            n_bytes = specs_bytes(form.arrays(rows, columns))
+        matrices = []
+        for _ in range(max(2, L2_TIMES * gpu.l2_bytes // n_bytes)):
+            if form and form.bits < 32:
+                matrices.append(random_matrix(gpu, form, rows, columns))
+            else:
+                bits = 16 if name == "f16" else 32
+                matrices.append(
+                    Matrix(rows, columns, bits, 1, 0, gpu.normal(rows, columns).astype(f"f{bits // 8}"))
+                )
 
         def step(matrices: Any = matrices) -> None:
             for w in matrices:
                 (packed_matvec if takes_packed(gpu.driver, w) else matvec)(gpu.driver, x, w)
 
-        yield name, gpu.seconds(step) / n, rows * (columns * bits // 8 + 4 * blocks)
+        yield name, gpu.seconds(step) / len(matrices), n_bytes
+
+
+def random_matrix(gpu: Gpu, form: WeightFormat, rows: int, columns: int) -> Matrix:
+    """Returns random weights of a format of fewer than 32 bits."""
+    specs = form.arrays(rows, columns)
+    codes = gpu.rng.integers(0, 256, specs["codes"][1], dtype=np.uint8)
+    step = DEVIATIONS[form.bits] if form.rotated else np.sqrt(3) / 2 ** (form.bits - 1)
+    scales = cupy.full(specs["scales"][1], STD * step, np.float32)
+    if form.rotated:
+        scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
+    flips = gpu.driver.upload(FLIPS) if form.rotated else None
+    return Matrix(rows, columns, form.bits, form.block, scales.shape[1], codes, scales, flips=flips)
 
 
 def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
@@ -251,13 +270,17 @@ def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
 
 
 def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
-    """Yields (what, seconds, operations or bytes): widening int4 codes, and the product of halves."""
+    """Yields (what, seconds, operations or bytes): widening codes, and the product of halves."""
     rows, columns = SHAPE
-    codes = gpu.rng.integers(0, 256, (rows, columns // 128, 64), dtype=np.uint8)
-    scales, half = cupy.full((rows, columns // 128), 0.01, np.float32), cupy.empty(SHAPE, np.float16)
-    launch = Launch(linear_program(4, 128), "widen", (-(-columns // 2048), rows), 256)
-    seconds = gpu.seconds(lambda: gpu.driver.launch(launch, codes, scales, columns, columns // 128, half, 1))
-    yield "int4 weights to halves", seconds, codes.nbytes + scales.nbytes + half.nbytes
+    for name in ("int4", "q4"):
+        w = random_matrix(gpu, WEIGHTS[name], rows, columns)
+
+        def step(w: Matrix = w) -> None:
+            widen(gpu.driver, w, slice(0, rows), np.float16)
+
+        n_bytes = specs_bytes(WEIGHTS[name].arrays(rows, columns)) + 2 * rows * columns
+        yield f"{name} weights to halves", gpu.seconds(step), n_bytes
+    half = cupy.empty(SHAPE, np.float16)
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
     yield (
         "product of halves",
@@ -274,16 +297,11 @@ class SyntheticWeights(DeviceWeights):
         specs = store_specs(self.arch, form, dict.fromkeys(self.arch.tables(), "F16"))
         tables = {name: specs[name] for name in self.arch.tables()}
         self.nbytes, self.token_bytes = specs_bytes(specs), specs_bytes(specs) - specs_bytes(tables)
-        self.linears = {name: self._linear(gpu, name, specs, form) for name in self.arch.linears()}
+        linears = self.arch.linears().items()
+        self.linears = {name: random_matrix(gpu, form, each.rows, each.columns) for name, each in linears}
         self.vectors = {name: cupy.ones(size, np.float32) for name, (_, size) in self.arch.vectors().items()}
         drawn = {name: (gpu.normal(*shape) * STD).astype(np.float16) for name, (_, shape) in tables.items()}
         self.tables = {name: (table.view(np.uint16), KINDS["F16"]) for name, table in drawn.items()}
-
-    def _linear(self, gpu: Gpu, name: str, specs: dict[str, Any], form: WeightFormat) -> Matrix:
-        linear = self.arch.linears()[name]
-        codes = gpu.rng.integers(0, 256, specs[f"{name}.codes"][1], dtype=np.uint8)
-        scales = cupy.full(specs[f"{name}.scales"][1], STD * np.sqrt(3) / 2 ** (form.bits - 1), np.float32)
-        return Matrix(linear.rows, linear.columns, form.bits, form.block, scales.shape[1], codes, scales, None)
 
 
 def prefill_seconds(gpu: Gpu, decoder: Decoder, n: int) -> float:
@@ -302,9 +320,11 @@ def prefill_seconds(gpu: Gpu, decoder: Decoder, n: int) -> float:
     return min(times[1:])
 
 
-def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
-    """Measures a shape with random int4 weights: prompts, and steps of each (scheme, tokens in the cache)."""
-    weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
+def end_to_end(
+    gpu: Gpu, config: dict[str, Any], form: str, plan: Sequence[tuple[str, int]]
+) -> Iterator[dict[str, Any]]:
+    """Measures a shape with random weights: prompts, and steps of each (scheme, tokens in the cache)."""
+    weights = SyntheticWeights(gpu, config, WEIGHTS[form])
     decoder = Decoder(CudaBackend(weights, gpu.driver, 1), max(depth for _, depth in plan) + 1024)
     for n in PROMPTS:
         yield {"scheme": "a prompt", "depth": n, "ms": prefill_seconds(gpu, decoder, n) * 1e3}

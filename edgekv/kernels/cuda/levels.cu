@@ -1,7 +1,7 @@
 // Codes of WEIGHT_BITS and their scales, for linear.cu and tiled_linear.cu. With LEVELS they are those of edgekv.weights.gaussian, 2
 // to 5 bits for levels of inputs behind a rotation, with bfloat16 scales; otherwise whole numbers around their middle.
 
-#ifdef LEVELS  // of codes with even partners, each plus ZERO
+#ifdef LEVELS  // bytes, plus ZERO: of codes with even partners and, unless INVERTS, of those with odd ones
 #define ROTATED 1
 #define PLANE_BITS (WEIGHT_BITS & 6)  // of the first plane; a second one has the highest bits of 3 and 5
 #define ZERO 64
@@ -12,6 +12,7 @@
 #define PLANE_BITS WEIGHT_BITS
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #endif
+#define INVERTS (WEIGHT_BITS > 3)  // whether levels of codes with odd partners are found as those of inverted codes, with other signs
 #define HAS_SECOND_PLANE (ROTATED && WEIGHT_BITS % 2)
 #define ROOT 0.08838834764831845f  // of 1 / 128
 
@@ -27,25 +28,31 @@ __device__ __forceinline__ u32 flips_from(int i)
     return (i < 64 ? i < 32 ? flips[0] : flips[1] : i < 96 ? flips[2] : flips[3]) >> i % 32;
 }
 
-// Sets x[h] to the levels, plus ZERO, of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, from the words of
-// the planes that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
-__device__ __forceinline__ void decode_levels(u32 code, u32 second, int q, u32 (&x)[2])
+#define ONE 127  // what stands for one in the bytes that are added to inverted levels
+
+// Sets x[h] to the levels, plus ZERO, of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, less ones[h], in
+// which ONE stands for one, from the words of the planes that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the
+// second one.
+__device__ __forceinline__ void decode_levels(u32 code, u32 second, int q, u32 (&x)[2], u32 (&ones)[2])
 {
     const u32 table[] = {LEVELS};
     if (PLANE_BITS == 2) code = code >> q / 8 * 2 & 0x33333333;
     u32 top = HAS_SECOND_PLANE ? second >> q / 4 & 0x11111111 : 0;
     if (WEIGHT_BITS == 3) code |= top << 2;
-    // Half a byte of `code` is a code beside its partner. With odd partners levels are those of the inverted code, with other signs.
+    // Half a byte of `code` is a code beside its partner.
     u32 odd = (code << 4 & 0x10101010) | (code >> 4 & 0x01010101);
-    code ^= odd * ((1 << min_of(WEIGHT_BITS, 4)) - 1), top = (top ^ odd) << 3;
+    if (INVERTS)
+        code ^= odd * 15, top = (top ^ odd) << 3;
+    else
+        code |= odd << WEIGHT_BITS;
     UNROLL for (int h = 0; h < 2; ++h, code >>= 16, top >>= 16, odd >>= 16) {
         u32 level = 0;
-        UNROLL for (int k = 0; k < 1 << WEIGHT_BITS; k += 8) {  // tables of 8 levels, which give 0 with the highest bit of an index
-            u32 index = WEIGHT_BITS < 4 ? code : k & 8 ? code ^ 0x88888888 : code;
+        UNROLL for (int k = 0; k < (int)sizeof(table); k += 8) {  // 8 levels, of which an index with its highest bit picks 0
+            u32 index = k & 8 ? code ^ 0x88888888 : code;
             if (WEIGHT_BITS == 5) index |= k & 16 ? top ^ 0x88888888 : top;
-            level |= permute_bytes(table[k / 4], table[min_of(k + 4, (1 << WEIGHT_BITS) - 4) / 4], index);
+            level |= permute_bytes(table[k / 4], table[k / 4 + 1], index);
         }
-        u32 inverts = permute_bytes(0x7f00, 0, odd);
-        x[h] = (level ^ inverts) + (inverts & 0x01010101);
+        ones[h] = INVERTS ? permute_bytes(ONE << 8, 0, odd) : 0;
+        x[h] = level ^ ones[h];  // 127 - level, where ONE is
     }
 }

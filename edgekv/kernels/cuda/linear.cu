@@ -18,9 +18,9 @@ struct Eight {
         if (ROTATED) {
             const u32* block = (const u32*)row + k / 128 * 4 * WEIGHT_BITS;
             int q = k % 128 / 8;
-            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2];
-            decode_levels(block[q % (4 * PLANE_BITS)], second, q, levels);
-            words[0] = levels[0], words[1] = levels[1];
+            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2], ones[2];
+            decode_levels(block[q % (4 * PLANE_BITS)], second, q, levels, ones);
+            UNROLL for (int h = 0; h < 2; ++h) words[h] = levels[h] + (ones[h] & 0x01010101);
             return;
         }
         if (QUANTISED || (aligned && k < columns)) {

@@ -133,6 +133,7 @@ def _form_macros(bits: int, block: int, rotated: bool) -> Macros:
     macros: Macros = ("WEIGHT_BITS", bits), ("BLOCK", block)
     if not rotated:
         return macros
-    levels = (level_tables(bits)[0] + LEVEL_ZERO).view(np.uint32)
+    tables = level_tables(bits) if bits < 4 else level_tables(bits)[:1]  # INVERTS in levels.cu
+    levels = (tables.ravel() + LEVEL_ZERO).view(np.uint32)
     flips = np.packbits(FLIPS < 0, bitorder="little").view(np.uint32)
     return *macros, ("LEVELS", ",".join(map(hex, levels))), ("FLIPS", ",".join(map(hex, flips)))

@@ -77,24 +77,41 @@ struct Piece {
         }
     }
 
+    // Does what `multiply` does: both chunks belong to one block, so have one unit and one scale.
+    __device__ __forceinline__ void multiply_levels(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
+    {
+        int offset = chunk[0].offset + chunk[1].offset, c[4] = {0, offset, 0, offset}, ones[4] = {};
+        UNROLL for (int k = 0; k < 2; ++k) {
+            UNROLL for (int h = 0; h < HALVES; ++h) {
+                uint4 b = digits[(k * HALVES + h) * stride];
+                UNROLL for (int i = 0; i < 2; ++i) {
+                    int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
+                    u32 x[2][2], of_ones[2][2];
+                    UNROLL for (int r = 0; r < 2; ++r) decode_levels(words[r][k][t], second[r][t], q, x[r], of_ones[r]);
+                    u32 a[4] = {x[0][0], x[1][0], x[0][1], x[1][1]};
+                    multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
+                    u32 a1[4] = {of_ones[0][0], of_ones[1][0], of_ones[0][1], of_ones[1][1]};
+                    if (INVERTS) multiply_bytes(ones, a1, i ? b.z : b.x, i ? b.w : b.y);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < 2; ++r) {
+            int sum_of_ones = 256 * ones[2 * r] + ones[2 * r + 1];
+            sum[r] += ((float)(256 * c[2 * r] + c[2 * r + 1]) + (float)sum_of_ones * (1.0f / ONE)) * (chunk[0].unit * scale[r][0]);
+        }
+    }
+
     // Adds the products with a span's digits, those of this lane's column, to sum[r].
     __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
     {
+        if (ROTATED) return multiply_levels(digits, stride, chunk, sum);
         UNROLL for (int k = 0; k < 2; ++k) {
             Chunk input = chunk[k];
             int c[4] = {0, input.offset, 0, input.offset};
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = digits[(k * HALVES + h) * stride];
                 const u32 *x = words[0][k], *y = words[1][k];
-                if (ROTATED) {
-                    UNROLL for (int i = 0; i < 2; ++i) {
-                        int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
-                        u32 first[2], other[2];
-                        decode_levels(x[t], second[0][t], q, first), decode_levels(y[t], second[1][t], q, other);
-                        u32 a[4] = {first[0], other[0], first[1], other[1]};
-                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
-                    }
-                } else if (WEIGHT_BITS == 8) {
+                if (WEIGHT_BITS == 8) {
                     u32 a0[4] = {x[0], y[0], x[1], y[1]}, a1[4] = {x[2], y[2], x[3], y[3]};
                     multiply_bytes(c, a0, b.x, b.y);
                     multiply_bytes(c, a1, b.z, b.w);

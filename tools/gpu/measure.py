@@ -237,10 +237,8 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
             if form and form.bits < 32:
                 matrices.append(random_matrix(gpu, form, rows, columns))
             else:
-                bits = 16 if name == "f16" else 32
-                matrices.append(
-                    Matrix(rows, columns, bits, 1, 0, gpu.normal(rows, columns).astype(f"f{bits // 8}"))
-                )
+                bits, dtype = (16, np.float16) if name == "f16" else (32, np.float32)
+                matrices.append(Matrix(rows, columns, bits, 1, 0, gpu.normal(rows, columns).astype(dtype)))
 
         def step(matrices: Any = matrices) -> None:
             for w in matrices:
@@ -280,7 +278,7 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
 
         n_bytes = specs_bytes(WEIGHTS[name].arrays(rows, columns)) + 2 * rows * columns
         yield f"{name} weights to halves", gpu.seconds(step), n_bytes
-    half = cupy.empty(SHAPE, np.float16)
+    half = (gpu.normal(*SHAPE) * STD).astype(np.float16)
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
     yield (
         "product of halves",

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,13 +42,17 @@ def write_gguf(
             writer.add_key_value(key, value, KINDS[type(value)])
         if tokenizer:
             write_tokenizer(writer, folder)
+        stacked: dict[Any, dict[str, Any]] = {}
         for name in file:
             target = names[name.removeprefix("transformer.")]
             array = _reordered(target, to_float32(file[name].read()), config)
             if array.ndim == 1 and target.endswith("norm.weight"):
                 array = array + np.float32(family.norm_offset)
             chosen = TYPES.F32 if array.ndim == 1 or target == "position_embd.weight" else TYPES[kind]
-            writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(array), chosen), raw_dtype=chosen)
+            array = gguf.quants.quantize(np.ascontiguousarray(array), chosen)
+            stacked.setdefault(chosen, {}).setdefault(target, []).append((_expert(name), array))
+        for each, tensors in stacked.items():
+            _add(writer, tensors, each)
         for name, factors in _rope_factors(config).items():
             writer.add_tensor(name, np.array(factors, np.float32))
 
@@ -72,11 +77,24 @@ def gguf_names(config: dict[str, Any]) -> dict[str, str]:
     """Returns the GGUF name of each of the checkpoint's tensors."""
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     return {
-        f"{theirs.format(i=i)}.{end}": f"{ours.format(i=i)}.{end}"
+        f"{theirs.format(i=i, e=e)}.{end}": f"{ours.format(i=i)}.{end}"
         for ours, theirs in find_family(config).names.items()
         for i in range(layers if "{i}" in ours else 1)
+        for e in range(config["num_experts"] if "{e}" in theirs else 1)
         for end in ("weight", "bias")
     }
+
+
+def _add(writer: gguf.GGUFWriter, tensors: Mapping[str, list[tuple[int, np.ndarray]]], kind: Any) -> None:
+    """Adds tensors, or what there is of each expert, with its number, as one."""
+    for name, parts in tensors.items():
+        arrays = [array for _, array in sorted(parts, key=lambda part: part[0])]
+        writer.add_tensor(name, np.stack(arrays) if "_exps" in name else arrays[0], raw_dtype=kind)
+
+
+def _expert(name: str) -> int:
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else 0
 
 
 def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,18 +198,22 @@ def set_halves(raw: np.ndarray, kind: str, halves: Any) -> np.ndarray:
 
 
 def write_k_quants(
-    folder: pathlib.Path, kind: str, others: Mapping[str, str] | None = None
+    folder: pathlib.Path,
+    kind: str,
+    others: Mapping[str, str] | None = None,
+    model: Mapping[str, Any] = golden_cases.LLAMA,
 ) -> tuple[pathlib.Path, np.ndarray]:
     """A model of one layer with random blocks: gguf can read K-quants, not make them. Also 0.down's weights.
 
     others: types of other projections, by the end of their names.
     """
-    config = golden_cases.LLAMA | {"hidden_size": K_BLOCK, "intermediate_size": K_BLOCK, "num_hidden_layers": 1}
+    config = {**model, "hidden_size": K_BLOCK, "intermediate_size": K_BLOCK, "num_hidden_layers": 1}
     rng, names, found = np.random.default_rng(0), gguf_names(config), dict[str, np.ndarray]()
 
     def fill(writer: gguf.GGUFWriter) -> None:
         for key, value in own_metadata(config).items():
             writer.add_key_value(key, value, KINDS[type(value)])
+        stacked: dict[Any, dict[str, Any]] = {}
         for tensor, shape in architecture(config).tensors().items():
             if len(shape) == 1:
                 writer.add_tensor(names[tensor], np.ones(shape, np.float32))
@@ -200,7 +222,10 @@ def write_k_quants(
             block, size = gguf.GGML_QUANT_SIZES[TYPES[own]]
             raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
             raw = set_halves(raw, own, STEPS.get(own, 2e-3)).reshape(shape[0], -1)
-            writer.add_tensor(names[tensor], raw, raw_dtype=TYPES[own])
+            stacked.setdefault(TYPES[own], {}).setdefault(names[tensor], []).append((_expert(tensor), raw))
             found[tensor.split(".")[-2]] = gguf.quants.dequantize(raw, TYPES[own])
 
-    return _write(folder / "k.gguf", "llama", fill), found["down_proj"]
+        for each, tensors in stacked.items():
+            _add(writer, tensors, each)
+
+    return _write(folder / "k.gguf", find_family(config).architecture, fill), found["down_proj"]

@@ -11,14 +11,14 @@ import golden_cases
 import numpy as np
 import pytest
 from cuda_cases import OnDevice, require_same_logits
-from gguf_writer import TYPES, write_gguf, write_k_quants
+from gguf_writer import TYPES, own_metadata, write_gguf, write_k_quants
 from kernel_cases import pairs
 from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.checkpoint.gguf import KEPT
 from edgekv.engine.model import Model
-from edgekv.errors import EdgeKVError
+from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import architecture, gguf_families
 from edgekv.weights.store import WeightStore
@@ -44,7 +44,7 @@ def test_every_architecture_is_read(name: str, tmp_path: pathlib.Path, monkeypat
     ours, expected = (Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, checkpoint))
     np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
     known = {family.architecture for family in gguf_families().values()}
-    assert {each["architecture"] for each in CONVERTED.values()} == known - {"gpt2"}
+    assert {each["architecture"] for each in CONVERTED.values()} == known - {"gpt2", "qwen3moe"}
 
 
 @pytest.mark.parametrize("kind", GOLDEN["tokens"])
@@ -173,6 +173,34 @@ def test_blocks_are_kept(kind: str, device: OnDevice, tmp_path: pathlib.Path) ->
     nbytes = sum(linear.n_elements for linear in linears) // 256 * BLOCKS[kind].n_bytes
     assert sum(store.raw(f"{name}.blocks").nbytes for name in model.arch.linears()) == nbytes
     require_same_logits(model, range(41), device, of_device=5e-2)
+
+
+def test_experts_are_read(tmp_path: pathlib.Path) -> None:
+    """A tensor has all experts of a layer; ``ffn_gate_inp``, the router, stays exact."""
+    folder = golden_cases.write_checkpoint("qwen3-moe", tmp_path / "folder")
+    path, kv = write_gguf(folder, tmp_path / "model.gguf"), "dense:dtype=f32"
+    tokens = golden_cases.tokens("qwen3-moe")
+    logits = [Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, folder)]
+    np.testing.assert_allclose(*logits, atol=2e-5, rtol=0)
+
+    path, down = write_k_quants(
+        tmp_path, "IQ3_S", model=golden_cases.QWEN3_MOE | {"moe_intermediate_size": 256, "head_dim": 64}
+    )
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    names = {name: form.of(name).name for name in model.arch.linears()}
+    assert names == dict.fromkeys(names, "IQ3_S") | {"0.router": "f32"}
+    assert model.weights_note(form) is None
+    np.testing.assert_array_equal(model.store(form).matrix("0.experts_down")[-256:], down)
+    ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
+    assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
+
+
+def test_experts_of_other_architectures_are_refused(tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
+    metadata = own_metadata(golden_cases.CASES["llama2-gqa"]) | {"llama.expert_count": 8}
+    with pytest.raises(ConfigError, match="'llama' with experts are not supported"):
+        Model.open(write_gguf(folder, tmp_path / "model.gguf", metadata=metadata))
 
 
 def test_other_blocks_are_quantized_again_and_it_is_said(tmp_path: pathlib.Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.checkpoint.tensors import DTYPES, MappedFile, MappedTensor, Tensor, Tensors
+from edgekv.checkpoint.tensors import DTYPES, MOST_LAYER_EXPERTS, MappedFile, MappedTensor, Tensor, Tensors
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import Memo, cache_root, create_folder_once, open_regular
 from edgekv.models import gguf_families
@@ -351,9 +351,10 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture not in families:
         raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(families)}")
-    if metadata.get(f"{architecture}.expert_count"):
-        raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
     family, heads = families[architecture], int(metadata[f"{architecture}.attention.head_count"])
+    if metadata.get(f"{architecture}.expert_count") and not family.has_experts("ffn_up_exps"):
+        problem = f"GGUF files of architecture {architecture!r} with experts are not supported"
+        raise ConfigError(f"{problem}; give the model's safetensors checkpoint")
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
     tensors, factors = {}, {}
     for tensor in header.tensors.values():
@@ -364,21 +365,29 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
         role, shape, (block, block_bytes) = tensor.name.split(".")[-2], tensor.shape, gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise ValueError(f"{tensor.name} has rows of {shape[-1]}, its type has blocks of {block}")
+        n_experts = 1
+        if family.has_experts(role):
+            n_experts, shape = shape[0], shape[1:]
+            if n_experts > MOST_LAYER_EXPERTS or len(shape) != 2:
+                raise ValueError(f"{tensor.name} has the shape {tensor.shape}; accepted: experts, rows, columns")
         transposed = role in family.conv1d and len(shape) == 2
         interleaved = n_heads[role] if role in family.interleaved else 0
         if interleaved and (interleaved < 1 or shape[0] % (2 * interleaved)):
             raise ValueError(f"{tensor.name} has {shape[0]} rows for {interleaved} heads")
-        tensors[family.checkpoint_name(tensor.name)] = {
+        nbytes = math.prod(shape) // block * block_bytes
+        entry = {
             "kind": kind.name,
             "shape": shape[::-1] if transposed else shape,
-            "start": tensor.start,
-            "nbytes": math.prod(tensor.shape) // block * block_bytes,
+            "nbytes": nbytes,
             "rows": shape[0],
             "table": role in ("token_embd", "position_embd"),
             "transposed": transposed,
             "interleaved_heads": interleaved,
             "offset": family.norm_offset if role.endswith("norm") else 0.0,
         }
+        for expert in range(n_experts):
+            name = family.checkpoint_name(tensor.name, expert)
+            tensors[name] = entry | {"start": tensor.start + expert * nbytes}
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     config = family.config(GgufMetadata(metadata, shapes, factors))
     return {"config": config, "data_start": header.data_start, "tensors": tensors}

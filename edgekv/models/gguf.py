@@ -59,6 +59,17 @@ LLAMA_KEYS = {
     "rope_theta": "rope.freq_base",
     "head_dim": "attention.key_length",
 }
+EXPERT_NAMES = LLAMA_NAMES | {
+    "blk.{i}.ffn_gate_inp": "model.layers.{i}.mlp.gate",
+    "blk.{i}.ffn_gate_exps": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "blk.{i}.ffn_up_exps": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "blk.{i}.ffn_down_exps": "model.layers.{i}.mlp.experts.{e}.down_proj",
+}
+EXPERT_KEYS = LLAMA_KEYS | {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 ROTATED = ("attn_q", "attn_k")
 POST_NORMS = {
     "blk.{i}.post_attention_norm": "model.layers.{i}.post_attention_layernorm",
@@ -71,9 +82,10 @@ class GgufNames:
     """The names of one architecture in GGUF files; by default those of Llama.
 
     architecture: GGUF's name of it. model_type: config.json's. names: GGUF tensor, without its ending, to ours;
-    ``{i}`` is the layer. keys: entry of config.json to metadata key behind the architecture's name. interleaved:
-    projections whose rows are ordered for rotations of neighbouring channels. conv1d: those that the checkpoint
-    stores transposed. norm_offset: what the file has added to norms. finish: adds what no key says.
+    ``{i}`` is the layer, ``{e}`` an expert, of which the tensor holds all. keys: entry of config.json to metadata
+    key behind the architecture's name. interleaved: projections whose rows are ordered for rotations of neighbouring
+    channels. conv1d: those that the checkpoint stores transposed. norm_offset: what the file has added to norms.
+    finish: adds what no key says.
     """
 
     architecture: str
@@ -85,14 +97,18 @@ class GgufNames:
     norm_offset: float = 0.0
     finish: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: config
 
-    def checkpoint_name(self, name: str) -> str:
-        """Returns the checkpoint's name of a GGUF tensor; an unknown one keeps its own."""
+    def has_experts(self, role: str) -> bool:
+        """Returns whether a tensor blk.0.``role`` holds a projection of all experts."""
+        return "{e}" in self.names.get("blk.{i}." + role, "")
+
+    def checkpoint_name(self, name: str, expert: int = 0) -> str:
+        """Returns the checkpoint's name of a GGUF tensor, or of an expert in it; an unknown one keeps its own."""
         layer = re.match(r"blk\.(\d+)\.", name)
         base, dot, end = name.rpartition(".")
         pattern = base.replace(layer[0], "blk.{i}.") if layer else base
         if pattern not in self.names:
             return name
-        return self.names[pattern].format(i=layer[1] if layer else "") + dot + end
+        return self.names[pattern].format(i=layer[1] if layer else "", e=expert) + dot + end
 
     def config(self, facts: GgufMetadata) -> Config:
         """Makes the model's config.json. Raises ConfigError where the metadata lack something."""

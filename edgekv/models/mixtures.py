@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from edgekv.models.architecture import Linear, Ops
 from edgekv.models.config import Experts, ExpertsConfig, ModelConfig, Raw, Width, alternating, sliding_layers
+from edgekv.models.gguf import EXPERT_KEYS, EXPERT_NAMES, GgufNames
 from edgekv.models.llama import NO_BIASES, Llama, SlidingConfigSchema
 from edgekv.models.rope import Factor
 
@@ -101,6 +102,13 @@ class Qwen3Moe(Mixture):
     schema = Qwen3MoeConfigSchema
     defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
     fixed: ClassVar[Raw] = {"qk_norm": True, "mlp_bias": False}
+    gguf = GgufNames(
+        "qwen3moe",
+        "qwen3_moe",
+        EXPERT_NAMES,
+        EXPERT_KEYS,
+        finish=lambda facts, config: config | {"norm_topk_prob": True},  # as llama.cpp has it
+    )
 
     @classmethod
     def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw, **own: Any) -> ModelConfig:

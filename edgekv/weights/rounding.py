@@ -44,7 +44,8 @@ from edgekv.weights.store import Write
 
 TOGETHER = 256  # columns between two matrix products
 CANDIDATES = len(gaussian.FACTORS)
-SCRATCH = (3 * ROTATED_INPUTS // 2 + 4) * CANDIDATES
+LANES = 16  # float32 that a processor may multiply at once
+SCRATCH = (3 * ROTATED_INPUTS // 2 + 1) * CANDIDATES
 """Float32 of a thread beside two for each column: errors and codes of a block with each scale."""
 HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
@@ -236,9 +237,7 @@ def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
     scratch = scratch_at + 4 * part * (SCRATCH + 2 * TOGETHER)
     t, e = floats(scratch), floats(scratch + 4 * columns)
     kept, pairs = scratch + 8 * columns, scratch + 8 * columns + 4 * ROTATED_INPUTS * CANDIDATES
-    rest = pairs + 2 * ROTATED_INPUTS * CANDIDATES
-    x, y = floats(rest), floats(rest + 4 * CANDIDATES)
-    d, sums = floats(rest + 8 * CANDIDATES), floats(rest + 12 * CANDIDATES)
+    sums = floats(pairs + 2 * ROTATED_INPUTS * CANDIDATES)
     for r in range(first, last):
         targets, weight = floats(targets_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
         codes, errors = chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)
@@ -253,43 +252,40 @@ def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
                 square += total * total
             deviation = np.sqrt(square / np.float32(ROTATED_INPUTS))
             for s in range(CANDIDATES):
-                put(d, s, deviation * get(factors, s))
                 put(sums, s, np.float32(0))
+                for j in range(ROTATED_INPUTS):
+                    put(floats(kept + 4 * s * ROTATED_INPUTS), j, np.float32(0))
             for j in range(hi - 2, lo - 1, -2):
+                shares = factor_at + 4 * (j * columns + lo)
+                of_x, of_y = floats(shares), floats(shares + 4 * columns)
+                share, heavy = get(of_x, j + 1 - lo), get(weights, j)
+                heaviness = get(weights, j + 1) / heavy
+                known = (j + 2 - lo) // LANES * LANES  # errors before are 0
                 for s in range(CANDIDATES):
-                    put(x, s, get(t, j))
-                    put(y, s, get(t, j + 1))
-                for i in range(j + 2, hi):
-                    of_x, of_y = get(factor, j * columns + i), get(factor, (j + 1) * columns + i)
-                    errors_of = floats(kept + 4 * (i - lo) * CANDIDATES)
-                    for s in range(CANDIDATES):
-                        put(x, s, get(x, s) + get(errors_of, s) * of_x)
-                        put(y, s, get(y, s) + get(errors_of, s) * of_y)
-                own, share = floats(kept + 4 * (j - lo) * CANDIDATES), get(factor, j * columns + j + 1)
-                both = floats(pairs + 2 * (j - lo) * CANDIDATES)
-                heavy, heaviness = get(weights, j), get(weights, j + 1) / get(weights, j)
-                for s in range(CANDIDATES):
-                    step, target = get(d, s), get(x, s) + (get(weight, j + 1) - get(y, s)) * share
+                    own, x, y = floats(kept + 4 * s * ROTATED_INPUTS), get(t, j), get(t, j + 1)
+                    for i in range(known, ROTATED_INPUTS):
+                        x += get(own, i) * get(of_x, i)
+                        y += get(own, i) * get(of_y, i)
+                    step = deviation * get(factors, s)
                     inverse = np.float32(1) / step if step != 0 else np.float32(0)
-                    pair = round_pair(
-                        target * inverse, get(y, s) * inverse, share, heaviness, near, tables, n_codes
-                    )
+                    x += (get(weight, j + 1) - y) * share
+                    pair = round_pair(x * inverse, y * inverse, share, heaviness, near, tables, n_codes)
                     level_x = step * level_of(pair & 255, pair >> 8, tables, n_codes)
                     level_y = step * level_of(pair >> 8, pair & 255, tables, n_codes)
-                    lost_y = get(y, s) - level_y
-                    lost_x = target + share * lost_y - level_x
-                    put(both, s, np.float32(pair))
-                    put(own, s, get(weight, j) - level_x)
-                    put(own, CANDIDATES + s, get(weight, j + 1) - level_y)
+                    lost_y = y - level_y
+                    lost_x = x + share * lost_y - level_x
+                    put(floats(pairs), s * (ROTATED_INPUTS // 2) + (j - lo) // 2, np.float32(pair))
+                    put(own, j - lo, get(weight, j) - level_x)
+                    put(own, j + 1 - lo, get(weight, j + 1) - level_y)
                     put(sums, s, get(sums, s) + heavy * (lost_x * lost_x + heaviness * lost_y * lost_y))
             best = 0
             for s in range(1, CANDIDATES):
                 best = s if get(sums, s) < get(sums, best) else best
-            put(floats(scales_at), r * n_blocks + b, get(d, best))
+            put(floats(scales_at), r * n_blocks + b, deviation * get(factors, best))
             for j in range(lo, hi):
-                pair = int(get(floats(pairs), (j - lo) // 2 * CANDIDATES + best))
+                pair = int(get(floats(pairs), best * (ROTATED_INPUTS // 2) + (j - lo) // 2))
                 put(codes, j, np.uint8(pair >> 8 if j & 1 else pair & 255))
-                put(e, j, get(floats(kept), (j - lo) * CANDIDATES + best))
+                put(e, j, get(floats(kept), best * ROTATED_INPUTS + j - lo))
                 put(errors, j, get(e, j))
 
 

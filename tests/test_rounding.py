@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import golden_cases
@@ -26,6 +27,7 @@ from edgekv.types import F32, F64, U8
 from edgekv.weights import gaussian
 from edgekv.weights.formats import FORMATS, WeightFormat, bits_by_need, quantize
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
+from edgekv.weights.ops import NumpyOps
 from edgekv.weights.rounding import (
     DAMPING,
     SAMPLE,
@@ -35,7 +37,7 @@ from edgekv.weights.rounding import (
     output_correction,
     pairs_order,
 )
-from edgekv.weights.store import WeightStore, random_store
+from edgekv.weights.store import WeightStore, build, random_store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -209,6 +211,7 @@ def test_a_linear_term_is_the_formula(tokens: int, columns: int, rows: int) -> N
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "WINDOW", 256)
     monkeypatch.setattr(calibration, "MAX_TOKENS", 512)
+    monkeypatch.setattr(calibration, "all_cores", lambda: 1)  # small products wait for a busy machine's threads
 
 
 @pytest.fixture
@@ -269,6 +272,32 @@ def test_bits_go_where_they_are_needed(cut: pathlib.Path, text: pathlib.Path, tm
     assert store.form.name == "q2.75"
     assert len(set(bits.values())) > 1
     assert 2.5 < sum(bits[name] * n for name, n in sizes.items()) / sum(sizes.values()) <= 2.75
+
+
+def test_experts_are_rounded_by_their_own_inputs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in bits by need; routers stay exact."""
+    letters = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
+    monkeypatch.setattr(calibration, "open_tokenizer", lambda model: letters)
+    monkeypatch.setattr(calibration, "all_cores", lambda: 1)
+    rng, folder = np.random.default_rng(0), tmp_path / "m"
+    golden_cases.write_checkpoint("qwen3-moe", folder)
+    model = Model.open(folder)
+    text = "".join(map(chr, rng.integers(32, model.config.vocab_size, 1100)))
+    exact = NumpyOps(model.weights)
+    stores = {}
+    for weights in ("q3", "q2.5"):
+        rounding = calibration.Calibration(model, weights, text, lambda *done: None)
+        build(rounding.weights, rounding.form, tmp_path / weights, None, rounding=rounding)
+        stores[weights] = WeightStore(tmp_path / weights)
+        np.testing.assert_array_equal(stores[weights].matrix("0.router"), exact.weights.matrix("0.router"))
+    assert {form for _, form in stores["q2.5"].form.linears} > {"f32", "q2", "q3"}
+    tokens = rng.integers(32, model.config.vocab_size, 60)
+    plain = model.store(FORMATS["q3"])
+    logits = [
+        Session.load(path, kv="dense:dtype=f32", weights=name).logits(tokens)
+        for path, name in ((folder, "f32"), (plain.folder, "auto"), (stores["q3"].folder, "auto"))
+    ]
+    assert divergence(logits[0], logits[2]) < divergence(logits[0], logits[1])
 
 
 def test_bits_by_need() -> None:

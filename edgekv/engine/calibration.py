@@ -54,8 +54,8 @@ class Calibration:
             raise _refusal(f"these are to be {form.name}", advice)
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
-        if any(config.layer_recurrences) or config.experts is not None:
-            raise _refusal(f"{config.model_type} has layers that carry a state, or experts; leave it out")
+        if any(config.layer_recurrences):
+            raise _refusal(f"{config.model_type} has layers that carry a state; leave it out")
         if model.adapter:
             raise _refusal(f"{model.adapter.path} was trained for another cache; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
@@ -122,7 +122,7 @@ def log_softmax(logits: F32) -> F32:
 
 
 def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
-    what = "a text rounds a checkpoint's dense layers to q2 to q5, and is read with a plain cache"
+    what = "a text rounds a checkpoint's layers to q2 to q5, and is read with a plain cache"
     return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
 
 

@@ -49,9 +49,9 @@ def rotation() -> F32:
 
 def rotate(x: F32) -> F32:
     """Returns rows x (n, columns), each 128 columns rotated; the last ones are padded with zeros to 128."""
-    n, columns = x.shape
+    columns = x.shape[1]
     padded = x if columns % ROTATED_INPUTS == 0 else np.pad(x, ((0, 0), (0, -columns % ROTATED_INPUTS)))
-    return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(n, -1)
+    return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(padded.shape)
 
 
 def decode(codes: U8, scales: Array, bits: int, columns: int) -> F32:

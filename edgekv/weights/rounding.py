@@ -37,7 +37,7 @@ from edgekv.kernels.interface import ROTATED_INPUTS, level_tables
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import ROW_WORK, WeightFormat, rows_kernel
+from edgekv.weights.formats import ROUTER, ROW_WORK, WeightFormat, rows_kernel
 from edgekv.weights.gaussian import DEVIATIONS, level_of, nearest, rotate, round_pair
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
@@ -199,6 +199,8 @@ class CalibratingOps(StreamingOps):
 
     def linear(self, x: F32, name: str) -> F32:
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
+        if name.endswith(ROUTER):
+            return super().linear(x, name)
         rounded = self.rounded(x, name)
         if name == "head":
             return np.empty((0, self.arch.config.vocab_size), np.float32)
@@ -209,6 +211,28 @@ class CalibratingOps(StreamingOps):
         self.replaced = {}
         return np.concatenate(outputs)
 
+    def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        """Returns x (n, hidden) plus what layer i's experts make of y (n, hidden).
+
+        Exact and rounded rows may choose different experts, which have other inputs then.
+        """
+        self._write(f"{i}{ROUTER}", None)
+        halves = zip((False, True), np.split(x, 2), np.split(y, 2), strict=True)
+        return np.concatenate([self._add_experts(*half, i) for half in halves])
+
+    def _add_experts(self, rounds: bool, x: F32, y: F32, i: int) -> F32:
+        self._rounds_experts = rounds
+        return super().add_experts(x, y, i)
+
+    def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
+        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        if self._rounds_experts:
+            rounded = self._rounded_experts(rows, expert_ids, name)
+            self.replaced = {} if rounded is None else {name: rounded}
+        products = super().expert_products(rows, expert_ids, name)
+        self.replaced = {}
+        return products
+
     def rounded(self, x: F32, name: str) -> F32 | None:
         """Hands the layer on and returns its rounded weights (rows, columns); None: they stay as they are."""
         form = self._form.of(name)
@@ -217,13 +241,26 @@ class CalibratingOps(StreamingOps):
             return None
         exact, own = map(rotate, np.split(x, 2))
         rounder, products = Rounder(hessian(own), form.bits), cross_products(exact - own, own)
-        parts = [
-            rounder.round(rows, output_correction(rounder, rows, *products))
-            for rows in map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS))
-        ]
+        blocks = map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS))
+        parts = [rounder.round(rows, output_correction(rounder, rows, *products)) for rows in blocks]
+        return self._written(parts, name)
+
+    def _rounded_experts(self, rows: F32, expert_ids: I64, name: str) -> F32 | None:
+        """Hands experts on and returns their rounded weights, as `rounded` does, each by its own inputs alone."""
+        form, parts = self._form.of(name), []
+        if not form.rotated:
+            self._write(name, None)
+            return None
+        matrices = np.split(self.weights.matrix(name), self._linears[name].n_experts)
+        for i, rotated in enumerate(map(rotate, matrices)):
+            rounder = Rounder(hessian(rotate(rows[expert_ids == i])), form.bits)
+            parts.append(rounder.round(rotated, np.zeros_like(rotated)))
+        return self._written(parts, name)
+
+    def _written(self, parts: list[tuple[U8, Array]], name: str) -> F32:
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return form.decode({"codes": codes, "scales": scales}, x.shape[1])
+        return self._form.of(name).decode({"codes": codes, "scales": scales}, self._linears[name].columns)
 
 
 @rows_kernel

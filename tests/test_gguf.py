@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.checkpoint.gguf import KEPT
 from edgekv.engine.model import Model
-from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import architecture, gguf_families
 from edgekv.weights.store import WeightStore
@@ -143,17 +143,28 @@ def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
 
 
 def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
-    """Fused projections of which one has more bits, as llama.cpp mixes them."""
+    """Fused projections of which one has more bits, as llama.cpp mixes them, keep both."""
     path, _ = write_k_quants(tmp_path, "Q4_K", {"v_proj": "Q6_K", "gate_proj": "Q4_0"})
     model = Model.open(path)
     form = model.weight_format("auto")
     names = {name: form.of(name).name for name in ("0.qkv", "0.out", "0.up")}
-    assert names == {"0.qkv": "int8-32", "0.out": "int4-32-offsets", "0.up": "int4-32-offsets"}
-    assert model.weights_note(form) is not None
+    of_four = "int4-32-offsets"
+    assert names == {"0.qkv": f"{of_four}*256+{of_four}*256+Q6_K*256", "0.out": of_four, "0.up": of_four}
+    assert model.weights_note(form) is None
     store = model.store(form)
-    for name, error in (("0.qkv", 0.01), ("0.up", 1e-6)):
+    assert WeightStore(store.folder).form == form
+    for name in ("0.qkv", "0.up"):
         expected = model.weights.matrix(name)
-        assert np.linalg.norm(store.matrix(name) - expected) < error * np.linalg.norm(expected)
+        assert np.linalg.norm(store.matrix(name) - expected) < 1e-6 * np.linalg.norm(expected)
+    kv, tokens = "dense:dtype=f32", list(range(41))
+    ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
+    assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
+    manifest = json.loads((store.folder / "store.json").read_text())
+    for wrong in ("Q6_K*0", "Q9_K*256", "Q6_K"):
+        manifest["linears"]["0.qkv"] = f"Q6_K*256+{wrong}"
+        (store.folder / "store.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="its linears are not those"):
+            WeightStore(store.folder)
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -183,15 +194,16 @@ def test_experts_are_read(tmp_path: pathlib.Path) -> None:
     logits = [Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, folder)]
     np.testing.assert_allclose(*logits, atol=2e-5, rtol=0)
 
-    path, down = write_k_quants(
-        tmp_path, "IQ3_S", model=golden_cases.QWEN3_MOE | {"moe_intermediate_size": 256, "head_dim": 64}
-    )
+    wide = golden_cases.QWEN3_MOE | {"moe_intermediate_size": 256, "head_dim": 64}
+    path, down = write_k_quants(tmp_path, "IQ3_S", {"gate_proj": "Q2_K"}, wide)
     model = Model.open(path)
     form = model.weight_format("auto")
     names = {name: form.of(name).name for name in model.arch.linears()}
-    assert names == dict.fromkeys(names, "IQ3_S") | {"0.router": "f32"}
+    assert names == dict.fromkeys(names, "IQ3_S") | {"0.router": "f32", "0.experts_up": "Q2_K*256+IQ3_S*256"}
     assert model.weights_note(form) is None
-    np.testing.assert_array_equal(model.store(form).matrix("0.experts_down")[-256:], down)
+    store = model.store(form)
+    np.testing.assert_array_equal(store.matrix("0.experts_down")[-256:], down)
+    np.testing.assert_array_equal(store.matrix("0.experts_up"), model.weights.matrix("0.experts_up"))
     ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
     assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
 

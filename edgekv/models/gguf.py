@@ -83,9 +83,9 @@ class GgufNames:
 
     architecture: GGUF's name of it. model_type: config.json's. names: GGUF tensor, without its ending, to ours;
     ``{i}`` is the layer, ``{e}`` an expert, of which the tensor holds all. keys: entry of config.json to metadata
-    key behind the architecture's name. interleaved: projections whose rows are ordered for rotations of neighbouring
-    channels. conv1d: those that the checkpoint stores transposed. norm_offset: what the file has added to norms.
-    finish: adds what no key says.
+    key behind the architecture's name. interleaved: projections whose rows are ordered for rotations of
+    neighbouring channels. conv1d: those that the checkpoint stores transposed. norm_offset: what the file has
+    added to norms. finish: adds what no key says.
     """
 
     architecture: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,10 +13,11 @@ from edgekv.checkpoint.tensors import Tensor, to_float32
 from edgekv.errors import ConfigError
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
-from edgekv.types import F32
+from edgekv.types import F32, Array
 from edgekv.weights.formats import (
     FORMATS,
     ITEM_BYTES,
+    MixedFormat,
     WeightFormat,
     n_blocks,
     pack,
@@ -60,6 +61,8 @@ def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     if exact is None or form.bits == 32 or form.rotated:
         return exact is not None and not form.rotated
     own = FORMATS[exact]
+    if isinstance(form, MixedFormat):
+        return any(own == piece for piece, _ in form.pieces)
     if own.kept or form.kept:
         return own == form
     same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
@@ -122,8 +125,18 @@ class CheckpointWeights:
         """The format of each linear layer of a file that is quantized already, else None."""
         if not self.kinds:
             return None
-        forms = {name: _widest({part.nearest_format for part in self._parts(name)}) for name in self._linears}
-        return per_linear_format(self._tensors.method, forms)
+        return per_linear_format(self._tensors.method, {name: self._own_format(name) for name in self._linears})
+
+    def _own_format(self, name: str) -> str:
+        """Returns the name of a linear layer's format: where parts are kept beside others, of both."""
+        linear, forms = self._linears[name], [part.nearest_format for part in self._parts(name)]
+        period = len(forms) // (linear.n_experts or 1)  # parts of an expert
+        is_exact = all(part.exact_format == part.nearest_format for part in self._parts(name))
+        is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms)
+        if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
+            return _widest(set(forms))
+        rows = [part.rows for part in linear.parts[:period]]
+        return MixedFormat.of_pieces(list(zip(forms[:period], rows, strict=True))).name
 
     def requantized(self, form: WeightFormat) -> tuple[str, ...]:
         """Returns the types of quantized tensors that have other blocks than ``form`` and lose by it."""
@@ -136,16 +149,26 @@ class CheckpointWeights:
         """Types of the quantized tensors."""
         return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
-    def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
-        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
-        if (
-            form.bits == 32
-            or form.kept
-            or not all(holds_exactly(part.exact_format, form) for part in self._parts(name))
-        ):
+    def _pieces(self, name: str, form: WeightFormat) -> list[tuple[WeightFormat, Sequence[WeightPart]]]:
+        """Returns the formats of a linear layer's rows, and the parts that have each."""
+        parts = self._linears[name].parts
+        if not isinstance(form, MixedFormat):
+            return [(form, parts)]
+        return [(own, parts[i :: len(form.pieces)]) for i, (own, _) in enumerate(form.pieces)]
+
+    def exact_codes(
+        self, name: str, form: WeightFormat, parts: Sequence[WeightPart] | None = None
+    ) -> tuple[Codes, F32] | None:
+        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None.
+
+        parts: those of the linear layer to look at; None: all.
+        """
+        parts = parts or self._linears[name].parts
+        exact = (self._tensors[part.tensor].exact_format for part in parts)
+        if form.bits == 32 or form.kept or not all(holds_exactly(each, form) for each in exact):
             return None
         taken: list[tuple[Codes, F32]] = []
-        for part in self._linears[name].parts:
+        for part in parts:
             codes, scales = self._tensors[part.tensor].blocks(0, part.rows)
             n = n_blocks(part.columns, form.block)
             finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
@@ -156,18 +179,29 @@ class CheckpointWeights:
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
 
-    def kept_blocks(self, name: str) -> Codes:
-        """Returns the rows (rows, bytes) of a linear layer whose format is kept."""
-        return np.concatenate([self._tensors[p.tensor].raw_rows(0, p.rows) for p in self._linears[name].parts])
+    def kept_arrays(self, name: str, form: WeightFormat) -> Iterator[tuple[str, Array]]:
+        """Yields the arrays of a linear layer in a format that is kept, or has pieces, as the file has them."""
+        for i, (own, parts) in enumerate(self._pieces(name, form)):
+            place = f"{i}." if isinstance(form, MixedFormat) else ""
+            if own.kept:
+                rows = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
+                yield f"{place}blocks", np.concatenate(rows)
+                continue
+            taken = self.exact_codes(name, own, parts)
+            assert taken is not None  # or the format would not be the file's own
+            yield f"{place}codes", taken[0]
+            yield f"{place}scales", taken[1]
+            if own.offsets:
+                yield f"{place}offsets", self.offsets(name, parts)
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
         """Returns the packed zero points of a linear layer that `exact_codes` gives in a format with zeros."""
         return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
 
-    def offsets(self, name: str) -> F32:
-        """Returns the offsets (rows, blocks) of a linear layer that `exact_codes` gives in a format with them."""
+    def offsets(self, name: str, parts: Sequence[WeightPart] | None = None) -> F32:
+        """Returns the offsets (rows, blocks) of what `exact_codes` gives in a format with them."""
         found = []
-        for part in self._linears[name].parts:
+        for part in parts or self._linears[name].parts:
             own = self._tensors[part.tensor].offsets(0, part.rows)
             shape = part.rows, n_blocks(part.columns, OFFSET_BLOCK)
             found.append(np.zeros(shape, np.float32) if own is None else own)

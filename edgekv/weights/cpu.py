@@ -23,8 +23,8 @@ from edgekv.kernels.cpu.matmul import (
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
 from edgekv.models.architecture import Architecture
-from edgekv.types import F32, I64, Threads
-from edgekv.weights.formats import ROUTER, WeightFormat
+from edgekv.types import F32, I64, Array, Threads
+from edgekv.weights.formats import ROUTER, MixedFormat, WeightFormat
 from edgekv.weights.ops import NumpyOps, apply_gate, groups
 from edgekv.weights.store import WeightStore
 
@@ -53,9 +53,9 @@ class CpuOps(NumpyOps):
         self._is_cold = store.nbytes > available_memory_bytes()
         experts = {name: linear.n_experts for name, linear in self._linears.items() if linear.n_experts}
         self._experts = {
-            name: QuantizedMatmul(stored_weights(store, name), n)
+            name: products(store, name, n)
             for name, n in experts.items()
-            if store.form.of(name).bits < 32 and self._linears[name].rows // n >= OUTPUTS
+            if store.form.of(name).bits < 32 and least_outputs(store, name, n) >= OUTPUTS
         }
         for name in experts if self._is_cold else ():
             self._advise(name, mmap.MADV_RANDOM)
@@ -93,8 +93,8 @@ class CpuOps(NumpyOps):
         A router computes each row as if it were alone, also in a prompt.
         """
         store, bits = self._store, self._store.form.of(name).bits
-        if bits < 32 and self._linears[name].rows >= OUTPUTS:
-            return StoredLinear(QuantizedMatmul(stored_weights(store, name)), store.bias(name))
+        if bits < 32 and least_outputs(store, name) >= OUTPUTS:
+            return StoredLinear(products(store, name), store.bias(name))
         matrix = self._matrix(name)
         if name.endswith(ROUTER):
             return StoredLinear(lambda x, n_threads: multiply_rows(x, matrix, n_threads), store.bias(name))
@@ -161,16 +161,31 @@ class CpuOps(NumpyOps):
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
         """Tells the system how the rows of an expert, or of all experts, will be read."""
-        n = self._linears[name].rows // self._linears[name].n_experts
-        rows = (0, None) if expert is None else (expert * n, n)
-        for part in self._store.arrays(name):
+        for part, array in self._store.arrays(name).items():
+            n = len(array) // self._linears[name].n_experts
+            rows = (0, None) if expert is None else (expert * n, n)
             self._store.advise(f"{name}.{part}", advice, *rows)
 
 
-def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
-    """Maps the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
-    form = store.form.of(name)
-    arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
+def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
+    """Returns the fewest outputs of a linear layer, or of an expert, that have a format of their own."""
+    form, rows = store.form.of(name), store.arch.linears()[name].rows
+    return min(form.rows(rows) if isinstance(form, MixedFormat) else [rows]) // n_experts
+
+
+def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[..., F32]:
+    """Returns the product with a linear layer in fewer than 32 bits: of several formats, one beside the other."""
+    form, arrays = store.form.of(name), store.arrays(name)
+    if not isinstance(form, MixedFormat):
+        return QuantizedMatmul(stored_weights(form, arrays), n_experts)
+    pieces = [(own, form.piece(arrays, i)) for i, (own, _) in enumerate(form.pieces)]
+    several = [QuantizedMatmul(stored_weights(*piece), n_experts) for piece in pieces]
+    return lambda *given: np.concatenate([product(*given) for product in several], axis=1)
+
+
+def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> QuantizedWeights:
+    """Returns the weights of a format in fewer than 32 bits, with their zero points or offsets."""
+    arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
     if form.kept:
         return QuantizedWeights(arrays["blocks"], None, DecodedBlocks.layout, block_type=BLOCKS[form.name])
     if form.rotated:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -101,13 +101,62 @@ class WeightFormat:
 
 
 @dataclasses.dataclass(frozen=True)
+class MixedFormat(WeightFormat):
+    """A linear layer whose rows have several formats: so many of each, again and again (of each expert).
+
+    Its arrays are those of all rows of one format, behind the format's place: ``0.blocks``.
+    """
+
+    pieces: tuple[tuple[WeightFormat, int], ...] = ()
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[tuple[str, int]]) -> MixedFormat:
+        """Makes the format; pieces: names in FORMATS, and rows. Raises ValueError for other names."""
+        if not all(name in FORMATS and rows > 0 for name, rows in pieces):
+            raise ValueError(f"unknown formats among {pieces}")
+        name = "+".join(f"{name}*{rows}" for name, rows in pieces)
+        return cls(name, 8, 32, kept=True, pieces=tuple((FORMATS[each], rows) for each, rows in pieces))
+
+    @classmethod
+    def named(cls, name: str) -> MixedFormat:
+        """Returns the format of a name. Raises ValueError for what is none."""
+        pairs = (piece.rpartition("*") for piece in name.split("+"))
+        return cls.of_pieces([(form, int(rows)) for form, _, rows in pairs])
+
+    def rows(self, rows: int) -> list[int]:
+        """Returns how many of the rows have each format."""
+        return [rows // sum(n for _, n in self.pieces) * n for _, n in self.pieces]
+
+    def arrays(self, rows: int, columns: int) -> Specs:
+        pieces = enumerate(zip(self.pieces, self.rows(rows), strict=True))
+        specs = {i: form.arrays(n, columns) for i, ((form, _), n) in pieces}
+        return {f"{i}.{part}": spec for i, own in specs.items() for part, spec in own.items()}
+
+    def piece(self, arrays: Mapping[str, Array], i: int) -> dict[str, Array]:
+        """Returns the arrays of one format."""
+        return {part.partition(".")[2]: each for part, each in arrays.items() if part.startswith(f"{i}.")}
+
+    def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
+        parts = [
+            form.decode(self.piece(arrays, i), columns).reshape(-1, n, columns)
+            for i, (form, n) in enumerate(self.pieces)
+        ]
+        return np.concatenate(parts, axis=1).reshape(-1, columns)
+
+
+def named_format(name: str) -> WeightFormat:
+    """Returns the format of a linear layer by its name. Raises ValueError for what is none."""
+    return FORMATS[name] if name in FORMATS else MixedFormat.named(name)
+
+
+@dataclasses.dataclass(frozen=True)
 class PerLinearFormat(WeightFormat):
-    """A format of several: ``linears`` names that of each linear layer, in FORMATS."""
+    """A format of several: ``linears`` names that of each linear layer (`named_format`)."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
     def of(self, linear: str) -> WeightFormat:
-        return super().of(linear) if linear.endswith(ROUTER) else FORMATS[dict(self.linears)[linear]]
+        return super().of(linear) if linear.endswith(ROUTER) else named_format(dict(self.linears)[linear])
 
 
 FORMATS = {

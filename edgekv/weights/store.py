@@ -31,10 +31,10 @@ from edgekv.models import architecture
 from edgekv.types import F32, Array, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
 from edgekv.weights.formats import (
-    FORMATS,
     WEIGHTS,
     PerLinearFormat,
     WeightFormat,
+    named_format,
     per_linear_format,
     quantize,
     specs_bytes,
@@ -95,7 +95,10 @@ class WeightStore:
             what = f"store format {version} with weights {name!r}, this edgekv reads format {FORMAT}"
             raise CheckpointError(f"{folder}: {what}; {hint}")
         self.arch = architecture(self.config)
-        known = linears is None or FORMATS.keys() >= set(linears.values())
+        try:
+            known = all(named_format(each) for each in set((linears or {}).values()))
+        except ValueError:
+            known = False
         if linears and not (known and linears.keys() == self.arch.linears().keys()):
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
         self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
@@ -262,7 +265,8 @@ def _write_weights(
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             elif own.kept:
-                write(f"{name}.blocks", weights.kept_blocks(name))
+                for part, array in weights.kept_arrays(name, own):
+                    write(f"{name}.{part}", array)
             else:
                 taken = None if rounded else weights.exact_codes(name, own)
                 codes, scales = rounded or taken or _quantized(weights, name, own)
@@ -316,7 +320,7 @@ class RandomWeights(CheckpointWeights):
     def table_dtypes(self) -> dict[str, str]:
         return dict.fromkeys(self.arch.tables(), "F16")
 
-    def exact_codes(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
+    def exact_codes(self, name: str, form: WeightFormat, parts: object = None) -> tuple[Codes, F32]:
         """Draws codes (rows, blocks, bytes) and scales (rows, blocks)."""
         specs = store_specs(self.arch, form, self.table_dtypes)
         (_, codes), (dtype, scales) = specs[f"{name}.codes"], specs[f"{name}.scales"]

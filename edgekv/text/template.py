@@ -64,17 +64,22 @@ class ChatTemplate:
         """Returns the template of a transcript with "User:" and "Assistant:", for models without one."""
         return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
 
+    @staticmethod
+    def read(given: str) -> str:
+        """Returns the text of a template's file. Raises ConfigError for one that can't be read."""
+        try:
+            return read_text(user_path(given))
+        except ValueError as error:
+            accepted = ["a UTF-8 Jinja file"]
+            raise ConfigError(str(error), field="chat_template", value=given, accepted=accepted) from None
+
     @classmethod
     def open(cls, tokenizer: Tokenizer, place: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
         """Opens the template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
 
         Raises ConfigError for a file that can't be read or is no Jinja.
         """
-        try:
-            source = place and find_template(place) if given is None else read_text(user_path(given))
-        except ValueError as error:
-            accepted = ["a UTF-8 Jinja file"]
-            raise ConfigError(str(error), field="chat_template", value=given, accepted=accepted) from None
+        source = place and find_template(place) if given is None else cls.read(given)
         return cls(source, tokenizer) if source else cls.plain(tokenizer)
 
     def render(

@@ -229,7 +229,7 @@ def _rows(kvs: dict[str, str], last: str) -> str:
 
 
 def plan(model: Model, kv: str, ctx: int) -> SessionPlan:
-    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="int4")
+    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="q4")
 
 
 def total(planned: SessionPlan) -> int:

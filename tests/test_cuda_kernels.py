@@ -16,7 +16,7 @@ from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, widen
-from edgekv.kernels.interface import FLIPS, Kernels
+from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
@@ -189,13 +189,14 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
     w = normal(rng, 2 * (rows // 2), columns)
     codes, scales = gaussian.quantize(w, bits) if rotated else quantize_numpy(w, bits, block)
     form = WeightFormat("", bits, block, rotated=rotated)
-    w = form.decode({"codes": codes, "scales": scales}, columns).astype(np.float64)
+    padded = form.decode({"codes": codes, "scales": scales}, scales.shape[1] * block)
+    w = padded[:, :columns].astype(np.float64)
+    widened = gaussian.rotate(padded) if rotated else w
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
     bias, onto, norm = normal(rng, len(w)), normal(rng, 2, len(w)), normal(rng, columns)
-    stored = device.up(codes), device.up(scales.view(np.uint16) if rotated else scales)
-    flips = device.up(FLIPS) if rotated else None
-    plain = Matrix(len(w), columns, bits, block, scales.shape[1], *stored, flips=flips)
-    driver, there = device.driver, device.up(x)
+    driver, there, data = device.driver, device.up(x), device.up(codes)
+    stored = data, device.up(scales.view(np.uint16) if rotated else scales)
+    plain = Matrix(len(w), columns, bits, block, scales.shape[1], *stored, rotated=rotated)
 
     error = 2e-4  # inputs of 16 bits
 
@@ -204,7 +205,7 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
 
     close(packed_matvec(driver, there, plain), x @ w.T)
     close(matvec(driver, there, plain), x @ w.T)
-    close(widen(driver, plain, slice(8, len(w)), np.float32), w[8:])
+    close(widen(driver, plain, slice(8, len(w)), np.float32), widened[8:])
     biased = plain._replace(bias=device.up(bias))
     close(packed_matvec(driver, there, biased, onto=device.up(onto)), x @ w.T + bias + onto)
     root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=1, keepdims=True) + 1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,15 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec, packed_matvec, takes_packed, widen
-from edgekv.kernels.interface import FLIPS
+from edgekv.kernels.cuda.matvec import (
+    MATVEC_ROWS,
+    Matrix,
+    matvec,
+    packed_matvec,
+    rotated,
+    takes_packed,
+    widen,
+)
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, TaskProgress
 from edgekv.weights.formats import FORMATS, quantize
@@ -47,7 +54,7 @@ class DeviceWeights:
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store
         self.linears: dict[str, Matrix] = {}
-        names, flips = store.arch.linears(), driver.upload(FLIPS)
+        names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
             if form.kept:
@@ -62,12 +69,12 @@ class DeviceWeights:
             blocks = 0 if scales is None else scales.shape[1]
             if form.rotated and scales is not None:
                 scales = scales.view(np.uint16)
-            uploaded = (
+            uploaded: list[Any] = [
                 None if array is None else driver.upload(np.ascontiguousarray(array))
                 for array in (data, scales, store.bias(name), shift)
-            )
-            matrix = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
-            self.linears[name] = matrix._replace(flips=flips if form.rotated else None)
+            ]
+            shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
+            self.linears[name] = Matrix(*shape, *uploaded)._replace(rotated=form.rotated)
             if progress:
                 progress(LOADING, done, len(names))
         self.vectors = {name: driver.upload(store.vector(name)) for name in store.arch.vectors()}
@@ -179,7 +186,7 @@ class CudaOps(NumpyOps):
     def _matmul(self, x: Array, w: Matrix, onto: Array | None) -> Array:
         """Returns the outputs (n, rows) of x (n, columns), by slabs of the matrix, added to ``onto`` in place."""
         y = self.driver.empty((len(x), w.rows), np.float32) if onto is None else onto
-        step = self._slab_rows(w)
+        x, step = rotated(self.driver, x, w) if w.rotated else x, self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
             slab, out = self._widened(w, part), y[:, part]

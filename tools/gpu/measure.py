@@ -16,7 +16,6 @@ from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.kernels.cuda.driver import CannotRecord, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
-from edgekv.kernels.interface import FLIPS
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
@@ -255,8 +254,7 @@ def random_matrix(gpu: Gpu, form: WeightFormat, rows: int, columns: int) -> Matr
     scales = cupy.full(specs["scales"][1], STD * step, np.float32)
     if form.rotated:
         scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
-    flips = gpu.driver.upload(FLIPS) if form.rotated else None
-    return Matrix(rows, columns, form.bits, form.block, scales.shape[1], codes, scales, flips=flips)
+    return Matrix(rows, columns, form.bits, form.block, scales.shape[1], codes, scales, rotated=form.rotated)
 
 
 def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:

@@ -28,6 +28,23 @@ __device__ __forceinline__ u32 flips_from(int i)
     return (i < 64 ? i < 32 ? flips[0] : flips[1] : i < 96 ? flips[2] : flips[3]) >> i % 32;
 }
 
+// Rotates 128 inputs, of which lane i of a warp gives 4 i .. 4 i + 3 and gets 2 i, 64 + 2 i, 2 i + 1 and 65 + 2 i.
+__device__ __forceinline__ void rotate_four(float (&x)[4])
+{
+    int lane = threadIdx.x % 32;
+    u32 flips = flips_from(4 * lane);
+    UNROLL for (int k = 0; k < 4; ++k) x[k] *= flips >> k & 1 ? -ROOT : ROOT;
+    float v[4] = {x[0] + x[1] + (x[2] + x[3]), x[0] - x[1] + (x[2] - x[3]), x[0] + x[1] - (x[2] + x[3]), x[0] - x[1] - (x[2] - x[3])};
+    UNROLL for (int n = 1; n < 32; n *= 2) {
+        UNROLL for (int k = 0; k < 2; ++k) {
+            float other = __shfl_xor_sync(ALL_LANES, lane & n ? v[k] : v[k + 2], n);
+            float a = lane & n ? other : v[k], b = lane & n ? v[k + 2] : other;
+            v[k] = a + b, v[k + 2] = a - b;
+        }
+    }
+    x[0] = v[0], x[1] = v[2], x[2] = v[1], x[3] = v[3];
+}
+
 #define ONE 127  // what stands for one in the bytes that are added to inverted levels
 
 // Sets x[h] to the levels, plus ZERO, of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, less ones[h], in

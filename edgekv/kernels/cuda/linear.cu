@@ -104,71 +104,31 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
     y[(i64)blockIdx.y * rows + row] = total;
 }
 
-// Sets x to the sums of a block's levels that make weights `input(k, i)`, times the factor, where 16 lanes have k = 0, 8, .. 120.
-__device__ __forceinline__ void rotate_back(const u32* levels, float factor, float (&x)[8])
-{
-    int q = threadIdx.x % 16, pair[4];  // levels of partners: the first + 65536 * the second
-    UNROLL for (int i = 0; i < 4; ++i) {
-        u32 both = levels[i / 2] >> i % 2 * 16;
-        pair[i] = (int)((both & 0xff) | (both & 0xff00) << 8) - ZERO * 65537;
-    }
-    UNROLL for (int n = 1; n < 4; n *= 2) {
-        UNROLL for (int i = 0; i < 4; ++i) {
-            if (i & n) continue;
-            int a = pair[i], b = pair[i + n];
-            pair[i] = a + b, pair[i + n] = a - b;
-        }
-    }
-    UNROLL for (int n = 1; n < 16; n *= 2) {
-        UNROLL for (int i = 0; i < 4; ++i) {
-            int other = __shfl_xor_sync(ALL_LANES, pair[i], n);
-            pair[i] = q & n ? other - pair[i] : other + pair[i];
-        }
-    }
-    u32 flips = flips_from(4 * q), partners = flips_from(64 + 4 * q);
-    UNROLL for (int i = 0; i < 4; ++i) {
-        int first = (short)pair[i], second = (pair[i] - first) >> 16;
-        x[i] = (float)(first + second) * (flips >> i & 1 ? -factor : factor);
-        x[i + 4] = (float)(first - second) * (partners >> i & 1 ? -factor : factor);
-    }
-}
-
-// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread, rotated back. Grid (columns, or those of
-// whole blocks of rotated weights, / 8 / threads, rows).
+// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread. `columns` of rotated ones, which stay so,
+// are whole blocks. Grid (columns / 8 / threads, rows).
 extern "C" __global__ void widen(const u8* weights, const void* scales, int columns, int blocks, void* out, int halves)
 {
     int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK : columns;
-    bool exists = k < padded;
-    k = min_of(k, (padded - 1) / 8 * 8);  // whole warps take part in the rotation
+    if (k >= columns) return;
     i64 row = blockIdx.y, row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     float scale = QUANTISED ? scale_at(scales, row * blocks + k / BLOCK) : 1, x[8];
     Eight w;
     w.load(weights + row * row_bytes, k, columns, aligned);
-    if (ROTATED) {
-        rotate_back(w.words, scale * ROOT, x);
-    } else {
-        UNROLL for (int i = 0; i < 8; ++i)
-            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
-    }
-    if (!ROTATED && halves && aligned) {
-        uint4 y = {two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7])};
-        if (k < columns && exists) *(uint4*)((u16*)out + row * columns + k) = y;
+    UNROLL for (int i = 0; i < 8; ++i)
+        x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
+    if (halves && aligned) {
+        uint2 first = {two_halves(x[0], x[1]), two_halves(x[2], x[3])}, second = {two_halves(x[4], x[5]), two_halves(x[6], x[7])};
+        u16* to = (u16*)out + row * columns;
+        *(uint2*)(to + input(k, 0)) = first, *(uint2*)(to + input(k, 4)) = second;
         return;
     }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        int c = exists ? input(k, i) : columns;
-        if (halves && columns % 4 == 0) {
-            uint2 y = {two_halves(x[i], x[i + 1]), two_halves(x[i + 2], x[i + 3])};
-            if (c < columns) *(uint2*)((u16*)out + row * columns + c) = y;
-            continue;
-        }
-        UNROLL for (int j = 0; j < 4; ++j) {
-            if (c + j >= columns) break;
-            if (halves)
-                ((u16*)out)[row * columns + c + j] = finite_half(x[i + j]);
-            else
-                ((float*)out)[row * columns + c + j] = x[i + j];
-        }
+    UNROLL for (int i = 0; i < 8; ++i) {
+        int c = input(k, i);
+        if (c >= columns) break;
+        if (halves)
+            ((u16*)out)[row * columns + c] = finite_half(x[i]);
+        else
+            ((float*)out)[row * columns + c] = x[i];
     }
 }

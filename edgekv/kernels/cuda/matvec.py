@@ -21,8 +21,8 @@ class Matrix(NamedTuple):
     """A linear layer's weights (rows, columns): numbers of 32 or 16 bits, or codes of fewer bits with scales.
 
     block: inputs that share a scale. blocks: blocks of a row. scales: (rows, blocks). bias: (rows,). shift:
-    (rows, blocks), what zero points or offsets add to each weight of a block. flips: FLIPS on the device, of codes
-    that stand for rotated weights (`edgekv.weights.gaussian`); their scales are the bits of bfloat16.
+    (rows, blocks), what zero points or offsets add to each weight of a block. rotated: whether codes stand for
+    rotated weights (`edgekv.weights.gaussian`); their scales are the bits of bfloat16.
     """
 
     rows: int
@@ -34,24 +34,24 @@ class Matrix(NamedTuple):
     scales: Array | None = None
     bias: Array | None = None
     shift: Array | None = None
-    flips: Array | None = None
+    rotated: bool = False
 
     @property
     def form(self) -> tuple[int, int, bool]:
         """What programs are compiled for: bits, block, and whether weights are rotated."""
-        return self.bits, self.block, self.flips is not None
+        return self.bits, self.block, self.rotated
 
     @property
     def chunks(self) -> int:
         """How many chunks of 16 bytes a row of codes has; of rotated ones without the second plane."""
-        return self.blocks * self.block * (self.bits if self.flips is None else self.bits & 6) // 128
+        return self.blocks * self.block * (self.bits & 6 if self.rotated else self.bits) // 128
 
 
 def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Array:
     """Returns w times x (n, columns) plus ``onto`` (n, rows), as (n, rows) float32; all are contiguous."""
     n, columns = x.size // w.columns, w.columns
-    if w.flips is not None:
-        x, columns = _rotated(driver, x.reshape(n, columns), w), w.blocks * w.block
+    if w.rotated:
+        x, columns = rotated(driver, x.reshape(n, columns), w), w.blocks * w.block
     y = driver.empty((n, w.rows), np.float32)
     threads = min(THREADS, -(-columns // 256) * 32)
     launch = Launch(linear_program(*w.form), "matvec", (-(-w.rows // ROWS_PER_BLOCK), n), threads)
@@ -59,24 +59,21 @@ def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Ar
     return y
 
 
-def _rotated(driver: Driver, x: Array, w: Matrix) -> Array:
-    """Returns x (n, columns) rotated, (n, blocks * ROTATED_INPUTS)."""
-    padded = driver.zeros((len(x), w.blocks * ROTATED_INPUTS), np.float32)
-    padded[:, : w.columns] = x
-    y, n = driver.empty(padded.shape, np.float32), len(x) * w.blocks
-    program = Program(("exact",), (("WIDTH", ROTATED_INPUTS),), exact=True)
-    arguments = padded, n, 0, ROTATED_INPUTS, w.flips, float(1 / np.sqrt(np.float32(ROTATED_INPUTS))), y
-    driver.launch(Launch(program, "hadamard", (n,), ROTATED_INPUTS // 2), *arguments)
+def rotated(driver: Driver, x: Array, w: Matrix) -> Array:
+    """Returns x (n, columns), float16 or float32, rotated for w, (n, blocks * ROTATED_INPUTS)."""
+    y = driver.empty((len(x), w.blocks * ROTATED_INPUTS), x.dtype)
+    launch = Launch(rotated_program(w.bits), "rotate", (-(-w.blocks * 32 // THREADS), len(x)), THREADS)
+    driver.launch(launch, x, w.columns, w.blocks, int(x.dtype == np.float16), y)
     return y
 
 
 def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
-    """Returns some rows of a matrix as float16 or float32 (rows, columns)."""
-    n, padded = part.stop - part.start, max(w.columns, w.blocks * w.block)
-    out = driver.empty((n, w.columns), dtype)
-    launch = Launch(linear_program(*w.form), "widen", (-(-padded // (8 * 256)), n), 256)
+    """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
+    n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
+    out = driver.empty((n, columns), dtype)
+    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), n), 256)
     scales = None if w.scales is None else w.scales[part]
-    driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out, int(dtype == np.float16))
+    driver.launch(launch, w.data[part], scales, columns, w.blocks, out, int(dtype == np.float16))
     return out
 
 
@@ -119,6 +116,12 @@ def packed_matvec(
 def linear_program(bits: int, block: int, rotated: bool = False) -> Program:
     """Returns linear.cu for weights of this form."""
     return Program(("levels", "linear"), _form_macros(bits, block, rotated))
+
+
+@functools.cache
+def rotated_program(bits: int) -> Program:
+    """Returns rotated.cu for weights of 2 to 5 bits."""
+    return Program(("levels", "rotated"), _form_macros(bits, ROTATED_INPUTS, True))
 
 
 @functools.cache

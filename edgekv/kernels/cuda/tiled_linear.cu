@@ -19,23 +19,6 @@ struct Chunk {
     int offset;  // what the weights' zero adds to their sum
 };
 
-// Rotates 128 inputs, of which lane i of a warp gives 4 i .. 4 i + 3 and gets 2 i, 64 + 2 i, 2 i + 1 and 65 + 2 i.
-__device__ __forceinline__ void rotate_four(float (&x)[4])
-{
-    int lane = threadIdx.x % 32;
-    u32 flips = flips_from(4 * lane);
-    UNROLL for (int k = 0; k < 4; ++k) x[k] *= flips >> k & 1 ? -ROOT : ROOT;
-    float v[4] = {x[0] + x[1] + (x[2] + x[3]), x[0] - x[1] + (x[2] - x[3]), x[0] + x[1] - (x[2] + x[3]), x[0] - x[1] - (x[2] - x[3])};
-    UNROLL for (int n = 1; n < 32; n *= 2) {
-        UNROLL for (int k = 0; k < 2; ++k) {
-            float other = __shfl_xor_sync(ALL_LANES, lane & n ? v[k] : v[k + 2], n);
-            float a = lane & n ? other : v[k], b = lane & n ? v[k + 2] : other;
-            v[k] = a + b, v[k + 2] = a - b;
-        }
-    }
-    x[0] = v[0], x[1] = v[2], x[2] = v[1], x[3] = v[3];
-}
-
 // Returns the chunk that the inputs of thread f of a row belong to.
 __device__ __forceinline__ int chunk_at(int f) { return ROTATED ? f / 32 * PLANE_BITS + f % (8 * PLANE_BITS) / 8 : f / FOURS; }
 

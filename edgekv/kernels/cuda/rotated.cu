@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotate(const void* x, int 
     rotate_four(v);
     UNROLL for (int h = 0; h < 2; ++h) {
         if (halves)
-            *(u32*)((u16*)y + to + 64 * h) = two_halves(v[h], v[h + 2]);
+            *(u32*)((u16*)y + to + 64 * h) = finite_half(v[h]) | (u32)finite_half(v[h + 2]) << 16;
         else
             ((float*)y)[to + 64 * h] = v[h], ((float*)y)[to + 64 * h + 1] = v[h + 2];
     }

@@ -3,10 +3,11 @@
     python tools/bench/compare_llamacpp.py --llama-bench BUILD/bin/llama-bench --shape llama2-7b --layers 4 \
         --ctx 0,8192 --kv onebit,planes --prefill 512 --rounds 3 --json compare.json
 
-Random weights in equal shapes: Q4_0 in a GGUF file written here, int4 for edgekv. Each round runs llama-bench once
-for each KV setting and `edgekv bench` once for all schemes, each in a process of its own; printed are medians over
-the rounds in milliseconds per token, and how many times faster edgekv is than llama.cpp's best setting. Needs
-`pip install 'edgekv[gguf]'`, and llama-bench of llama.cpp (any version that knows -d).
+Random weights in equal shapes: Q4_0 in a GGUF file written here, --weights for edgekv (q4; docs/quality.md has what
+either loses). Each round runs llama-bench once for each KV setting and `edgekv bench` once for all schemes, each in a
+process of its own; printed are medians over the rounds in milliseconds per token, and how many times faster edgekv is
+than llama.cpp's best setting. Needs `pip install 'edgekv[gguf]'`, and llama-bench of llama.cpp (any version that knows
+-d).
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def edgekv_bench(arguments: argparse.Namespace, ctx: str) -> dict[str, Any]:
     """Returns what `edgekv bench --json` writes."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "edgekv", "bench", "--shape", arguments.shape, "--weights", "int4"]
+        command = [sys.executable, "-m", "edgekv", "bench", "--shape", arguments.shape]
+        command += ["--weights", arguments.weights]
         command += ["--layers", str(arguments.layers), "--kv", arguments.kv, "--depth", ctx, "--json", str(out)]
         command += ["--threads", str(arguments.threads), "--tokens", str(DECODE_TOKENS)]
         if arguments.prefill:
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ctx", default="0,8192", help="depths, comma-separated (default %(default)s)")
     parser.add_argument("--kv", default="dense,onebit,planes")
+    parser.add_argument("--weights", default="q4", help="edgekv's format (default %(default)s)")
     parser.add_argument("--prefill", type=int, default=512, help="prompt to time (default %(default)s; 0: none)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

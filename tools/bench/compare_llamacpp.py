@@ -3,11 +3,11 @@
     python tools/bench/compare_llamacpp.py --llama-bench BUILD/bin/llama-bench --shape llama2-7b --layers 4 \
         --ctx 0,8192 --kv onebit,planes --prefill 512 --rounds 3 --json compare.json
 
-Random weights in equal shapes: Q4_0 in a GGUF file written here, --weights for edgekv (q4; docs/quality.md has what
-either loses). Each round runs llama-bench once for each KV setting and `edgekv bench` once for all schemes, each in a
-process of its own; printed are medians over the rounds in milliseconds per token, and how many times faster edgekv is
-than llama.cpp's best setting. Needs `pip install 'edgekv[gguf]'`, and llama-bench of llama.cpp (any version that knows
--d).
+Random weights in equal shapes: Q4_0 in a GGUF file written here, --weights for edgekv (q4; docs/quality.md
+has what either loses). Each round runs llama-bench once for each KV setting and `edgekv bench` once for all
+schemes, each in a process of its own; printed are medians over the rounds in milliseconds per token, and how
+many times faster edgekv is than llama.cpp's best setting. Needs `pip install 'edgekv[gguf]'`, and llama-bench
+of llama.cpp (any version that knows -d).
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ def parse_hub_name(text: str) -> HubName | None:
 
 def parse_model_name(path: str | os.PathLike[str]) -> HubName | None:
     """Parses a name that is no path, or that of a shape; returns None if the path, or its folder, exists."""
-    local_path, name = user_path(path), os.fspath(path)
-    if os.path.exists(local_path) or (os.path.exists(local_path.parent) and not hub_name_of_shape(name)):
+    local_path, of_shape = user_path(path), hub_name_of_shape(os.fspath(path))
+    if os.path.exists(local_path) or (os.path.exists(local_path.parent) and not of_shape):
         return None
-    return parse_hub_name(hub_name_of_shape(name) or name)
+    return parse_hub_name(of_shape or os.fspath(path))
 
 
 def cached_model_name(path: pathlib.Path) -> str | None:

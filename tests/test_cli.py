@@ -149,6 +149,7 @@ BAD = {
     "run --prompt x --config /no/config.json": "/no/config.json",
     "run --prompt x --tokenizer /no/tokenizer": "/no/tokenizer",
     "run --prompt x --device tpu": "cpu, numpy",
+    "run --prompt x --device GPU": "did you mean cuda?",
     "run --prompt x --kv-budget 1K": "--kv-budget",
     "run --prompt x --kv-budget 1X": "--kv-budget 1X",
     "run --prompt x --power x": "--power x",
@@ -177,8 +178,11 @@ BAD = {
     "run demo x --kv q3:": "did you mean q3?",
     "run demo x --kv q2.5": "did you mean planes:k_bits=2.5,v_bits=2.5?",
     "run demo x --kv planes:kbits=2": "did you mean k_bits or v_bits?",
+    "run demo x --kv q4:sinks=3": "--kv q4:sinks=3: 'sinks' is not one of its options (here with their defaults); "
+    "accepted: k_bits=4, v_bits=4, sink=4, residual_length=128, key_scale=0.0, seed=0, mixed_bits=False; did you",
     "bench demo --ctx 4": "did you mean --depth?",
     "run demo x --ctx 8x": "such as 8192 or 8k",
+    "run demo x --threads 0": "'0' is not a whole number of 1 or more; see",
     "run demo x --kv-budget 1.0M --ctx 8k": "--kv-budget 1.0M: 8192 tokens need at least 3.5 MiB in this model",
     "run demo x --kv-budget 1024K": "accepted: 3.6M or more",
     "ls": "did you mean edgekv list?",
@@ -189,6 +193,7 @@ BAD = {
     "run --prompt x --ctx 64 --draft x": "--draft x",
     "run": "--prompt",
     "chat --ctx 64 --chat-template x": "--chat-template x",
+    "chat --session pyproject.toml --chat-template x": "--chat-template x",  # before the session is read
     "power --meter x": "--meter x",
     "budget --memory much": "much",
     "nosuch": "nosuch",

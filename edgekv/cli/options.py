@@ -34,6 +34,7 @@ from edgekv.kvcache.registry import PRESETS
 from edgekv.machine import all_cores, format_bytes, parse_bytes, parse_tokens
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
+from edgekv.text.template import ChatTemplate
 from edgekv.weights.formats import OFFERED
 
 # Types for argparse
@@ -51,7 +52,8 @@ def number(description: str, accepts: Callable[[Any], bool], kind: Callable[[str
     return convert
 
 
-positive_int = number("a whole number of 1 or more, such as 8192 or 8k", lambda value: value >= 1, parse_tokens)
+positive_int = number("a whole number of 1 or more", lambda value: value >= 1, parse_tokens)
+n_tokens = number("a whole number of 1 or more, such as 8192 or 8k", lambda value: value >= 1, parse_tokens)
 natural_int = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
@@ -69,6 +71,12 @@ def token_counts(least: int) -> Any:
 def output_file(path: str) -> str:
     """Returns the path of a file that can be written, else raises CheckpointError before any work is done."""
     require_writable(path)
+    return path
+
+
+def template_file(path: str) -> str:
+    """Returns the path of a chat template that can be read, else raises ConfigError before anything is loaded."""
+    ChatTemplate.read(path)
     return path
 
 
@@ -174,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_budget",
         "bytes that the cache never exceeds, such as 300M: auto takes the most bits that fit",
     ),
-    "ctx": count("context in tokens, such as 8192 or 8k (default 8192 or the model's)"),
+    "ctx": option("N", "context in tokens, such as 8192 or 8k (default 8192 or the model's)", type=n_tokens),
     "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),
     "threads": count("cores to use (default: all, or fewer for weight products if that is faster)"),
     "lora": option("FOLDER[:scale]", LORA),
@@ -214,7 +222,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rounding; none, ngram (from prompt and text), or auto (ngram on a CPU) (default %(default)s)",
         default=Options.draft,
     ),
-    "chat_template": option("FILE", "a Jinja chat template (default: the model's own, else a plain transcript)"),
+    "chat_template": option(
+        "FILE", "a Jinja chat template (default: the model's own, else a plain transcript)", type=template_file
+    ),
     "max_new_tokens": count(),
     "stop": option("TEXT", "end before this text (repeatable)", **REPEATED),
     "images": option("FILE", "an image, for the prompt's next <image> or else before it (repeatable)", **REPEATED),

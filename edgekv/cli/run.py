@@ -53,7 +53,6 @@ def is_saved(arguments: argparse.Namespace) -> bool:
 
 def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
     """Loads a session with an empty conversation."""
-    require_template(arguments)
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
     if options.kv not in (None, AUTO):
@@ -84,12 +83,6 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
         advice = "leave {lora} out, or start a new session"
         raise SessionError(f"{arguments.session}: was held without a LoRA beside the weights", advice=advice)
     return session
-
-
-def require_template(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for a --chat-template that can't be read, before anything is loaded."""
-    if given := getattr(arguments, "chat_template", None):
-        ChatTemplate.read(given)
 
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:

@@ -139,5 +139,5 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
 
 
 def spread(windows: I64, most: int) -> I64:
-    """Returns up to ``most`` of the windows, from all over the text."""
+    """Returns up to ``most`` of the windows (m, n), from all over the text."""
     return windows[:: max(1, len(windows) // most)][:most]

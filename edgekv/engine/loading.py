@@ -228,7 +228,8 @@ DEVICES = {
 def find_device(name: str) -> type[Backend]:
     """Returns the backend called ``name``. Raises ConfigError (field device) for an unknown name."""
     if name not in DEVICES:
-        raise ConfigError("unknown", field="device", value=name, accepted=(AUTO, *DEVICES))
+        advice = "did you mean cuda?" if name.lower() == "gpu" else ""
+        raise ConfigError("unknown", field="device", value=name, accepted=(AUTO, *DEVICES), advice=advice)
     module, _, backend = DEVICES[name].partition(":")
     result: type[Backend] = getattr(importlib.import_module(module), backend)
     return result

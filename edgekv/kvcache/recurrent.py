@@ -56,9 +56,9 @@ class RecurrentState(LayerState):
         return sum(array.nbytes for array in self._state_arrays.values())
 
     def run(self, projected: F32, weights: Mapping[str, F32]) -> F32:
-        """Appends n tokens and returns their output (n, `Recurrence.mixed`), valid until the next call.
+        """Appends n tokens and returns their output (n, mixed), valid until the next call.
 
-        projected (n, `Recurrence.projected`): the tokens after the layer's input projection.
+        projected (n, projected): the tokens after the layer's input projection; `Recurrence` has both widths.
         """
         n = len(projected)
         self.require_room(n)

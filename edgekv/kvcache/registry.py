@@ -155,16 +155,14 @@ class CacheSpec:
         name, colon, rest = text.partition(":")
         if colon and not rest:
             raise CacheError("no option after the colon", field="kv", value=text, advice=f"did you mean {name}?")
-        if name in PRESETS:
-            preset = PRESETS[name]
-            return cls.parse(f"{preset}{',' if ':' in preset else ':'}{rest}" if colon else preset)
-        scheme = find_scheme(name)
+        scheme_name, _, preset = PRESETS.get(name, name).partition(":")
+        scheme = find_scheme(scheme_name)
         fields = {field.name: field for field in dataclasses.fields(scheme.Config)}
         values: dict[str, Any] = {}
-        for item in filter(None, rest.split(",")):
+        for item in filter(None, f"{preset},{rest}".split(",")):
             option, equals, value = item.partition("=")
             if option not in fields or not equals:
-                raise _no_option(name, item, fields)
+                raise _no_option(name, item, dataclasses.asdict(cls.parse(name).config))
             values[option] = _read(name, fields[option], value)
         config: Any = scheme.Config
         return cls(scheme, config(**values))
@@ -267,12 +265,12 @@ def select_specs(
     return fitting, [reason.partition(";")[0] for reason in reasons]
 
 
-def _no_option(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
-    accepted = [f"{field.name}={field.default}" for field in fields.values()]
+def _no_option(name: str, item: str, options: dict[str, Any]) -> CacheError:
+    accepted = [f"{key}={default}" for key, default in options.items() if default != ""]
     option = item.partition("=")[0]
     others = [scheme for scheme, each in schemes().items() if hasattr(each.Config, option)]
-    hint = f"{option} applies to: {', '.join(others)}" if others and option not in fields else ""
-    if not hint and (close := nearest(option, fields)):
+    hint = f"{option} applies to: {', '.join(others)}" if others and option not in options else ""
+    if not hint and (close := nearest(option, options)):
         hint = f"did you mean {close}?"
     problem = f"{option!r} is not one of its options (here with their defaults)" if accepted else "has no options"
     return CacheError(problem, field="kv", value=f"{name}:{item}", accepted=accepted, advice=hint)

@@ -138,6 +138,7 @@ class Retrieval(FullCache):
             self._index.encode(self.arrays["key.half"], b0, b1)
 
     def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+        """Attends for each token of queries (n_heads, n, head_dim) by itself, once the index has more than k."""
         if self._index is None or self._index.covered(self.n_seen) <= self.config.k:
             super().read(queries, out, sinks)
             return

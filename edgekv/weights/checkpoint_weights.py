@@ -180,7 +180,7 @@ class CheckpointWeights:
         return packed, scales
 
     def kept_arrays(self, name: str, form: WeightFormat) -> Iterator[tuple[str, Array]]:
-        """Yields the arrays of a linear layer in a format that is kept, or has pieces, as the file has them."""
+        """Yields the arrays (rows, ...) of a linear layer in a kept or mixed format, as the file has them."""
         for i, (own, parts) in enumerate(self._pieces(name, form)):
             place = f"{i}." if isinstance(form, MixedFormat) else ""
             if own.kept:

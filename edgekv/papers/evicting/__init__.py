@@ -133,6 +133,7 @@ class EvictingCache(KVCache):
         return None if self.geometry.sliding_window is None else self.arrays[name]
 
     def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+        """Attends for one token's queries (n_heads, 1, head_dim), and observes the weights if it evicts."""
         g, n_rep, head_dim = self.geometry.n_kv_heads, self.geometry.n_rep, self.geometry.head_dim
         queries = contiguous(queries)
         weights = self.workspace.array("weights", (g, n_rep, self.n_kept)) if self.evicts else None

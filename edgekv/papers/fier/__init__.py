@@ -97,6 +97,7 @@ class SignIndex(Index):
         return keys
 
     def scores(self, q: F32, t0: int, t1: int) -> F32:
+        """Returns approximate scores (n_kv_heads, M, t1 - t0), also of parts of groups, which `decode` lacks."""
         first = t0 // self.block * self.block
         keys = self.decode(first, -(-t1 // self.block) * self.block)[:, t0 - first : t1 - first]
         scores: F32 = q @ keys.swapaxes(1, 2)

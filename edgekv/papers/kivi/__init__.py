@@ -57,6 +57,7 @@ class KiviKeys(KiviCodec):
         return self.n_kv_heads * (self.n_bytes + -(-4 * self.head_dim // self.group))
 
     def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim), whole groups of tokens, as tokens t0, t0 + 1, ..."""
         (g, n, head_dim), a = x.shape, self.arrays
         groups = slice(t0 // self.group, (t0 + n) // self.group)
         parts = x.reshape(g, -1, self.group, head_dim)

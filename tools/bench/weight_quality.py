@@ -13,10 +13,11 @@ import pathlib
 
 import numpy as np
 
+from edgekv.engine.calibration import embedded, log_softmax
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device, open_tokenizer
 from edgekv.engine.model import Model
-from edgekv.types import F32, F64
+from edgekv.types import F64
 from edgekv.weights.formats import WEIGHTS
 
 WINDOW, TOGETHER = 512, 8
@@ -71,16 +72,6 @@ def main() -> None:
 
 def opened(model: Model, weights: str) -> Decoder:
     return find_device("cpu").decoder(model, model.weight_format(weights), WINDOW, None, None)
-
-
-def embedded(decoder: Decoder, windows: np.ndarray) -> F32:
-    return np.concatenate([decoder.embed(window, 0) for window in windows])
-
-
-def log_softmax(logits: F32) -> F32:
-    logits -= logits.max(1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(1))[:, None]
-    return logits
 
 
 if __name__ == "__main__":

@@ -154,6 +154,7 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str],
     file = tmp_path / "talk.kv"
     words = ["--top-k x", "temp", "-temperature hot"]
     terminal.run(["/etc/fstab is", "//help", "/hepl", *(f"/set {each}" for each in words), "/image a.png"])
+    terminal.run(["/set top_k 3", "/set max_new_tokens 9", "/set top_k default", "/set max-new-tokens default"])
     terminal.run([f"/save {file}", f"/save {file}", "/system none", "/system"])
     said = capsys.readouterr().err.splitlines()
     assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["/etc/fstab is", "/help"]
@@ -163,6 +164,8 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str],
     assert errors[2].endswith("did you mean temperature?")
     assert errors[3] == "/set temperature hot: accepted: a number"
     assert errors[4].endswith("take a model that does, such as scenes")
+    shown = [re.findall(r"(?:top_k|tokens) (\d+)", line) for line in said if line.startswith("temperature ")]
+    assert shown[-4:] == [["3", "4"], ["3", "9"], ["40", "9"], ["40", "4"]]
     assert [line.endswith(" in place of the session that was there") for line in said[-4:-2]] == [False, True]
     assert said[-2:] == ["there is no system message"] * 2
 

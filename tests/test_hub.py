@@ -406,7 +406,11 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     (home / "hub" / "models--org--link").symlink_to(files)
     (home / "hub" / "models--org--loop" / "snapshots").mkdir(parents=True)
     (home / "hub" / "models--org--loop" / "snapshots" / "x").symlink_to("x")
-    (home.parent / "cache" / "edgekv" / "stores" / "damaged-int8-v1").mkdir()
+    stores = home.parent / "cache" / "edgekv" / "stores"
+    (stores / "damaged-int8-v1").mkdir()
+    (stores / "random-0-q4-v1").mkdir()
+    shape = {"name": "random-0", "weights": "q4", "config": {"_name_or_path": "org/7b"}}
+    (stores / "random-0-q4-v1" / "store.json").write_text(json.dumps(shape))
 
     def listed() -> dict[tuple[str, str], int]:
         return {(row["name"], row["what"]): row["bytes"] for row in json.loads(here(hub, "list", "--json").stdout)}
@@ -418,7 +422,8 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     assert found["some/other", "not whole; `edgekv pull` goes on"] == (other / "config.json").stat().st_size + 40
     assert found["some/demo", "weights as f32"] > model
     rest = {name for name, _ in found if not name.startswith("some/")}
-    assert rest <= {"kernels", "gguf", "gates", "bits"}
+    assert rest <= {"kernels", "gguf", "gates", "bits", "random-0"}
+    assert ("random-0", "random weights as q4, shape org/7b") in found
     text = here(hub, "list").stdout
     assert all(name in text for name, _ in found)
     for names in ("some/demo some/GUF:Q4_0", "org/bert", "org/link", "../hub", "stores", "scenes"):

@@ -314,7 +314,9 @@ def test_stop_keeps_what_was_said(page: Any) -> None:
     expect(page.locator("#send")).to_be_visible()
     text = page.locator(".assistant .body").inner_text()
     assert page.locator(".error").count() == 0
+    expect(page.locator(".assistant .hint")).to_have_text("stopped")
     page.reload()
+    expect(page.locator(".assistant .hint")).to_have_text("stopped")
     expect(page.locator(".assistant .body")).to_have_text(re.compile(re.escape(text.split()[0])))
 
 
@@ -493,10 +495,17 @@ def test_errors_are_shown_and_can_be_mended(browser: Any, server: Server) -> Non
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".assistant .actions")).to_have_count(1)
     expect(page.locator(".error")).to_have_count(0)
-    page.route("**/health", lambda route: route.abort())
+    asked_again = re.compile("/(health|props)$")
+    page.route(asked_again, lambda route: route.abort())
     expect(page.locator("#status")).to_contain_text("The server does not answer")
-    page.unroute("**/health")
+    page.route("**/v1/chat/completions", answers["does not answer"])
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".error")).to_contain_text("does not answer")
+    for _ in range(2):  # said once, also after the first of these is handled
+        page.wait_for_event("requestfailed", lambda request: asked_again.search(request.url))
     expect(page.locator("#status")).to_be_empty()
+    page.unroute(asked_again)
+    expect(page.locator(".error")).to_have_count(0)
     page.close()
 
 

@@ -185,7 +185,7 @@ class Terminal:
     """A conversation on the terminal: it runs commands, and streams answers."""
 
     def __init__(self, chat: Chat, arguments: argparse.Namespace, sampling: SamplingParams) -> None:
-        self.chat, self.arguments, self.sampling = chat, arguments, sampling
+        self.chat, self.arguments, self.sampling, self._first = chat, arguments, sampling, sampling
         self.max_new_tokens: int = arguments.max_new_tokens or answer_tokens(chat.session.plan.ctx)
         self._images: list[str] = []
         self._n_answers = 0
@@ -301,15 +301,18 @@ class Terminal:
         say(f"system: {system_messages[0]}" if system_messages else "there is no system message")
 
     def set(self, text: str) -> None:
-        """NAME NUMBER: temperature, presence_penalty and so on; alone it lists them"""
+        """NAME NUMBER: temperature and so on, or NAME default, as at the start; alone it lists them"""
         settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
+        n_tokens = self.arguments.max_new_tokens or answer_tokens(self.chat.session.plan.ctx)
+        defaults = {**self._first.as_dict(), LENGTH: n_tokens}
         if text:
             name, _, value = text.partition(" ")
             name = name.lstrip("-").replace("-", "_")
             if name not in settings:
                 raise EdgeKVError(f"/set {name}: there is no such setting", value=name, accepted=settings)
             try:
-                settings[name] = _read(name, value.strip(), settings[name])
+                is_default = value.strip() == "default"
+                settings[name] = defaults[name] if is_default else _read(name, value.strip(), settings[name])
                 self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
                 self.sampling = SamplingParams(**settings)
             except EdgeKVError as error:

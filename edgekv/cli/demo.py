@@ -35,6 +35,8 @@ INTRODUCTION = """\
 Each KV scheme reads them, is asked for the five numbers, and goes on with the prose.
 """
 NEXT = """
+So small a model hardly writes faster with fewer bits; larger ones do in long contexts (docs/speed.md).
+
 next
   edgekv chat Qwen/Qwen3-0.6B                         a model that answers (1.5 GB)
   edgekv budget llama3.1-8b --ctx 32768 --memory 8G   does a larger one fit?

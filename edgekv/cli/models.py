@@ -118,8 +118,10 @@ def kept() -> list[Kept]:
     for folder in root.glob("stores/*-v*"):
         with contextlib.suppress(OSError, ValueError):
             file = read_object(folder / "store.json")
-            name, form = file.get("name") or folder.name, file.get("weights")
-            found.append(Kept.of(str(name), f"weights as {form}", folder))
+            name, what = str(file.get("name") or folder.name), f"weights as {file.get('weights')}"
+            if name.startswith("random-") and isinstance(config := file.get("config"), dict):
+                what = f"random {what}, shape {config.get('_name_or_path') or config.get('model_type')}"
+            found.append(Kept.of(name, what, folder))
     caches = [Kept.of(name, what, root / name) for name, what in CACHES.items() if any(root.glob(f"{name}/*"))]
     return sorted(found, key=lambda each: (each.name.lower(), each.what)) + caches
 

@@ -472,6 +472,7 @@ def _facts(board: Board) -> list[list[str]]:
         ["clock at the ends of measurements", f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else NA],
         ["warmest", f"{max(degrees):.1f} C" if degrees else NA],
         ["throttling", throttling(board)],
+        ["weights", board.plan.weights],
         ["threads of weight products", f"{board.plan.threads or 'chosen at load'}"],
         ["power meter", board.meter],
         ["at rest", NA if board.idle_w is None else f"{board.idle_w:.2f} W"],

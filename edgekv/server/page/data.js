@@ -60,10 +60,10 @@ function checkedExport(text) {
   });
 }
 
-function checkedMessage({role, content, reasoning = "", images = [], dropped = false}, place) {
+function checkedMessage({role, content, reasoning = "", images = [], dropped = false, stopped = false}, place) {
   const isKnown = ["user", "assistant"].includes(role) && isText(content) && isText(reasoning) && Array.isArray(images);
   if (!isKnown || !images.every(url => isText(url) && PICTURE.test(url))) throw new Error(`${place} is damaged`);
-  return {role, content, reasoning, images, dropped: dropped === true};
+  return {role, content, reasoning, images, dropped: dropped === true, stopped: stopped === true};
 }
 
 function checkedSettings(settings) {

@@ -88,7 +88,8 @@ async function ask() {
       if (performance.now() - saved > 1000) { saved = performance.now(); await saveConversation(talk); }
     }
   } catch (failed) {
-    if (failed.name !== "AbortError") error = failed;
+    if (failed.name === "AbortError") reply.stopped = true;
+    else error = failed;
   }
   await saveConversation(talk);
   setBusy(false);
@@ -195,7 +196,7 @@ async function watch() {
   const path = props && !isGone ? "/health" : "/props", answered = document.hidden ? null : await request(path).catch(() => undefined);
   if (answered?.ok && path === "/props") takeProps(await answered.json());
   isGone = answered === undefined;
-  if (isGone && !abort) $("status").textContent = FAILURES.unreachable;
+  if (isGone && !abort && !document.querySelector(".error")) $("status").textContent = FAILURES.unreachable;
   setTimeout(watch, 1000);
 }
 

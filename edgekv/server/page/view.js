@@ -76,7 +76,9 @@ function article(message, i, isLast) {
   const actions = element("div", {className: "actions"}, button("Copy", made => copyText(message.content, made)));
   if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => edit(made, message, i), {title: "Change this message and go on from here"}));
   if (isLast && !abort) actions.append(button("Try again", regenerate, {title: "Answer anew"}));
-  made.append(bodyOf(message), actions);
+  made.append(bodyOf(message));
+  if (message.stopped) made.append(element("p", {className: "hint", textContent: "stopped"}));
+  made.append(actions);
   return made;
 }
 

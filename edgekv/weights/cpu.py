@@ -174,7 +174,7 @@ def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
 
 
 def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[..., F32]:
-    """Returns the product with a linear layer in fewer than 32 bits: of several formats, one beside the other."""
+    """Returns a linear layer in fewer than 32 bits, of one format or several: x (n, columns) -> (n, outputs)."""
     form, arrays = store.form.of(name), store.arrays(name)
     if not isinstance(form, MixedFormat):
         return QuantizedMatmul(stored_weights(form, arrays), n_experts)
@@ -184,7 +184,7 @@ def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[...,
 
 
 def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> QuantizedWeights:
-    """Returns the weights of a format in fewer than 32 bits, with their zero points or offsets."""
+    """Returns the weights of arrays (rows, ...) in fewer than 32 bits, with their zero points or offsets."""
     arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
     if form.kept:
         return QuantizedWeights(arrays["blocks"], None, DecodedBlocks.layout, block_type=BLOCKS[form.name])

@@ -133,7 +133,7 @@ class MixedFormat(WeightFormat):
         return {f"{i}.{part}": spec for i, own in specs.items() for part, spec in own.items()}
 
     def piece(self, arrays: Mapping[str, Array], i: int) -> dict[str, Array]:
-        """Returns the arrays of one format."""
+        """Returns the arrays (rows, ...) of one format."""
         return {part.partition(".")[2]: each for part, each in arrays.items() if part.startswith(f"{i}.")}
 
     def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:

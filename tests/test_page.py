@@ -307,6 +307,18 @@ def test_edit_and_regenerate(page: Any) -> None:
 
 def test_stop_keeps_what_was_said(page: Any) -> None:
     set_fields(page, max_tokens=250)
+    page.evaluate(
+        """() => {
+        const whole = answer;
+        answer = async function* (body, signal) {  // is not complete before it is stopped
+            for await (const chunk of whole(body, signal)) {
+                yield chunk;
+                const waits = chunk.choices[0]?.delta.content && !signal.aborted;
+                if (waits) await new Promise(done => signal.addEventListener("abort", done));
+            }
+        };
+    }"""
+    )
     page.locator("#text").fill("A long story, please.")
     page.locator("#send").click()
     expect(page.locator(".assistant .body")).not_to_be_empty()

@@ -1,6 +1,6 @@
 """Measures products with packed weights: milliseconds, bytes and operations a second, by rows and threads.
 
-    python tools/bench/products.py --weights int4,int4-32,int8 --rows 1,4,64,512 --threads 1,2
+    python tools/bench/products.py --weights int4,int4-32,q4 --rows 1,4,64,512 --threads 1,2
 
 A matrix of --columns x --outputs; a token's products (few rows) read copies of it in turn, which no cache holds.
 Prints the least time of all rounds. Formats are those of `edgekv.weights.formats` in fewer than 32 bits.
@@ -13,29 +13,30 @@ import time
 
 import numpy as np
 
+from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.gemm import CodeLayout
 from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights
 from edgekv.kernels.interface import GEMV_ROWS
-from edgekv.weights.formats import FORMATS, WeightFormat, n_blocks
+from edgekv.types import Array
+from edgekv.weights.cpu import stored_weights
+from edgekv.weights.formats import FORMATS, WeightFormat
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
 
 
 def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> QuantizedWeights:
     """Draws random weights in a format."""
-    blocks = n_blocks(columns, form.block)
-    codes = rng.integers(0, 256, (rows, blocks, form.block * form.bits // 8), np.uint8)
-    scales, offsets = (rng.random((rows, blocks), np.float32) / 100 for _ in range(2))
-    zeros = rng.integers(0, 256, (rows, -(-blocks // 2)), np.uint8)
-    shift = {"offsets": offsets} if form.offsets else {"zeros": zeros} if form.zeros else {}
-    return QuantizedWeights(codes, scales, CodeLayout(form.bits, form.block, form.e2m1), **shift)
+    kinds, arrays = {"F32": np.float32, "BF16": BFLOAT16}, dict[str, Array]()
+    for part, (dtype, shape) in form.arrays(rows, columns).items():
+        numbers = rng.random(shape, np.float32) / 100 if dtype in kinds else rng.integers(0, 256, shape)
+        arrays[part] = numbers.astype(kinds.get(dtype, np.uint8))
+    return stored_weights(form, arrays)
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", default="int4,int4-32,int8")
+    parser.add_argument("--weights", default="int4,int4-32,int8,q4")
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--outputs", type=int, default=11008)
     parser.add_argument("--rows", default="1,4,64,512")

@@ -119,10 +119,12 @@ class CodeLayout(NamedTuple):
         return (self.bits == 4 and not self.levels) or self.block < 32
 
     def row_bytes(self, blocks: int) -> int:
-        """Bytes of a rounded row: its units, and its blocks' sums."""
-        return -(-blocks // self.blocks) * self.unit_bytes + (
-            -(-blocks // LANES) * VECTOR if self.has_corrections else 0
-        )
+        """Bytes of a rounded row: its units, and its blocks' sums; an odd number of vectors.
+
+        Were it a power of two, rows would share few places of a cache.
+        """
+        sums = -(-blocks // LANES) if self.has_corrections else 0
+        return (-(-blocks // self.blocks) * self.unit_bytes // VECTOR + sums | 1) * VECTOR
 
 
 def rotated_layout(bits: int) -> CodeLayout:
@@ -149,7 +151,6 @@ class Product(NamedTuple):
     offsets: int  # (outputs, blocks) float32; 0: none
     zeros: int  # in place of offsets zero points, two to a byte; 0: none
     correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
-    flips: int  # signs (block,) float32 of the rotation; 0: elements are not rotated
     decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
 
 
@@ -243,18 +244,29 @@ def before_sums(b: Any, product: Value) -> Value:
     return b.sub(row_bytes, b.mul(vectors, emit.I64(VECTOR)))
 
 
-def row_groups(
-    b: Any, n: Value, counts: Sequence[int], x: RowsAt, y: RowsAt
+def _row_groups(
+    b: Any, p: Value, output: Value, counts: Sequence[int], before: Value
 ) -> Iterator[tuple[int, RowsAt, RowsAt]]:
-    """Loops over n rows of x and of y: counts[0] rows in each pass, those left over counts[1] in each, and so on.
+    """Loops over a product's rows: counts[0] in each pass, those left over counts[1] in each, and so on.
 
-    What the caller emits for one (count, x, y) is the body of a loop.
+    Yields a count, rounded rows from so many bytes ``before`` on, and rows of y from an output on: what the caller
+    emits for them is the body of a loop.
     """
+    n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
+    x, to = RowsAt(at(b, rounded, before), row_bytes), RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
     done = emit.I64(0)
     for count in counts:
         with emit.loop(b, done, n, count) as loop:
-            yield count, x.behind(b, (loop.i, x.row_bytes)), y.behind(b, (loop.i, y.row_bytes))
+            yield count, x.behind(b, (loop.i, x.row_bytes)), to.behind(b, (loop.i, to.row_bytes))
         done = loop.i
+
+
+def _outputs_at(b: Any, layout: CodeLayout, p: Value, output: Value, start: Value) -> OutputsAt:
+    """Returns the outputs of a product from ``output`` on, from block ``start`` on."""
+    codes, code_bytes, scales, blocks = fields(b, p, "codes", "code_bytes", "scales", "blocks")
+    codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
+    scales = at(b, scales, (output, blocks, layout.scale_bytes), (start, layout.scale_bytes))
+    return OutputsAt(codes, code_bytes, scales, blocks)
 
 
 @intrinsic
@@ -414,13 +426,9 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, output, start, n, memory = args
-        codes, code_bytes, scales, blocks = fields(b, p, "codes", "code_bytes", "scales", "blocks")
-        layout = layout_of(product)
-        codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
-        scales = at(b, scales, (output, blocks, layout.scale_bytes), (start, layout.scale_bytes))
-        outputs = OutputsAt(codes, code_bytes, scales, blocks)
-        emit.call_internal(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
+        (p, output, start, n, memory), layout = args, layout_of(product)
+        outputs, write = _outputs_at(b, layout, p, output, start), functools.partial(_emit_unpack_panel, layout)
+        emit.call_internal(b, "unpack_panel", write, outputs, n, memory)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 4), build
@@ -431,12 +439,9 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
     """y[:, output..output + PANEL] = or, with start above 0, += rows times unpacked blocks start..start + n."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, output, start, n_blocks, memory = args
-        n, x, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
-        layout, four = layout_of(product), emit.I64(4)
-        units = RowsAt(at(b, x, (b.sdiv(start, emit.I64(layout.blocks)), layout.unit_bytes)), row_bytes)
-        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, four))
-        for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, units, results):
+        (p, output, start, n_blocks, memory), layout = args, layout_of(product)
+        before = b.mul(b.sdiv(start, emit.I64(layout.blocks)), emit.I64(layout.unit_bytes))
+        for count, rows, to in _row_groups(b, p, output, PANEL_ROW_COUNTS, before):
             write = functools.partial(_emit_panel_products, layout, count)
             emit.call_internal(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
         return context.get_dummy_value()
@@ -461,6 +466,9 @@ def _emit_unpack_unit(
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
         places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
+        for place in places:  # the next stretch's, so that it waits for no memory
+            ahead = at(b, place, STRETCH * layout.bits // 8)
+            emit.prefetch(b, ahead, layout.block_bytes * layout.blocks, locality=2)
         for index, some in _emit_transposed_codes(layout, b, places, n_blocks):
             emit.store(b, some, target, (index * PANEL_VECTORS + i) * VECTOR)
     with emit.loop(b, 0, PANEL, 1) as output:
@@ -576,10 +584,10 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int, scale_bytes: int) -> None:
+def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int) -> None:
     """Multiplies tiles or panels first..last of the product whose numbers are at a place, with a part's scratch.
 
-    step: blocks of a STRETCH. scale_bytes: of a block's scale.
+    step: blocks of a STRETCH.
     """
     if p.is_panel:
         _multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place, step)
@@ -588,29 +596,24 @@ def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, ste
         last = (p.outputs + OUTPUTS - 1) // OUTPUTS
     for tile in range(first, last):
         output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
-        scales = p.scales + scale_bytes * output * p.blocks
-        _multiply_tile(p, p.codes + output * p.code_bytes, scales, p.y + 4 * output)
+        _multiply_tile(p, output)
         if p.correction:
             call(p.correction, (output, 0, 0, 0, place))
 
 
 @intrinsic
-def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
-    """y[m, o] of all rows m and OUTPUTS outputs o, from the tile's codes and scales on."""
+def _multiply_tile(context: Any, product: Any, output: Any) -> Any:
+    """y[:, output..output + OUTPUTS] = rows times a tile."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, codes, scales, y = args
-        x, n, row_bytes, code_bytes, blocks, n_outputs = fields(
-            b, p, "rounded", "n", "row_bytes", "code_bytes", "blocks", "outputs"
-        )
-        outputs = OutputsAt(codes, code_bytes, scales, blocks)
-        results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
-        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, row_bytes), results):
-            write = functools.partial(_emit_tile_products, layout_of(product), count)
+        (p, output), layout = args, layout_of(product)
+        outputs = _outputs_at(b, layout, p, output, emit.I64(0))
+        for count, rows, to in _row_groups(b, p, output, TILE_ROW_COUNTS, emit.I64(0)):
+            write = functools.partial(_emit_tile_products, layout, count)
             emit.call_internal(b, f"multiply_rows_{count}", write, rows, outputs, to)
         return context.get_dummy_value()
 
-    return types.none(product, *[types.intp] * 3), build
+    return types.none(product, types.intp), build
 
 
 def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
@@ -742,11 +745,8 @@ def _correct_tile(context: Any, product: Any, output: Any) -> Any:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output = args
-        n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
-        sums = RowsAt(at(b, rounded, before_sums(b, p)), row_bytes)
-        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
         corrections = _corrections_at(b, p, output, emit.I64(0))
-        for count, x, to in row_groups(b, n, CORRECTION_ROW_COUNTS, sums, results):
+        for count, x, to in _row_groups(b, p, output, CORRECTION_ROW_COUNTS, before_sums(b, p)):
             _emit_tile_corrections(count, b, x, corrections, to)
         return context.get_dummy_value()
 
@@ -759,12 +759,10 @@ def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, 
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, output, start, n_blocks, memory = args
-        n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
         table = at(b, memory, CORRECTIONS_AT)
         _emit_panel_table(b, _corrections_at(b, p, output, start), n_blocks, table)
-        sums = RowsAt(at(b, rounded, before_sums(b, p), (start, 4)), row_bytes)
-        results = RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
-        for count, x, to in row_groups(b, n, PANEL_ROW_COUNTS, sums, results):
+        before = at(b, before_sums(b, p), (start, 4))
+        for count, x, to in _row_groups(b, p, output, PANEL_ROW_COUNTS, before):
             _emit_panel_corrections(count, b, x, n_blocks, table, to)
         return context.get_dummy_value()
 

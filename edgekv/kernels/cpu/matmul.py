@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from edgekv.kernels import threads
@@ -46,7 +47,7 @@ from edgekv.kernels.cpu.loops import (
     load_numbers,
     scratch_memory,
 )
-from edgekv.kernels.cpu.rope import hadamard_row
+from edgekv.kernels.cpu.rope import transformed
 from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
 from edgekv.kernels.interface import FLIPS, GEMV_ROWS
@@ -78,7 +79,7 @@ class QuantizedWeights(NamedTuple):
             row_bytes = self.codes.shape[1]
             blocks = row_bytes // block_type.n_bytes * GROUPS
             correction = CORRECTION.address if block_type.has_offsets else 0
-            own = address_of(self.codes), row_bytes, 0, 0, 0, correction, 0, block_type.loop.address
+            own = address_of(self.codes), row_bytes, 0, 0, 0, correction, block_type.loop.address
             return blocks, layout.row_bytes(blocks), *own
         assert self.scales is not None
         blocks = self.scales.shape[1]
@@ -88,9 +89,8 @@ class QuantizedWeights(NamedTuple):
         codes, scales = address_of(self.codes), address_of(self.scales)
         offsets, zeros = (0 if each is None else address_of(each) for each in (self.offsets, self.zeros))
         correction = CORRECTION.address if corrections else 0
-        flips = address_of(FLIPS) if layout.rotated else 0
         sizes = blocks, layout.row_bytes(blocks)
-        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, flips, 0
+        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, 0
 
 
 ZERO = np.float32(0)
@@ -98,6 +98,7 @@ TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
+BLOCKS_AHEAD = 8  # of x, which are fetched
 
 
 @fast_jit
@@ -106,13 +107,6 @@ def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) ->
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
-        if p.flips:
-            scratch = p.rounded + p.n * p.row_bytes + 4 * block * m
-            for b in range(p.blocks):
-                n = min(block, p.columns - b * block)
-                hadamard_row(floats(row), b * block, n, floats(p.flips), block, floats(scratch), 0)
-                _quantize_block(p, scratch, target, b)
-            continue
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b)
         tail = p.rounded + p.n * p.row_bytes + 4 * block * m
@@ -149,7 +143,12 @@ def _emit_quantized_block(
     """Rounds one block; block_sum: the address for the sum of its elements, if the format has corrections."""
     n = layout.block
     floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
+    emit.prefetch(b, emit.at(b, x, BLOCKS_AHEAD * 4 * n), 4 * n)
     elements = emit.load(b, floats, x)
+    if layout.rotated:
+        flipped = b.fmul(elements, ir.Constant(floats, FLIPS.tolist()), flags=EXACT)
+        root = emit.constant(floats, float(np.float32(1 / np.sqrt(n))))
+        elements = b.fmul(transformed(b, flipped), root, flags=EXACT)
     sizes = b.and_(b.bitcast(elements, ints), emit.constant(ints, NO_SIGN))
     top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
     peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
@@ -233,7 +232,8 @@ class QuantizedMatmul:
             whole, experts = given, np.ascontiguousarray(experts)
             given = np.empty(BEFORE + n * N_NUMBERS, np.int64)
             first_part = address_of(whole) + 8 * BEFORE
-            _lay_out.call(first_part, self._row_bytes, address_of(experts), n, address_of(given))
+            scale_bytes = self._weights.layout.scale_bytes
+            _lay_out.call(first_part, self._row_bytes, scale_bytes, address_of(experts), n, address_of(given))
         n_threads = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
         prepare, multiply = self._kernels
         prepare.run(n, address_of(given), n_threads if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
@@ -257,7 +257,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
-    scale_bytes, may_decode = layout.scale_bytes, product is DecodedBlocks
+    may_decode = product is DecodedBlocks
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
@@ -279,7 +279,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
                 if may_decode and p.decode:
                     multiply_decoded(a, b, part, p, place, step)
                 else:
-                    multiply_tiles(a, b, part, p, place, step, scale_bytes)
+                    multiply_tiles(a, b, part, p, place, step)
 
     return prepare, multiply
 
@@ -321,14 +321,15 @@ def multiply_decoded(first: int, last: int, part: int, p: DecodedBlocks, given: 
         put(own, CODES, codes - before * GROUP)
         put(own, SCALES, scales - before * 4)
         put(own, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, 0, product_at(DecodedBlocks, place), place, step, 4)
+        multiply_tiles(tile, tile + 1, 0, product_at(DecodedBlocks, place), place, step)
 
 
 @exact_loop
-def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
+def _lay_out(first_part: int, row_bytes: int, scale_bytes: int, experts: int, m: int, given: int) -> None:
     """Lays out a product for each expert, from that of all m rows with the first expert's weights.
 
     experts (m,): each row's expert, ascending. row_bytes: bytes of a rounded row and its scratch for a block.
+    scale_bytes: of a block's scale.
     """
     p, own_experts = product_at(Product, first_part), int64s(experts)
     first = n_products = n_tiles = 0
@@ -347,7 +348,7 @@ def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) 
         put(own, ROUNDED, p.rounded + row_bytes * first)
         put(own, Y, p.y + 4 * p.outputs * first)
         put(own, CODES, p.codes + p.code_bytes * outputs)
-        put(own, SCALES, p.scales + (2 if p.flips else 4) * p.blocks * outputs)
+        put(own, SCALES, p.scales + scale_bytes * p.blocks * outputs)
         put(own, OFFSETS, p.offsets and p.offsets + 4 * p.blocks * outputs)
         put(own, ZEROS, p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs)
         put(own, FIRST_ROW, first)

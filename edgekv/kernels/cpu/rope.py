@@ -10,6 +10,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel, rows_view
 from edgekv.kernels.cpu.loops import address_of, float_of, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
@@ -233,14 +234,19 @@ def _transform_vector(context: Any, x: Any, i: Any, scale: Any) -> Any:
     """Multiplies the vector at x[i:] by scale * H."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        place, distance = emit.address(context, b, x, args), LANES // 2
-        value = emit.load(b, VECTOR, place)
-        while distance:
-            other = emit.lanes(b, value, [lane ^ distance for lane in range(LANES)])
-            signs = ir.Constant(VECTOR, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
-            value = b.fadd(other, b.fmul(value, signs))
-            distance //= 2
+        place = emit.address(context, b, x, args)
+        value = transformed(b, emit.load(b, VECTOR, place))
         emit.store(b, b.fmul(emit.splat(b, args[2], LANES), value), place)
         return context.get_dummy_value()
 
     return types.none(x, types.intp, types.float32), build
+
+
+def transformed(b: Any, x: Value) -> Value:
+    """Returns H times a vector of float32, whose sums are made as `_transform` makes them."""
+    n = distance = x.type.count
+    while distance := distance // 2:
+        other = emit.lanes(b, x, [lane ^ distance for lane in range(n)])
+        signs = ir.Constant(x.type, [-1.0 if lane & distance else 1.0 for lane in range(n)])
+        x = emit.multiply_add(b, x, signs, other)
+    return x

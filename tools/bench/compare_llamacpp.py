@@ -119,11 +119,12 @@ def run_round(arguments: argparse.Namespace, files: pathlib.Path, folder: pathli
     if arguments.prefill:
         tests["prefill"] = ["-p", arguments.prefill, "-n", 0]
     for kind in arguments.gguf:
-        model = ["-m", files / f"{kind}.gguf", "-t", arguments.threads, "-r", 1, "-o", "json"]
+        model = ["-m", files / f"{kind}.gguf", "-t", arguments.threads, "-r", 5, "-o", "json"]
         for setting in arguments.settings:
             for at, test in tests.items():
                 (result,) = json.loads(llama(arguments, "bench", *model, *test, *SETTINGS[setting]))
-                times.setdefault((f"llama.cpp {kind}", setting, at), []).append(1e3 / result["avg_ts"])
+                rate = statistics.median(result["samples_ts"])
+                times.setdefault((f"llama.cpp {kind}", setting, at), []).append(1e3 / rate)
     for name in arguments.weights:
         out, shape = folder / "bench.json", ["--shape", arguments.shape, "--layers", arguments.layers]
         given = ["--weights", name, "--kv", arguments.kv, "--depth", ",".join(arguments.ctx), "--json", out]

@@ -6,9 +6,8 @@
 Loss, with --model: bits of a weight, perplexity's ratio to f32's and KL, rounded without a text and with 32,768
 tokens of one (llama.cpp's by an importance matrix). Both read the same windows, with an exact cache, beside
 edgekv's f32. Speed: random weights, which each round reads in processes of their own; printed are medians in
-milliseconds per token, and how many times as fast as llama.cpp's best setting with each type of file. Measure on
-an idle machine.
-Needs `pip install 'edgekv[dev]'`, and llama-bench, llama-quantize, llama-perplexity and llama-imatrix.
+milliseconds per token, and how many times as fast as llama.cpp's best setting with each type of file.
+Needs an idle machine, `pip install 'edgekv[dev]'`, and llama-bench, -quantize, -perplexity and -imatrix.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def weights_of(
 ) -> QuantizedWeights:
     """Draws weights (rows, columns), with zero points or offsets of the size of the others."""
     codes, scales = drawn(rng, layout, rows, columns)
-    zeros = rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8) if kind == "zeros" else None
+    zeros = rng.integers(0, 16, scales.shape, np.uint8) if kind == "zeros" else None
     offsets = rng.uniform(-8, 8, scales.shape).astype(np.float32) if kind == "offsets" else None
     return QuantizedWeights(codes, scales, layout, offsets, zeros)
 
@@ -63,7 +63,7 @@ def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]
     if layout.rotated:
         return gaussian.decode(codes, scales.view(BFLOAT16), layout.bits, layout.block * scales.shape[1])
     shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}
-    form = WeightFormat("", layout.bits, layout.block, e2m1=bool(layout.levels))
+    form = WeightFormat("", layout.bits, layout.block, zeros is not None, e2m1=bool(layout.levels))
     return form.decode({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
 
 
@@ -78,7 +78,8 @@ SIZES = [
     (17, 3 * PANEL + 1, STRETCH + 160),
     (70, 2 * PANEL, 2 * STRETCH + 33),
 ]
-SHIFTED = [(layout, kind) for layout in PRODUCTS if layout.has_corrections for kind in ("zeros", "offsets")]
+SHIFTED = [(layout, "offsets") for layout in PRODUCTS if layout.has_corrections]
+SHIFTED += [(layout, "zeros") for layout, _ in SHIFTED if layout.bits == 4]
 KINDS = [*((layout, None) for layout in PRODUCTS), *SHIFTED]
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.checkpoint import Checkpoint
 from edgekv.checkpoint.tensors import Tensor, to_float32
 from edgekv.errors import ConfigError
+from edgekv.kernels.interface import CODE_OF_ZERO
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, Array
@@ -22,7 +23,6 @@ from edgekv.weights.formats import (
     n_blocks,
     pack,
     pack_e2m1,
-    pack_zeros,
     per_linear_format,
 )
 
@@ -195,8 +195,9 @@ class CheckpointWeights:
                 yield f"{place}offsets", self.offsets(name, parts)
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
-        """Returns the packed zero points of a linear layer that `exact_codes` gives in a format with zeros."""
-        return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
+        """Returns the zero points (rows, blocks) of what `exact_codes` gives in a format with them."""
+        zeros = np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts])
+        return (zeros + CODE_OF_ZERO).astype(np.uint8)
 
     def offsets(self, name: str, parts: Sequence[WeightPart] | None = None) -> F32:
         """Returns the offsets (rows, blocks) of what `exact_codes` gives in a format with them."""

@@ -38,7 +38,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
+    zeros: whether each block has a zero point of its own, the code of 0; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
     (`E2M1_DOUBLED`). rotated: whether they are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept:
     whether rows are the bytes that a GGUF file has, blocks of the type of that name (`BLOCKS`).
@@ -63,7 +63,7 @@ class WeightFormat:
         codes = rows, blocks, self.block * self.bits // 8
         arrays: Specs = {"codes": ("U8", codes), "scales": ("BF16" if self.rotated else "F32", (rows, blocks))}
         if self.zeros:
-            arrays["zeros"] = ("U8", (rows, -(-blocks // 2)))
+            arrays["zeros"] = ("U8", (rows, blocks))
         if self.offsets:
             arrays["offsets"] = ("F32", (rows, blocks))
         return arrays
@@ -81,9 +81,7 @@ class WeightFormat:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
         values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
         if not self.e2m1:
-            values -= np.float32(1 << (self.bits - 1))
-        if "zeros" in arrays:
-            values -= unpack_zeros(arrays["zeros"], scales.shape[1])[..., None]
+            values -= arrays["zeros"][..., None] if self.zeros else np.float32(1 << (self.bits - 1))
         values *= scales[..., None]
         if "offsets" in arrays:
             values += arrays["offsets"][..., None]
@@ -370,16 +368,3 @@ def pack_e2m1(doubled: I8) -> U8:
     """Packs numbers of `E2M1_DOUBLED` (r, blocks, block) into codes (r, blocks, block / 2)."""
     codes = np.searchsorted(E2M1_DOUBLED[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)
     return _pairs(codes.astype(np.uint8))
-
-
-def pack_zeros(zeros: I8) -> U8:
-    """Packs zero points (r, blocks) in -8..7 two to a byte."""
-    return _pairs(np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8))
-
-
-def unpack_zeros(packed: U8, blocks: int) -> F32:
-    """Returns the zero points (r, blocks) float32 in -8..7 that `pack_zeros` has packed."""
-    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
-    zeros: F32 = pairs.reshape(len(packed), -1)[:, :blocks].astype(np.float32)
-    zeros -= np.float32(8)
-    return zeros

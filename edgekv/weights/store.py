@@ -26,6 +26,7 @@ from edgekv.checkpoint.tensors import DTYPES, Tensors, TensorWriter, hash_spans,
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
+from edgekv.kernels.interface import CODE_OF_ZERO
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.types import F32, Array, TaskProgress
@@ -40,7 +41,6 @@ from edgekv.weights.formats import (
     specs_bytes,
     store_specs,
     token_bytes,
-    unpack_zeros,
 )
 
 FORMAT = 1
@@ -146,8 +146,8 @@ class WeightStore:
             return to_float32(arrays["offsets"])
         if "zeros" not in arrays:
             return None
-        scales: F32 = arrays["scales"]
-        return -unpack_zeros(arrays["zeros"], scales.shape[1]) * scales
+        shift: F32 = (CODE_OF_ZERO - arrays["zeros"].astype(np.float32)) * arrays["scales"]
+        return shift
 
     def bias(self, name: str) -> F32 | None:
         """Returns the biases (rows,) of a linear, float32, or None where it has none."""

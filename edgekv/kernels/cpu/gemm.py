@@ -19,15 +19,13 @@ A rounded row (`matmul.prepare_rows`) has its units one behind the other:
                 or, as panels want it, of the whole block's
     scales      a float32 for each lane: its block's
 
-Behind them are the sums of the row's blocks' elements as float32, for corrections.
-
 In a panel a lane is one output: four elements of a row, in every lane, times four codes of each of the panel's
 outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements
 at a time, which stay in the first cache while all rows pass.
 
-A zero point moves each weight of a block by minus itself times the block's scale, an offset by itself: the block's
-correction is this times the sum of the block's rounded elements. Kernels of all formats call `CORRECTION` for what
-they have just multiplied, while its scales are in the first cache. LANES blocks of an output go through a vector.
+A zero point moves each weight of a block by minus itself times the block's scale, an offset by itself. Times the
+sums of the rounded rows' blocks they are what kernels of all formats add by `CORRECTION` to what they have just
+multiplied, a product of float32: zero points become offsets then, while their scales are in the first cache.
 """
 
 from __future__ import annotations
@@ -36,19 +34,22 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value, at
-from edgekv.kernels.cpu.loops import Loop, call
-from edgekv.kernels.interface import ROTATED_INPUTS, code_planes, level_tables
+from edgekv.kernels.cpu.loops import Loop, call, chars, floats
+from edgekv.kernels.cpu.rows import score_rows
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.interface import CODE_OF_ZERO, ROTATED_INPUTS, code_planes, level_tables
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
 # By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
-ZERO_POINTS = {4: 8, 8: 0 if emit.IS_ARM else 128}
+ZERO_POINTS = {4: CODE_OF_ZERO, 8: 0 if emit.IS_ARM else 128}
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # what such codes stand for, doubled
 
 
@@ -119,12 +120,8 @@ class CodeLayout(NamedTuple):
         return (self.bits == 4 and not self.levels) or self.block < 32
 
     def row_bytes(self, blocks: int) -> int:
-        """Bytes of a rounded row: its units, and its blocks' sums; an odd number of vectors.
-
-        Were it a power of two, rows would share few places of a cache.
-        """
-        sums = -(-blocks // LANES) if self.has_corrections else 0
-        return (-(-blocks // self.blocks) * self.unit_bytes // VECTOR + sums | 1) * VECTOR
+        """Bytes of a rounded row: its units, and one vector more where rows would else share places of a cache."""
+        return (-(-blocks // self.blocks) * self.unit_bytes // VECTOR | 1) * VECTOR
 
 
 def rotated_layout(bits: int) -> CodeLayout:
@@ -140,16 +137,17 @@ class Product(NamedTuple):
     columns: int
     is_panel: int  # 0: tiles
     rounded: int  # rows, rounded; behind the last of them room for a block of float32 of each
+    sums: int  # (n, blocks) float32: of the elements of each rounded row's blocks, for corrections
     outputs: int
     y: int  # (n, outputs) float32
-    panels: int  # scratch of each thread, PANEL_BYTES
+    parts: int  # scratch of each thread, `part_bytes`
     blocks: int  # of an output, and of a row; from here on what only depends on the weights
     row_bytes: int  # bytes from a rounded row to the next one
     codes: int
     code_bytes: int  # of an output's codes
     scales: int  # (outputs, blocks) float32, or bfloat16
     offsets: int  # (outputs, blocks) float32; 0: none
-    zeros: int  # in place of offsets zero points, two to a byte; 0: none
+    zeros: int  # in place of offsets (outputs, blocks) uint8, the codes that stand for 0; 0: none
     correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
     decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
 
@@ -235,13 +233,6 @@ class OutputsAt(NamedTuple):
 def fields(b: Any, product: Value, *names: str) -> list[Value]:
     """Returns fields of a `Product` inside a kernel."""
     return [b.extract_value(product, Product._fields.index(name)) for name in names]
-
-
-def before_sums(b: Any, product: Value) -> Value:
-    """Returns the bytes of a rounded row before the sums of its blocks."""
-    row_bytes, blocks = fields(b, product, "row_bytes", "blocks")
-    vectors = b.sdiv(b.add(blocks, emit.I64(LANES - 1)), emit.I64(LANES))
-    return b.sub(row_bytes, b.mul(vectors, emit.I64(VECTOR)))
 
 
 def _row_groups(
@@ -392,11 +383,10 @@ PANEL = PANEL_VECTORS * LANES  # outputs
 # Rows that share a panel's loads: the first as many while there are, then the next. Their sums fit the registers.
 PANEL_ROW_COUNTS = (6, 2, 1) if emit.REGISTER == 16 else (4, 2, 1)
 STRETCH = 1024  # elements of an output, a multiple of every unit
-# In a thread's scratch, of a stretch's blocks: codes, a byte each, and behind them float32 for each output, as
-# [block][output]: scales, and corrections, of zero points and offsets. No block has fewer than 16 elements.
+# In a thread's scratch, of a stretch's blocks: codes, a byte each, and behind them float32 scales, as
+# [block][output]. No block has fewer than 16 elements.
 SCALES_AT = STRETCH * PANEL
-CORRECTIONS_AT = SCALES_AT + STRETCH // 16 * PANEL * 4
-PANEL_BYTES = CORRECTIONS_AT + STRETCH // 16 * PANEL * 4
+PANEL_BYTES = SCALES_AT + STRETCH // 16 * PANEL * 4
 
 
 @fast_jit
@@ -414,8 +404,8 @@ def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int,
             n = min(step, p.blocks - start)
             _unpack_panel(p, output, start, n, memory)
             _multiply_panel(p, output, start, n, memory)
-            if p.correction:
-                call(p.correction, (output, start, n, memory, place))
+        if p.correction:
+            call(p.correction, (output, PANEL, memory + PANEL_BYTES, place))
 
 
 @intrinsic
@@ -584,13 +574,13 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, step: int) -> None:
-    """Multiplies tiles or panels first..last of the product whose numbers are at a place, with a part's scratch.
+def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
+    """Multiplies tiles or panels first..last of the product whose numbers are at a place.
 
-    step: blocks of a STRETCH.
+    memory: a thread's scratch. step: blocks of a STRETCH.
     """
     if p.is_panel:
-        _multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place, step)
+        _multiply_panels(first, last, memory, p, place, step)
         return
     if first < last == p.outputs // OUTPUTS:
         last = (p.outputs + OUTPUTS - 1) // OUTPUTS
@@ -598,7 +588,7 @@ def multiply_tiles(first: int, last: int, part: int, p: Product, place: int, ste
         output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
         _multiply_tile(p, output)
         if p.correction:
-            call(p.correction, (output, 0, 0, 0, place))
+            call(p.correction, (output, OUTPUTS, memory + PANEL_BYTES, place))
 
 
 @intrinsic
@@ -707,170 +697,29 @@ def _emit_unit(
     return following
 
 
-CORRECTION_ROW_COUNTS = 4, 1  # rows that share a tile's corrections: fours while there are, then one by one
-TILES_AHEAD = 2  # whose offsets are fetched
-CODE_OF_ZERO = 8  # the code of the zero point 0
+TILES_AHEAD = 2  # whose scales are fetched
+_add_products = score_rows(4, alike=True, adds=True)
 
 
-class CorrectionsAt(NamedTuple):
-    """Where corrections of outputs are from a block on: addresses in the store, and how many blocks outputs have.
-
-    They come from offsets (float32) or from zero points (half a byte); zeros is 0 where there are offsets.
-    """
-
-    offsets: Value
-    zeros: Value
-    scales: Value
-    blocks: Value
+@emit.procedure
+def _fetch(b: Any, start: Value, n_bytes: Value) -> None:
+    """Fetches so many bytes into the second cache: the first has no room for them."""
+    with emit.loop(b, 0, n_bytes, emit.LINE) as loop:
+        emit.prefetch(b, at(b, start, loop.i), emit.LINE, locality=2)
 
 
-def _correct(output: int, start: int, n: int, memory: int, place: int) -> None:
+def _correct(output: int, n: int, memory: int, place: int) -> None:
     p = product_at(Product, place)
-    if p.is_panel:
-        _correct_panel(p, output, start, n, memory)
+    first, size = output * p.blocks, n * p.blocks
+    offsets = p.offsets + 4 * first
+    if p.zeros:
+        zeros, scales, offsets = chars(p.zeros + first), floats(p.scales + 4 * first), memory
+        for i in range(size):
+            put(floats(offsets), i, np.float32(np.int32(CODE_OF_ZERO) - np.int32(get(zeros, i))) * get(scales, i))
     else:
-        _correct_tile(p, output)
+        _fetch(offsets + 4 * size * TILES_AHEAD, 4 * size)
+    _add_products(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)
 
 
 CORRECTION = Loop(_correct, fastmath=False)
-"""(output, start, n, memory, place): add the corrections to y of the `Product` at a place, for outputs output...
-
-Of a tile all blocks; of a panel blocks start..start + n, with the panel's scratch.
-"""
-
-
-@intrinsic
-def _correct_tile(context: Any, product: Any, output: Any) -> Any:
-    """y[:, output..output + OUTPUTS] += the corrections of all blocks."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, output = args
-        corrections = _corrections_at(b, p, output, emit.I64(0))
-        for count, x, to in _row_groups(b, p, output, CORRECTION_ROW_COUNTS, before_sums(b, p)):
-            _emit_tile_corrections(count, b, x, corrections, to)
-        return context.get_dummy_value()
-
-    return types.none(product, types.intp), build
-
-
-@intrinsic
-def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
-    """y[:, output..output + PANEL] += the corrections of blocks start..start + n."""
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, output, start, n_blocks, memory = args
-        table = at(b, memory, CORRECTIONS_AT)
-        _emit_panel_table(b, _corrections_at(b, p, output, start), n_blocks, table)
-        before = at(b, before_sums(b, p), (start, 4))
-        for count, x, to in _row_groups(b, p, output, PANEL_ROW_COUNTS, before):
-            _emit_panel_corrections(count, b, x, n_blocks, table, to)
-        return context.get_dummy_value()
-
-    return types.none(product, *[types.intp] * 4), build
-
-
-def _corrections_at(b: Any, p: Value, output: Value, start: Value) -> CorrectionsAt:
-    """Returns the corrections of outputs from ``output`` on, from block ``start`` on, an even one."""
-    offsets, zeros, scales, blocks = fields(b, p, "offsets", "zeros", "scales", "blocks")
-    floats_before = b.mul(b.add(b.mul(output, blocks), start), emit.I64(4))
-    zeros_at = at(b, zeros, (output, _bytes_of_zeros(b, blocks)), b.sdiv(start, emit.I64(2)))
-    has_zeros = b.icmp_signed("!=", zeros, emit.I64(0))
-    return CorrectionsAt(
-        at(b, offsets, floats_before), b.select(has_zeros, zeros_at, zeros), at(b, scales, floats_before), blocks
-    )
-
-
-def _bytes_of_zeros(b: Any, blocks: Value) -> Value:
-    """Returns the bytes of the zero points of so many blocks."""
-    return b.sdiv(at(b, blocks, 1), emit.I64(2))
-
-
-def _emit_tile_corrections(n: int, b: Any, x: RowsAt, outputs: CorrectionsAt, y: RowsAt) -> None:
-    """y (n, OUTPUTS) += the corrections of a tile; x: the sums of n rows' blocks."""
-
-    def add_blocks(block: Value, totals: Sequence[Value], n_blocks: Value | None) -> list[Value]:
-        sums, result = x.behind(b, (block, 4)), []
-        corrections = _emit_corrections(b, OUTPUTS, outputs, block, n_blocks)
-        for m in range(n):
-            row_sums = emit.load_some(b, FLOATS, sums.row(b, m), 0, n_blocks)
-            row_totals = totals[m * OUTPUTS : (m + 1) * OUTPUTS]
-            pairs = zip(corrections, row_totals, strict=True)
-            result += [emit.multiply_add(b, correction, row_sums, total) for correction, total in pairs]
-        return result
-
-    zeros = [emit.constant(FLOATS, 0.0)] * (n * OUTPUTS)
-    with emit.loop(b, 0, outputs.blocks, LANES, zeros) as loop:
-        loop.following = add_blocks(loop.i, loop.values, None)
-    with emit.loop(b, loop.i, at(b, outputs.blocks, LANES - 1), LANES, loop.values) as last:
-        last.following = add_blocks(last.i, last.values, b.sub(outputs.blocks, last.i))
-    for m in range(n):
-        added, target = emit.totals(b, last.values[m * OUTPUTS : (m + 1) * OUTPUTS]), y.row(b, m)
-        emit.store(b, b.fadd(emit.load(b, added.type, target), added), target)
-
-
-def _emit_panel_table(b: Any, outputs: CorrectionsAt, n: Value, table: Value) -> None:
-    """table [block][output] float32 = corrections of a panel's blocks 0..n."""
-    has_zeros = b.icmp_signed("!=", outputs.zeros, emit.I64(0))
-    zeros_bytes = b.select(has_zeros, _bytes_of_zeros(b, outputs.blocks), emit.I64(0))
-    with emit.loop(b, 0, PANEL, LANES) as output:
-        floats_before = b.mul(b.mul(output.i, outputs.blocks), emit.I64(4))
-        some = CorrectionsAt(
-            at(b, outputs.offsets, floats_before),
-            at(b, outputs.zeros, (output.i, zeros_bytes)),
-            at(b, outputs.scales, floats_before),
-            outputs.blocks,
-        )
-        column = at(b, table, (output.i, 4))
-        with emit.loop(b, 0, at(b, n, LANES - 1), LANES) as block:
-            corrections = _emit_corrections(b, LANES, some, block.i, b.sub(n, block.i))
-            for i, of_outputs in enumerate(transposed(b, corrections)):
-                emit.store(b, of_outputs, at(b, column, (block.i, 4 * PANEL)), 4 * PANEL * i)
-
-
-def _emit_panel_corrections(n: int, b: Any, x: RowsAt, n_blocks: Value, table: Value, y: RowsAt) -> None:
-    """y (n, PANEL) += the corrections of a panel; x: the sums of n rows' blocks, table: `_emit_panel_table`'s."""
-    zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
-    with emit.loop(b, 0, n_blocks, 1, zeros) as block:
-        place = at(b, table, (block.i, 4 * PANEL))
-        corrections = [emit.load(b, FLOATS, place, VECTOR * i) for i in range(PANEL_VECTORS)]
-        block.following = []
-        for m in range(n):
-            row_sum = emit.splat(b, emit.load(b, emit.F32, at(b, x.row(b, m), (block.i, 4))), LANES)
-            totals = block.values[m * PANEL_VECTORS : (m + 1) * PANEL_VECTORS]
-            pairs = zip(corrections, totals, strict=True)
-            block.following += [emit.multiply_add(b, row_sum, *pair) for pair in pairs]
-    for i, total in enumerate(block.values):
-        m, vector = divmod(i, PANEL_VECTORS)
-        target = at(b, y.row(b, m), VECTOR * vector)
-        emit.store(b, b.fadd(emit.load(b, FLOATS, target), total), target)
-
-
-def _emit_corrections(
-    b: Any, n_outputs: int, outputs: CorrectionsAt, block: Value, n: Value | None
-) -> list[Value]:
-    """Returns for each output the corrections of n blocks from an even one on; None: of LANES blocks."""
-    output_bytes, before = b.mul(outputs.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
-
-    def floats(start: Value, o: int) -> Value:
-        return emit.load_some(b, FLOATS, at(b, start, before, (output_bytes, o)), 0, n)
-
-    def of_zeros() -> list[Value]:
-        start, zeros_bytes = at(b, outputs.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, outputs.blocks)
-        n_bytes = None if n is None else _bytes_of_zeros(b, n)
-        kind, order = emit.vector(emit.I8, LANES // 2), [i // 2 + i % 2 * LANES // 2 for i in range(LANES)]
-        corrections = []
-        for o in range(n_outputs):
-            both = emit.load_some(b, kind, at(b, start, (zeros_bytes, o)), 0, n_bytes)
-            low, high = b.and_(both, emit.constant(kind, 15)), b.lshr(both, emit.constant(kind, 4))
-            codes = b.zext(emit.lanes(b, low, order, high), INTS)
-            away = b.sitofp(b.sub(emit.constant(INTS, CODE_OF_ZERO), codes), FLOATS)
-            corrections.append(b.fmul(away, floats(outputs.scales, o), flags=emit.CONTRACT))
-        return corrections
-
-    def of_offsets() -> list[Value]:
-        if n is None:
-            for o in range(n_outputs):
-                emit.prefetch(b, at(b, outputs.offsets, before, (output_bytes, o + OUTPUTS * TILES_AHEAD)), VECTOR)
-        return [floats(outputs.offsets, o) for o in range(n_outputs)]
-
-    return emit.branch(b, b.icmp_signed("!=", outputs.zeros, emit.I64(0)), of_zeros, of_offsets)
+"""(output, n, memory, place): add the corrections of n outputs of the `Product` at a place to y, with scratch."""

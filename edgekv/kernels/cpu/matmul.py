@@ -30,7 +30,6 @@ from edgekv.kernels.cpu.gemm import (
     CodeLayout,
     DecodedBlocks,
     Product,
-    before_sums,
     fields,
     layout_of,
     multiply_tiles,
@@ -48,7 +47,7 @@ from edgekv.kernels.cpu.loops import (
     scratch_memory,
 )
 from edgekv.kernels.cpu.rope import transformed
-from edgekv.kernels.cpu.rows import WIDTH, score_rest, score_rows
+from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
 from edgekv.kernels.interface import FLIPS, GEMV_ROWS
 from edgekv.machine import blas_threads
@@ -66,7 +65,7 @@ class QuantizedWeights(NamedTuple):
     scales: Array | None  # (outputs, blocks) float32, or bits of bfloat16 where elements are rotated
     layout: CodeLayout
     offsets: F32 | None = None  # (outputs, blocks)
-    zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
+    zeros: U8 | None = None  # (outputs, blocks), the codes that stand for 0
     block_type: BlockType | None = None
 
     def at(self) -> tuple[int, ...]:
@@ -108,23 +107,25 @@ def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) ->
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
         for b in range(n_whole):
-            _quantize_block(p, row + 4 * b * block, target, b)
+            _quantize_block(p, row + 4 * b * block, target, b, m)
         tail = p.rounded + p.n * p.row_bytes + 4 * block * m
         for b in range(n_whole, n_units * of_unit):
             for i in range(block):
                 column = b * block + i
                 put(floats(tail), i, get(floats(row), column) if column < p.columns else ZERO)
-            _quantize_block(p, tail, target, b)
+            _quantize_block(p, tail, target, b, m)
 
 
 @intrinsic
-def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) -> Any:
-    """Rounds block ``block`` of a row, x (block size,) float32, into its place in the rounded row."""
+def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any, m: Any) -> Any:
+    """Rounds block ``block`` of row m, x (block size,) float32, into its place in the rounded row."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        layout, (p, x, row, block) = layout_of(product), args
-        block_sum = b.add(b.add(row, before_sums(b, p)), b.mul(block, emit.I64(4)))
-        is_panel = b.icmp_signed("!=", *fields(b, p, "is_panel"), emit.I64(0))
+        layout, (p, x, row, block, m) = layout_of(product), args
+        is_panel, blocks, sums = fields(b, p, "is_panel", "blocks", "sums")
+        is_panel = b.icmp_signed("!=", is_panel, emit.I64(0))
+        # Blocks behind the last one have a sum of 0, which goes where x was: they are padding in scratch.
+        block_sum = b.select(b.icmp_signed("<", block, blocks), emit.at(b, sums, (m, blocks, 4), (block, 4)), x)
         with b.if_else(is_panel) as cases:
             for panel, case in zip((True, False), cases, strict=True):
                 with case:
@@ -134,7 +135,7 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) ->
                     )
         return context.get_dummy_value()
 
-    return types.none(product, *[types.intp] * 3), build
+    return types.none(product, *[types.intp] * 4), build
 
 
 def _emit_quantized_block(
@@ -190,7 +191,7 @@ N_PRODUCTS, N_TILES, BEFORE = range(3)
 N_FIELDS = len(Product._fields)
 FIRST_ROW, FIRST_TILE, TILES, N_NUMBERS = range(N_FIELDS, N_FIELDS + 4)
 _PLACES = {name: place for place, name in enumerate(Product._fields)}
-X, N, IS_PANEL, ROUNDED, Y, PANELS = (_PLACES[name] for name in ("x", "n", "is_panel", "rounded", "y", "panels"))
+X, N, IS_PANEL, ROUNDED, SUMS, Y = (_PLACES[name] for name in ("x", "n", "is_panel", "rounded", "sums", "y"))
 CODES, CODE_BYTES, SCALES, OFFSETS, ZEROS = (
     _PLACES[name] for name in ("codes", "code_bytes", "scales", "offsets", "zeros")
 )
@@ -205,7 +206,7 @@ class QuantizedMatmul:
         self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
         (blocks, row_bytes), block = self._at[:2], weights.layout.block
         self._outputs, self._row_bytes = len(weights.codes) // n_experts, row_bytes + 4 * block
-        self._part_bytes = part_bytes(blocks) if weights.block_type else PANEL_BYTES
+        self._part_bytes, self._sums_bytes = part_bytes(blocks), 4 * blocks
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
@@ -223,10 +224,21 @@ class QuantizedMatmul:
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
         n_threads = n_threads or threads.count()
         is_panel, n_tiles = tiles_of(n, outputs)
-        rows_bytes = aligned_size(n * self._row_bytes)
-        memory = scratch_memory("products", rows_bytes + n_threads * self._part_bytes)
-        y = np.empty((n, outputs), np.float32)
-        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + rows_bytes, *self._at
+        rows_bytes, sums_bytes = n * self._row_bytes, aligned_size(n * self._sums_bytes)
+        memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._part_bytes)
+        y, sums = np.empty((n, outputs), np.float32), memory + rows_bytes
+        own = (
+            address_of(x),
+            n,
+            columns,
+            is_panel,
+            memory,
+            sums,
+            outputs,
+            address_of(y),
+            sums + sums_bytes,
+            *self._at,
+        )
         given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
         if experts is not None:
             whole, experts = given, np.ascontiguousarray(experts)
@@ -276,10 +288,11 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
                 p = product_at(product, place)
+                memory = p.parts + part * _part_bytes(p.blocks)
                 if may_decode and p.decode:
-                    multiply_decoded(a, b, part, p, place, step)
+                    multiply_decoded(a, b, memory, p, place, step)
                 else:
-                    multiply_tiles(a, b, part, p, place, step)
+                    multiply_tiles(a, b, memory, p, place, step)
 
     return prepare, multiply
 
@@ -290,7 +303,7 @@ NUMBERS_BYTES = aligned_size(8 * N_NUMBERS)
 
 
 def part_bytes(blocks: int) -> int:
-    """Returns the bytes of a thread's scratch for outputs of so many blocks that are decoded."""
+    """Returns the bytes of a thread's scratch for outputs of so many blocks, which may have to be decoded."""
     return PANEL_BYTES + NUMBERS_BYTES + MOST_DECODED * blocks * (GROUP + 8)
 
 
@@ -298,20 +311,18 @@ _part_bytes = jit(part_bytes)
 
 
 @fast_jit
-def multiply_decoded(first: int, last: int, part: int, p: DecodedBlocks, given: int, step: int) -> None:
+def multiply_decoded(first: int, last: int, memory: int, p: DecodedBlocks, given: int, step: int) -> None:
     """Multiplies tiles or panels first..last as `multiply_tiles` does, each after its outputs are decoded.
 
     Scratch: a panel's, the product's numbers, then codes, scales and offsets of outputs.
     """
     size = PANEL if p.is_panel else OUTPUTS
-    panels = p.panels + part * _part_bytes(p.blocks)
-    place = panels + PANEL_BYTES
+    place = memory + PANEL_BYTES
     codes = place + NUMBERS_BYTES
     scales = codes + MOST_DECODED * p.blocks * GROUP
     offsets, own = scales + MOST_DECODED * p.blocks * 4, int64s(place)
     for i in range(N_NUMBERS):
         put(own, i, get(int64s(given), i))
-    put(own, PANELS, panels)
     put(own, CODE_BYTES, p.blocks * GROUP)
     for tile in range(first, last):
         output = tile * size
@@ -321,7 +332,7 @@ def multiply_decoded(first: int, last: int, part: int, p: DecodedBlocks, given: 
         put(own, CODES, codes - before * GROUP)
         put(own, SCALES, scales - before * 4)
         put(own, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, 0, product_at(DecodedBlocks, place), place, step)
+        multiply_tiles(tile, tile + 1, memory, product_at(DecodedBlocks, place), place, step)
 
 
 @exact_loop
@@ -346,11 +357,12 @@ def _lay_out(first_part: int, row_bytes: int, scale_bytes: int, experts: int, m:
         put(own, N, n)
         put(own, IS_PANEL, int(is_panel))
         put(own, ROUNDED, p.rounded + row_bytes * first)
+        put(own, SUMS, p.sums + 4 * p.blocks * first)
         put(own, Y, p.y + 4 * p.outputs * first)
         put(own, CODES, p.codes + p.code_bytes * outputs)
         put(own, SCALES, p.scales + scale_bytes * p.blocks * outputs)
         put(own, OFFSETS, p.offsets and p.offsets + 4 * p.blocks * outputs)
-        put(own, ZEROS, p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs)
+        put(own, ZEROS, p.zeros and p.zeros + p.blocks * outputs)
         put(own, FIRST_ROW, first)
         put(own, FIRST_TILE, n_tiles)
         put(own, TILES, tiles)
@@ -411,5 +423,3 @@ def _multiply_floats(first: int, last: int, part: int, arguments: int) -> None:
     for output in range(first * size, min(last * size, outputs), size):
         panel, target, width = weights + 4 * output * columns, y + 4 * output, min(size, outputs - output)
         _score(x, n, panel, columns, width, target, outputs)
-        if columns % WIDTH:
-            score_rest(floats(x), n, floats(panel), columns, width, floats(target), outputs)

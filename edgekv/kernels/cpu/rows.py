@@ -14,6 +14,7 @@ from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.emit import at
 from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CpuCodec, add_loop, floats, int64s, score_loop
 from edgekv.kernels.cpu.scalar import as_float, get, put, widen
 from edgekv.types import F32, I8, U16
@@ -27,18 +28,21 @@ COLUMNS = {1: 4, 2: 2 if emit.FEW_REGISTERS else 4, 4: 2 if emit.FEW_REGISTERS e
 AHEAD = 64  # tokens
 
 
-def score_rows(size: int, alike: bool = False) -> Any:
+def score_rows(size: int, alike: bool = False, adds: bool = False) -> Any:
     """Returns an intrinsic that scores rows of numbers of ``size`` bytes.
 
-    alike: a score does not depend on how many rows there are.
+    alike: a score does not depend on how many rows there are. adds: it is added to what is there.
     """
     tokens = dict.fromkeys(TOKENS, 4) if alike else TOKENS
     row_counts = ROW_COUNTS[1:] if alike and emit.FEW_REGISTERS else ROW_COUNTS
-    name = f"score_{'alike' if alike else 'rows'}_{size}"
+    name = f"score_{'alike' if alike else 'rows'}_{size}_{adds}"
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any) -> Any:
-        """Sets s[m * stride + t] to q[m] times keys[t], without the channels behind the last whole vector."""
+        """Sets s[m * stride + t] to q[m] times keys[t].
+
+        Of numbers of less than 4 bytes without the channels behind the last whole vector.
+        """
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, rows, keys, head_dim, n, s, stride = args
@@ -47,7 +51,7 @@ def score_rows(size: int, alike: bool = False) -> Any:
                 with emit.loop(b, done, rows, together) as loop:
                     queries = b.add(q, b.mul(loop.i, b.mul(head_dim, emit.I64(4))))
                     target = b.add(s, b.mul(loop.i, b.mul(stride, emit.I64(4))))
-                    write = functools.partial(_score, size, together, tokens[together])
+                    write = functools.partial(_score, size, adds, together, tokens[together])
                     emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, stride)
                 done = loop.i
             return context.get_dummy_value()
@@ -83,9 +87,10 @@ def add_rows(size: int) -> Any:
     return add
 
 
-def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
+def _load(b: Any, size: int, address: Any, offset: int = 0, n: Any = None) -> Any:
+    """Returns N numbers as float32; n, of float32 alone: how many there are before zeros, None: all."""
     if size == 4:
-        return emit.load(b, VECTOR, address, offset)
+        return emit.load_some(b, VECTOR, address, offset, n)
     if size == 1:
         return b.sitofp(
             b.sext(emit.load(b, emit.vector(emit.I8, N), address, offset), emit.vector(emit.I32, N)), VECTOR
@@ -93,30 +98,38 @@ def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
     return widen(b, emit.load(b, emit.vector(emit.I16, N), address, offset))
 
 
-def _score(
-    size: int, n_rows: int, tokens: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any
-) -> None:
+def _score(size: int, adds: bool, n_rows: int, tokens: int, b: Any, *args: Any) -> None:
+    q, keys, head_dim, n, s, stride = args
     row_bytes, query_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     done = emit.I64(0)
     for n_tokens in (tokens, 1):
         with emit.loop(b, done, n, n_tokens) as tile:
-            first = b.add(keys, b.mul(tile.i, row_bytes))
-            ahead = b.add(first, b.mul(row_bytes, emit.I64(AHEAD)))
+            first = at(b, keys, (tile.i, row_bytes))
+            ahead = at(b, first, (row_bytes, AHEAD))
+
+            def add_channels(channel: Any, sums: list[Any], n: Any, n_tokens: int, first: Any) -> list[Any]:
+                key, query = at(b, first, (channel, size)), at(b, q, (channel, 4))
+                xs = [_load(b, size, at(b, key, (row_bytes, t)), 0, n) for t in range(n_tokens)]
+                qs = [_load(b, 4, at(b, query, (query_bytes, m)), 0, n) for m in range(n_rows)]
+                pairs = ((q, x) for q in qs for x in xs)
+                return [emit.multiply_add(b, *pair, so_far) for pair, so_far in zip(pairs, sums, strict=True)]
+
             zeros = [emit.constant(VECTOR, 0)] * (n_rows * n_tokens)
             with emit.loop(b, emit.I64(0), head_dim, N, zeros) as loop:
                 if size < 4:  # a tile is in the first cache
-                    emit.prefetch(b, b.add(ahead, b.mul(loop.i, emit.I64(size * n_tokens))), size * n_tokens * N)
-                key, query = b.add(first, b.mul(loop.i, emit.I64(size))), b.add(q, b.mul(loop.i, emit.I64(4)))
-                xs = [_load(b, size, b.add(key, b.mul(row_bytes, emit.I64(t)))) for t in range(n_tokens)]
-                qs = [emit.load(b, VECTOR, b.add(query, b.mul(query_bytes, emit.I64(m)))) for m in range(n_rows)]
-                pairs = ((q, x) for q in qs for x in xs)
-                loop.following = [
-                    emit.multiply_add(b, *pair, so_far) for pair, so_far in zip(pairs, loop.values, strict=True)
-                ]
+                    emit.prefetch(b, at(b, ahead, (loop.i, size * n_tokens)), size * n_tokens * N)
+                loop.following = add_channels(loop.i, loop.values, None, n_tokens, first)
+            if size == 4:
+                with emit.loop(b, loop.i, at(b, head_dim, N - 1), N, loop.values) as rest:
+                    n_left = b.sub(head_dim, rest.i)
+                    rest.following = add_channels(rest.i, rest.values, n_left, n_tokens, first)
+                loop = rest
             for m in range(n_rows):
                 scores = emit.totals(b, loop.values[m * n_tokens : (m + 1) * n_tokens])
-                place = b.add(tile.i, b.mul(stride, emit.I64(m)))
-                emit.store(b, scores, b.add(s, b.mul(place, emit.I64(4))))
+                place = at(b, s, (tile.i, 4), (stride, 4 * m))
+                if adds:
+                    scores = b.fadd(emit.load(b, scores.type, place), scores)
+                emit.store(b, scores, place)
         done = tile.i
 
 
@@ -157,7 +170,7 @@ score_singles, add_singles = score_rows(4), add_rows(4)
 
 
 @fast_jit
-def score_rest(q: F32, rows: int, keys: U16 | I8 | F32, head_dim: int, n: int, s: F32, stride: int) -> None:
+def score_rest(q: F32, rows: int, keys: U16 | I8, head_dim: int, n: int, s: F32, stride: int) -> None:
     """Adds to s (rows, n), whose rows are ``stride`` apart, the channels behind the last whole vector."""
     for m in range(rows):
         for t in range(n):
@@ -183,8 +196,6 @@ def _score_f32(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, 
     single, capacity, head_dim = rows_at(numbers)
     keys = single + 4 * (g * capacity + t) * head_dim
     score_singles(q, rows, keys, head_dim, n, s, stride)
-    if head_dim % WIDTH:
-        score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), stride)
 
 
 @add_loop

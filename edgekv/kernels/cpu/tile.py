@@ -23,7 +23,7 @@ from edgekv.kernels.cpu.loops import (
     int64s,
     score_loop,
 )
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_singles, score_rest, score_singles
+from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_singles, score_singles
 from edgekv.kernels.cpu.scalar import as_float, get, put
 
 TILE = 32  # tokens: 16 KiB at 128 channels
@@ -61,8 +61,6 @@ def tile_scores(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int,
         n_tokens, scores = min(TILE, n - i), s + 4 * i
         call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
         score_singles(q, rows, tile, head_dim, n_tokens, scores, stride)
-        if head_dim % WIDTH:
-            score_rest(floats(q), rows, floats(tile), head_dim, n_tokens, floats(scores), stride)
 
 
 @add_loop

@@ -60,7 +60,7 @@ def programs() -> dict[Program, str]:
             for bits, n in ((4, 32), (4, 128), (8, 32))
         },
         **{
-            packed_program(bits, 128, True, MAX_CHUNKS[-1 if bits > 3 else -2], 8, 2): f"tiled_linear, q{bits}"
+            packed_program(bits, 128, True, MAX_CHUNKS[-1 if bits > 3 else 4], 8, 2): f"tiled_linear, q{bits}"
             for bits in GAUSSIAN
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},

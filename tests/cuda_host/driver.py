@@ -182,7 +182,7 @@ class HostDriver:
         return step
 
     def launch(self, launch: Launch, *arguments: Any) -> None:
-        program, kernel, grid, block, _ = launch
+        program, kernel, grid, block, *_ = launch
         if HostArray.is_recording:
             return
         assert all(n > 0 for n in grid)

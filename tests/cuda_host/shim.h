@@ -14,6 +14,8 @@
 #define __device__
 #define __host__
 #define __shared__ static
+#define __constant__ static const
+#define DYNAMIC_SHARED(type, name, size) static type name[size]
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
@@ -176,6 +178,7 @@ template <class To, class From> To same_bits(From x)
     return y;
 }
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline float __expf(float x) { return expf(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
@@ -226,7 +229,9 @@ inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, un
             c[i] += k % 2 ? high_half(x) * high_half(y) : low_half(x) * low_half(y);
         }
 }
-template <class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+inline unsigned shared_address(const void*) { return 0; }
+inline unsigned shared_word(const unsigned* array, unsigned at) { return array[at / 4]; }
+template <class A, class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     Factors mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     Shown<Factors> all(mine);
@@ -235,16 +240,20 @@ template <class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsi
         for (int k = 0; k < 32; ++k) {
             const Factors& left = *all.lanes[lane / 4 * 4 + k % 16 / 4];
             const Factors& right = *all.lanes[(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4];
-            c[i] += (int)(unsigned char)(left.a[i / 2 + k / 16 * 2] >> k % 4 * 8) * (B)(right.b[k / 16] >> k % 4 * 8);
+            c[i] += (int)(A)(left.a[i / 2 + k / 16 * 2] >> k % 4 * 8) * (B)(right.b[k / 16] >> k % 4 * 8);
         }
 }
 inline void multiply_bytes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
-    multiply_whole<signed char>(c, a, b0, b1);
+    multiply_whole<unsigned char, signed char>(c, a, b0, b1);
+}
+inline void multiply_levels(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    multiply_whole<signed char, signed char>(c, a, b0, b1);
 }
 inline void multiply_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
-    multiply_whole<unsigned char>(c, a, b0, b1);
+    multiply_whole<unsigned char, unsigned char>(c, a, b0, b1);
 }
 inline void multiply_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b)
 {

@@ -116,6 +116,7 @@ class Launch(NamedTuple):
     """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
 
     early: the kernel may begin before earlier launches have ended, and waits for them itself (`wait_for_inputs`).
+    shared: bytes of its DYNAMIC_SHARED memory.
     """
 
     program: Program
@@ -123,6 +124,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     block: int
     early: bool = False
+    shared: int = 0
 
 
 class CannotRecord(Exception):
@@ -184,7 +186,7 @@ class Driver:
 
         Raises MemoryError without enough memory, ConfigError where the program does not compile.
         """
-        program, kernel, grid, block, early = launch
+        program, kernel, grid, block, early, shared = launch
         values = tuple(
             by_value(x, program) for x in arguments
         )  # CuPy passes NumPy's arrays of one element by value
@@ -192,11 +194,13 @@ class Driver:
             function = self._kernels.get((program, kernel))
             if function is None:
                 function = self._kernels[program, kernel] = self._compile(program, kernel)
+                if shared:
+                    function.max_dynamic_shared_size_bytes = shared
             if early and self._launch_early is not None:
                 stream = self._recorder if self._is_recording else self.stream
-                self._launch_early(function.kernel.ptr, grid, block, stream.ptr, values)
+                self._launch_early(function.kernel.ptr, grid, block, shared, stream.ptr, values)
             else:
-                function(grid, (block,), values)
+                function(grid, (block,), values, shared_mem=shared)
         except RuntimeError as error:
             _raise_memory_error(error, f"for {kernel}")
             raise
@@ -286,17 +290,19 @@ class _Config(ctypes.Structure):
 def _early_launcher() -> Callable[..., None] | None:
     """Returns a function that launches a kernel early, by cuLaunchKernelEx, which CuPy lacks; None without it.
 
-    The function takes the kernel's handle, grid, block, stream and values, and raises RuntimeError.
+    The function takes the kernel's handle, grid, block, shared bytes, stream and values, and raises RuntimeError.
     """
     try:
         launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
         return None
 
-    def launch(function: int, grid: tuple[int, ...], block: int, stream: int, values: tuple[Any, ...]) -> None:
+    def launch(
+        function: int, grid: tuple[int, ...], block: int, shared: int, stream: int, values: tuple[Any, ...]
+    ) -> None:
         attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
-        config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
+        config = _Config(x, y, z, block, 1, 1, shared, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
         status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
         if status:

@@ -1,10 +1,10 @@
 // Codes of WEIGHT_BITS and their scales, for linear.cu and tiled_linear.cu. With LEVELS they are those of edgekv.weights.gaussian, 2
 // to 5 bits for levels of inputs behind a rotation, with bfloat16 scales; otherwise whole numbers around their middle.
 
-#ifdef LEVELS  // bytes, plus ZERO: of codes with even partners and, unless INVERTS, of those with odd ones
+#ifdef LEVELS  // bytes: of codes with even partners, then of those with odd ones
 #define ROTATED 1
 #define PLANE_BITS (WEIGHT_BITS & 6)  // of the first plane; a second one has the highest bits of 3 and 5
-#define ZERO 64
+#define ZERO 64                       // what linear.cu adds to levels
 #else
 #define ROTATED 0
 #define LEVELS 0, 0
@@ -12,64 +12,79 @@
 #define PLANE_BITS WEIGHT_BITS
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #endif
-#define INVERTS (WEIGHT_BITS > 3)  // whether levels of codes with odd partners are found as those of inverted codes, with other signs
 #define HAS_SECOND_PLANE (ROTATED && WEIGHT_BITS % 2)
 #define ROOT 0.08838834764831845f  // of 1 / 128
 
-__device__ __forceinline__ float scale_at(const void* scales, i64 i)
-{
-    return ROTATED ? __uint_as_float((u32)((const u16*)scales)[i] << 16) : ((const float*)scales)[i];
-}
+__constant__ u32 LEVEL_WORDS[] = {LEVELS};
 
-// Returns bits that say which of the inputs i .. i + 3 of a block, i a multiple of 4, change signs in front of the transform.
-__device__ __forceinline__ u32 flips_from(int i)
+// Returns the bits of a scale as they are stored; `scale_of` makes a number of them.
+__device__ __forceinline__ u32 scale_at(const void* scales, i64 i) { return ROTATED ? ((const u16*)scales)[i] : ((const u32*)scales)[i]; }
+
+__device__ __forceinline__ float scale_of(u32 bits) { return __uint_as_float(ROTATED ? bits << 16 : bits); }
+
+// Rotates 128 inputs, of which lane u of eight gives 4 (u + 8 k) + i in x[k][i], and gets rotated_at(u, k) + i, over ROOT, there.
+__device__ __forceinline__ void rotate_sixteen(float (*x)[4])
 {
     const u32 flips[] = {FLIPS};
-    return (i < 64 ? i < 32 ? flips[0] : flips[1] : i < 96 ? flips[2] : flips[3]) >> i % 32;
-}
-
-// Rotates 128 inputs, of which lane i of a warp gives 4 i .. 4 i + 3 and gets 2 i, 64 + 2 i, 2 i + 1 and 65 + 2 i.
-__device__ __forceinline__ void rotate_four(float (&x)[4])
-{
-    int lane = threadIdx.x % 32;
-    u32 flips = flips_from(4 * lane);
-    UNROLL for (int k = 0; k < 4; ++k) x[k] *= flips >> k & 1 ? -ROOT : ROOT;
-    float v[4] = {x[0] + x[1] + (x[2] + x[3]), x[0] - x[1] + (x[2] - x[3]), x[0] + x[1] - (x[2] + x[3]), x[0] - x[1] - (x[2] - x[3])};
-    UNROLL for (int n = 1; n < 32; n *= 2) {
-        UNROLL for (int k = 0; k < 2; ++k) {
-            float other = __shfl_xor_sync(ALL_LANES, lane & n ? v[k] : v[k + 2], n);
-            float a = lane & n ? other : v[k], b = lane & n ? v[k + 2] : other;
-            v[k] = a + b, v[k + 2] = a - b;
+    int u = threadIdx.x % 8;
+    UNROLL for (int k = 0; k < 4; ++k) {
+        float v[4];
+        UNROLL for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(__float_as_uint(x[k][i]) ^ (flips[k] >> 4 * u << (31 - i) & 1u << 31));
+        float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+        x[k][0] = a + c, x[k][1] = b + d, x[k][2] = a - c, x[k][3] = b - d;
+    }
+    UNROLL for (int i = 0; i < 4; ++i) {
+        float a = x[0][i] + x[1][i], b = x[0][i] - x[1][i], c = x[2][i] + x[3][i], d = x[2][i] - x[3][i];
+        x[0][i] = a + c, x[1][i] = b + d, x[2][i] = a - c, x[3][i] = b - d;
+    }
+    UNROLL for (int n = 1; n < 8; n *= 2) {
+        UNROLL for (int i = 0; i < 8; ++i) {
+            float &first = x[i / 4 * 2][i % 4], &second = x[i / 4 * 2 + 1][i % 4];
+            float other = __shfl_xor_sync(ALL_LANES, u & n ? first : second, n);
+            float a = u & n ? other : first, b = u & n ? second : other;
+            first = a + b, second = a - b;
         }
     }
-    x[0] = v[0], x[1] = v[2], x[2] = v[1], x[3] = v[3];
 }
 
-#define ONE 127  // what stands for one in the bytes that are added to inverted levels
+__device__ __forceinline__ int rotated_at(int u, int k) { return u % 2 * 32 + u / 2 * 4 + k % 2 * 16 + k / 2 * 64; }
 
-// Sets x[h] to the levels, plus ZERO, of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, less ones[h], in
-// which ONE stands for one, from the words of the planes that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the
-// second one.
-__device__ __forceinline__ void decode_levels(u32 code, u32 second, int q, u32 (&x)[2], u32 (&ones)[2])
+// A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
+// an input and of the one 64 further. Entry e, or e / 4 for 5 bits, is that of a byte of the first plane, of which 2 and 3 bits take
+// as many bits of each half; for 5 bits, bits 0 and 1 of e are the highest ones of both codes.
+#define PER_BYTE (WEIGHT_BITS == 5 ? 4 : 1)  // entries
+#define ENTRIES (256 * PER_BYTE)
+
+template <int COPIES> __device__ void fill_levels(u32* table, int zero)
 {
-    const u32 table[] = {LEVELS};
-    if (PLANE_BITS == 2) code = code >> q / 8 * 2 & 0x33333333;
-    u32 top = HAS_SECOND_PLANE ? second >> q / 4 & 0x11111111 : 0;
-    if (WEIGHT_BITS == 3) code |= top << 2;
-    // Half a byte of `code` is a code beside its partner.
-    u32 odd = (code << 4 & 0x10101010) | (code >> 4 & 0x01010101);
-    if (INVERTS)
-        code ^= odd * 15, top = (top ^ odd) << 3;
-    else
-        code |= odd << WEIGHT_BITS;
-    UNROLL for (int h = 0; h < 2; ++h, code >>= 16, top >>= 16, odd >>= 16) {
-        u32 level = 0;
-        UNROLL for (int k = 0; k < (int)sizeof(table); k += 8) {  // 8 levels, of which an index with its highest bit picks 0
-            u32 index = k & 8 ? code ^ 0x88888888 : code;
-            if (WEIGHT_BITS == 5) index |= k & 16 ? top ^ 0x88888888 : top;
-            level |= permute_bytes(table[k / 4], table[k / 4 + 1], index);
-        }
-        ones[h] = INVERTS ? permute_bytes(ONE << 8, 0, odd) : 0;
-        x[h] = level ^ ones[h];  // 127 - level, where ONE is
+    const signed char* levels = (const signed char*)LEVEL_WORDS;
+    constexpr int AT_ONCE = min_of(COPIES, 4), BITS = WEIGHT_BITS % 16, MASK = (1 << BITS) - 1;
+    for (int i = AT_ONCE * threadIdx.x; i < ENTRIES * COPIES; i += AT_ONCE * blockDim.x) {
+        int e = i / COPIES, code = e / PER_BYTE, top = e % PER_BYTE;
+        int a = (code % 16 | top % 2 << 4) & MASK, b = (code / 16 | top / 2 << 4) & MASK;
+        u32 pair = (u8)(levels[b % 2 << BITS | a] + zero) | (u8)(levels[a % 2 << BITS | b] + zero) << 8;
+        uint4 pairs = {pair, pair, pair, pair};
+        if (AT_ONCE == 4)
+            *(uint4*)(table + i) = pairs;
+        else
+            table[i] = pair;
     }
+}
+
+// Sets x[h] to the levels of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, from the words of the planes
+// that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
+template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* table, u32 code, u32 second, int q, u32 (&x)[2])
+{
+    constexpr int ENTRY = 4 * COPIES, STRIDE = ENTRY * PER_BYTE;  // bytes
+    if (PLANE_BITS == 2) code >>= q / 8 * 2;
+    if (WEIGHT_BITS == 3) code = code & 0x33333333 | second >> q / 4 << 2 & 0xcccccccc;
+    u32 top = WEIGHT_BITS == 5 ? second >> q / 4 & 0x01010101 | second >> q / 4 >> 3 & 0x02020202 : 0;
+    u32 pair[4], copy = shared_address(table) + threadIdx.x % COPIES * 4;
+    UNROLL for (int k = 0; k < 4; ++k) {
+        u32 at = dot_bytes(code, min_of(STRIDE, 128) << 8 * k, copy);
+        if (STRIDE == 256) at = dot_bytes(code, 128u << 8 * k, at);
+        if (WEIGHT_BITS == 5) at = dot_bytes(top, ENTRY << 8 * k, at);
+        pair[k] = shared_word(table, at);
+    }
+    UNROLL for (int h = 0; h < 2; ++h) x[h] = permute_bytes(pair[2 * h], pair[2 * h + 1], 0x5410);
 }

@@ -4,6 +4,7 @@
 #define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
 #define QUANTISED (WEIGHT_BITS < 16)
+#define COPIES (WEIGHT_BITS == 5 ? 1 : 4)  // of each entry of the table of levels
 
 // Returns input i of the eight that a thread takes together: neighbours, or 4 of a rotated block and their partners.
 __device__ __forceinline__ int input(int k, int i) { return ROTATED ? k / 128 * 128 + k % 128 / 2 + i % 4 + i / 4 * 64 : k + i; }
@@ -13,14 +14,14 @@ struct Eight {
     static constexpr int WORDS = ROTATED ? 2 : WEIGHT_BITS / 4;
     u32 words[WORDS];
 
-    __device__ void load(const u8* row, int k, int columns, bool aligned)
+    __device__ void load(const u8* row, int k, int columns, bool aligned, const u32* table)
     {
         if (ROTATED) {
             const u32* block = (const u32*)row + k / 128 * 4 * WEIGHT_BITS;
             int q = k % 128 / 8;
-            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2], ones[2];
-            decode_levels(block[q % (4 * PLANE_BITS)], second, q, levels, ones);
-            UNROLL for (int h = 0; h < 2; ++h) words[h] = levels[h] + (ones[h] & 0x01010101);
+            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2];
+            decode_levels<COPIES>(table, block[q % (4 * PLANE_BITS)], second, q, levels);
+            words[0] = levels[0], words[1] = levels[1];
             return;
         }
         if (QUANTISED || (aligned && k < columns)) {
@@ -61,6 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* x, int rows, int columns,
        int blocks, float* y)
 {
+    __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
+    if (ROTATED) fill_levels<COPIES>(table, ZERO);
+    if (ROTATED) __syncthreads();
     int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
@@ -73,8 +77,8 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
         float scale[ROWS_AT_ONCE], v[8], total = 0;
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             int row = min_of(first + r, rows - 1);
-            w[r].load(weights + row * row_bytes, k, columns, aligned);
-            if (QUANTISED) scale[r] = scale_at(scales, (i64)row * blocks + k / BLOCK);
+            w[r].load(weights + row * row_bytes, k, columns, aligned, table);
+            if (QUANTISED) scale[r] = scale_of(scale_at(scales, (i64)row * blocks + k / BLOCK));
         }
         if (aligned && k < columns) {
             float4 a = *(const float4*)(x + input(k, 0)), b = *(const float4*)(x + input(k, 4));
@@ -104,31 +108,36 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
     y[(i64)blockIdx.y * rows + row] = total;
 }
 
-// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 by each thread. `columns` of rotated ones, which stay so,
-// are whole blocks. Grid (columns / 8 / threads, rows).
-extern "C" __global__ void widen(const u8* weights, const void* scales, int columns, int blocks, void* out, int halves)
+// Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 of a row by each thread. `columns` of rotated ones, which
+// stay so, are whole blocks. Grid (columns / 8 / threads, any).
+extern "C" __global__ void widen(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
 {
+    __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
+    if (ROTATED) fill_levels<COPIES>(table, ZERO);
+    if (ROTATED) __syncthreads();
     int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK : columns;
     if (k >= columns) return;
-    i64 row = blockIdx.y, row_bytes = (i64)padded * WEIGHT_BITS / 8;
+    i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
-    float scale = QUANTISED ? scale_at(scales, row * blocks + k / BLOCK) : 1, x[8];
-    Eight w;
-    w.load(weights + row * row_bytes, k, columns, aligned);
-    UNROLL for (int i = 0; i < 8; ++i)
-        x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
-    if (halves && aligned) {
-        uint2 first = {two_halves(x[0], x[1]), two_halves(x[2], x[3])}, second = {two_halves(x[4], x[5]), two_halves(x[6], x[7])};
-        u16* to = (u16*)out + row * columns;
-        *(uint2*)(to + input(k, 0)) = first, *(uint2*)(to + input(k, 4)) = second;
-        return;
-    }
-    UNROLL for (int i = 0; i < 8; ++i) {
-        int c = input(k, i);
-        if (c >= columns) break;
-        if (halves)
-            ((u16*)out)[row * columns + c] = finite_half(x[i]);
-        else
-            ((float*)out)[row * columns + c] = x[i];
+    for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
+        float scale = QUANTISED ? scale_of(scale_at(scales, row * blocks + k / BLOCK)) : 1, x[8];
+        Eight w;
+        w.load(weights + row * row_bytes, k, columns, aligned, table);
+        UNROLL for (int i = 0; i < 8; ++i)
+            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
+        if (halves && aligned) {
+            uint2 first = {two_halves(x[0], x[1]), two_halves(x[2], x[3])}, second = {two_halves(x[4], x[5]), two_halves(x[6], x[7])};
+            u16* to = (u16*)out + row * columns;
+            *(uint2*)(to + input(k, 0)) = first, *(uint2*)(to + input(k, 4)) = second;
+            continue;
+        }
+        UNROLL for (int i = 0; i < 8; ++i) {
+            int c = input(k, i);
+            if (c >= columns) break;
+            if (halves)
+                ((u16*)out)[row * columns + c] = finite_half(x[i]);
+            else
+                ((float*)out)[row * columns + c] = x[i];
+        }
     }
 }

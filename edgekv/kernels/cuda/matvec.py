@@ -12,9 +12,9 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
 from edgekv.kernels.interface import FLIPS, ROTATED_INPUTS, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
-THREADS, ROWS_PER_BLOCK = 128, 4
-LEVEL_ZERO = np.int8(64)  # ZERO of levels.cu
-MAX_CHUNKS = (32, 64, 128, 192, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
+THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
+MAX_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
+TABLE_BYTES = 1 << 15  # of the table of levels in shared memory; twice for 5 bits
 
 
 class Matrix(NamedTuple):
@@ -62,7 +62,7 @@ def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Ar
 def rotated(driver: Driver, x: Array, w: Matrix) -> Array:
     """Returns x (n, columns), float16 or float32, rotated for w, (n, blocks * ROTATED_INPUTS)."""
     y = driver.empty((len(x), w.blocks * ROTATED_INPUTS), x.dtype)
-    launch = Launch(rotated_program(w.bits), "rotate", (-(-w.blocks * 32 // THREADS), len(x)), THREADS)
+    launch = Launch(rotated_program(w.bits), "rotate", (-(-w.blocks * 8 // THREADS), len(x)), THREADS)
     driver.launch(launch, x, w.columns, w.blocks, int(x.dtype == np.float16), y)
     return y
 
@@ -71,15 +71,15 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
     n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
-    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), n), 256)
+    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256)
     scales = None if w.scales is None else w.scales[part]
-    driver.launch(launch, w.data[part], scales, columns, w.blocks, out, int(dtype == np.float16))
+    driver.launch(launch, w.data[part], scales, n, columns, w.blocks, out, int(dtype == np.float16))
     return out
 
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
     """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
-    most = MAX_CHUNKS[-1 if w.bits > 3 else -2]  # a chunk of 2 bits has more inputs
+    most = MAX_CHUNKS[-1 if w.bits > 3 else 4]  # a chunk of 2 bits has more inputs
     return driver.has_integer_mma and w.bits < 16 and w.shift is None and w.chunks <= most
 
 
@@ -104,7 +104,8 @@ def packed_matvec(
     grid = min(tiles, driver.multiprocessors * blocks), n
     warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
     program = packed_program(*w.form, w.chunks, warps, blocks)
-    launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True)
+    shared = TABLE_BYTES * (1 + w.bits // 5) if w.rotated else 0
+    launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True, shared=shared)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
     added = w.bias, onto, weight, float(eps), -1 if gate is None else gate
@@ -136,7 +137,6 @@ def _form_macros(bits: int, block: int, rotated: bool) -> Macros:
     macros: Macros = ("WEIGHT_BITS", bits), ("BLOCK", block)
     if not rotated:
         return macros
-    tables = level_tables(bits) if bits < 4 else level_tables(bits)[:1]  # INVERTS in levels.cu
-    levels = (tables.ravel() + LEVEL_ZERO).view(np.uint32)
+    levels = level_tables(bits).ravel().view(np.uint32)
     flips = np.packbits(FLIPS < 0, bitorder="little").view(np.uint32)
     return *macros, ("LEVELS", ",".join(map(hex, levels))), ("FLIPS", ",".join(map(hex, flips)))

@@ -1,5 +1,8 @@
 // PTX instructions: conversions, a multiply-add that keeps denormals, dot products, tensor cores, asynchronous copies.
 
+// Shared memory whose bytes the launch gives; `size` elements where all memory is the host's.
+#define DYNAMIC_SHARED(type, name, size) extern __shared__ type name[]
+
 __device__ __forceinline__ float half_to_float(u16 bits)
 {
     float x;
@@ -42,6 +45,17 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 order)
 {
     u32 x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(order));
+    return x;
+}
+
+// Returns where an array of shared memory lies there.
+__device__ __forceinline__ u32 shared_address(const void* array) { return (u32)__cvta_generic_to_shared(array); }
+
+// Returns the word of an array at an address in shared memory.
+__device__ __forceinline__ u32 shared_word(const u32* array, u32 at)
+{
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at));
     return x;
 }
 
@@ -121,6 +135,9 @@ template <int N> __device__ __forceinline__ void finish_copies()
 
 // Adds a (16 x 32), bytes from 0 to 255, times b (32 x 8), bytes from -128 to 127, to c (16 x 8).
 __device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.s8"); }
+
+// Adds a times b, both bytes from -128 to 127, to c.
+__device__ __forceinline__ void multiply_levels(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("s8.s8"); }
 
 // Adds a times b, both bytes from 0 to 255, to c.
 __device__ __forceinline__ void multiply_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.u8"); }

@@ -1,10 +1,10 @@
 // Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
 // BLOCK inputs to a scale. Weights are multiplied as the integers that are stored, or levels, activations, rotated for levels, as
-// integers of 16 bits, with a unit for the inputs of each chunk, 16 bytes of weights. A tile is 16 rows, or 8 rows and the 8 that
-// they gate. A warp takes a span of it at a time, 128 bytes of each row, so that it reads whole cache lines: lane 4 i + j has chunks
-// 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d of the second factor is digit d of chunk
-// 2 j + h's inputs, and zero for other chunks, so that lane j of a row gets each chunk's sum by itself. WARPS_OF_BLOCK warps share
-// a tile's spans; a row has at most MAX_SPANS spans.
+// integers of 16 bits, with a unit for the inputs of each chunk, 16 bytes of weights, or of each block of rotated ones. A tile is 16
+// rows, or 8 rows and the 8 that they gate. A warp takes a span of it at a time, 128 bytes of each row, so that it reads whole cache
+// lines: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d of the second
+// factor is digit d of chunk 2 j + h's inputs, and zero for other chunks, so that lane j of a row gets each chunk's sum by itself.
+// WARPS_OF_BLOCK warps share a tile's spans; a row has at most MAX_SPANS spans.
 
 #define PER_LOAD (128 / PLANE_BITS)   // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
@@ -12,7 +12,9 @@
 #define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
-#define BATCH min_of(4, divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
+#define TURN (ROTATED ? 4 : 1)        // fours of inputs that a thread puts into shared memory together
+#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, TURN * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * TURN))  // fours that it reads at once
+#define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of the table of levels, which lanes read without conflicts
 
 struct Chunk {
     float unit;
@@ -22,23 +24,36 @@ struct Chunk {
 // Returns the chunk that the inputs of thread f of a row belong to.
 __device__ __forceinline__ int chunk_at(int f) { return ROTATED ? f / 32 * PLANE_BITS + f % (8 * PLANE_BITS) / 8 : f / FOURS; }
 
-// Puts two digits of four inputs, those of thread f of a row, in their places.
-__device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
+// Returns which turn of a block's threads is that of four k of those that a thread reads when `base` ones have been read, and which
+// four that is.
+__device__ __forceinline__ int turn_at(int base, int k) { return base / TURN + k / TURN * 32 * WARPS_OF_BLOCK + threadIdx.x; }
+__device__ __forceinline__ int four_at(int base, int k)
 {
-    int chunk = chunk_at(f), group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
-    UNROLL for (int i = 0; i < 4; ++i) high[i] = x[i] + 128 >> 8, low[i] = x[i] - 256 * high[i];
+    int u = turn_at(base, k);
+    return ROTATED ? u / 8 * 32 + u % 8 + k % 4 * 8 : u;
+}
+
+// What added to a number leaves, in the lowest 16 bits, those of the rounded number plus 0x8080: both digits, each plus 128.
+#define ROUNDS 12615808.0f
+
+__device__ __forceinline__ u32 rounded(float x, float inverse) { return __float_as_uint(x * inverse + ROUNDS); }
+
+// Puts two digits of four `rounded` inputs, those of thread f of a row, in their places.
+__device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
+{
+    int chunk = chunk_at(f), group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2;
+    u32 first = permute_bytes(x[0], x[1], 0x5140), last = permute_bytes(x[2], x[3], 0x5140);
     UNROLL for (int d = 0; d < 2; ++d) {
-        const int* digit = d ? low : high;
-        u32 a = digit[0] & 255, b = digit[1] & 255, c = digit[2] & 255, e = digit[3] & 255;
+        u32 digits = permute_bytes(first, last, d ? 0x5410 : 0x7632) ^ 0x80808080;
         if (ROTATED) {
             int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (group * HALVES + half) * 8 + column + d;
-            *(u32*)(staged + slot * 16 + f % 4 * 4) = a | b << 8 | c << 16 | e << 24;
+            *(u32*)(staged + slot * 16 + f % 4 * 4) = digits;
         } else if (WEIGHT_BITS == 8) {
-            *(u32*)(staged + ((group * 8 + column + d) * 16 + f % 4 * 4)) = a | b << 8 | c << 16 | e << 24;
+            *(u32*)(staged + ((group * 8 + column + d) * 16 + f % 4 * 4)) = digits;
         } else {  // a word of weights has even inputs in its low nibbles
             int word = f % FOURS / 2, slot = (group * HALVES + word / 2) * 8 + column + d;
             u8* to = staged + slot * 16 + word % 2 * 8 + f % 2 * 2;
-            *(u16*)to = (u16)(a | c << 8), *(u16*)(to + 4) = (u16)(b | e << 8);
+            *(u16*)to = (u16)permute_bytes(digits, 0, 0x20), *(u16*)(to + 4) = (u16)permute_bytes(digits, 0, 0x31);
         }
     }
 }
@@ -47,7 +62,7 @@ __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 struct Piece {
     u32 words[2][2][4];  // row, chunk
     u32 second[2][4];    // the second plane of a row's block
-    float scale[2][SCALES];
+    u32 scale[2][SCALES];  // as stored, so that nothing waits for them before they are used
 
     __device__ __forceinline__ void load(const u8* weights, const void* scales, const int (&row)[2], int chunks, int blocks, int at)
     {
@@ -60,77 +75,78 @@ struct Piece {
         }
     }
 
-    // Does what `multiply` does: both chunks belong to one block, so have one unit and one scale.
-    __device__ __forceinline__ void multiply_levels(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
-    {
-        int offset = chunk[0].offset + chunk[1].offset, c[4] = {0, offset, 0, offset}, ones[4] = {};
-        UNROLL for (int k = 0; k < 2; ++k) {
-            UNROLL for (int h = 0; h < HALVES; ++h) {
-                uint4 b = digits[(k * HALVES + h) * stride];
-                UNROLL for (int i = 0; i < 2; ++i) {
-                    int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
-                    u32 x[2][2], of_ones[2][2];
-                    UNROLL for (int r = 0; r < 2; ++r) decode_levels(words[r][k][t], second[r][t], q, x[r], of_ones[r]);
-                    u32 a[4] = {x[0][0], x[1][0], x[0][1], x[1][1]};
-                    multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
-                    u32 a1[4] = {of_ones[0][0], of_ones[1][0], of_ones[0][1], of_ones[1][1]};
-                    if (INVERTS) multiply_bytes(ones, a1, i ? b.z : b.x, i ? b.w : b.y);
-                }
-            }
-        }
-        UNROLL for (int r = 0; r < 2; ++r) {
-            int sum_of_ones = 256 * ones[2 * r] + ones[2 * r + 1];
-            sum[r] += ((float)(256 * c[2 * r] + c[2 * r + 1]) + (float)sum_of_ones * (1.0f / ONE)) * (chunk[0].unit * scale[r][0]);
-        }
-    }
-
     // Adds the products with a span's digits, those of this lane's column, to sum[r].
-    __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
+    __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
     {
-        if (ROTATED) return multiply_levels(digits, stride, chunk, sum);
         UNROLL for (int k = 0; k < 2; ++k) {
             Chunk input = chunk[k];
             int c[4] = {0, input.offset, 0, input.offset};
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = digits[(k * HALVES + h) * stride];
-                const u32 *x = words[0][k], *y = words[1][k];
-                if (WEIGHT_BITS == 8) {
-                    u32 a0[4] = {x[0], y[0], x[1], y[1]}, a1[4] = {x[2], y[2], x[3], y[3]};
-                    multiply_bytes(c, a0, b.x, b.y);
-                    multiply_bytes(c, a1, b.z, b.w);
-                } else {
-                    UNROLL for (int i = 0; i < 2; ++i) {
-                        u32 x0 = x[2 * h % 4 + i], y0 = y[2 * h % 4 + i], low = 0x0f0f0f0fu;
-                        u32 a[4] = {x0 & low, y0 & low, x0 >> 4 & low, y0 >> 4 & low};
-                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
+                UNROLL for (int i = 0; i < 2; ++i) {
+                    int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
+                    u32 x[2][2];
+                    UNROLL for (int r = 0; r < 2; ++r) {
+                        const u32* word = words[r][k];
+                        if (ROTATED)
+                            decode_levels<COPIES>(table, word[t], second[r][t], q, x[r]);
+                        else if (WEIGHT_BITS == 8)
+                            x[r][0] = word[2 * i], x[r][1] = word[2 * i + 1];
+                        else
+                            x[r][0] = word[t] & 0x0f0f0f0f, x[r][1] = word[t] >> 4 & 0x0f0f0f0f;
                     }
+                    u32 a[4] = {x[0][0], x[1][0], x[0][1], x[1][1]};
+                    if (ROTATED)
+                        multiply_levels(c, a, i ? b.z : b.x, i ? b.w : b.y);
+                    else
+                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
                 }
             }
-            sum[0] += (float)(256 * c[0] + c[1]) * (input.unit * scale[0][k % SCALES]);
-            sum[1] += (float)(256 * c[2] + c[3]) * (input.unit * scale[1][k % SCALES]);
+            UNROLL for (int r = 0; r < 2; ++r) sum[r] += (float)(256 * c[2 * r] + c[2 * r + 1]) * (input.unit * scale_of(scale[r][k % SCALES]));
         }
     }
 };
 
-// Puts four inputs, times the norm's weights if there are any, in their places; returns the sum of the inputs' squares.
-__device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, bool has_norm, const float (&x)[4],
-                                          const float (&weight)[4])
+// Returns the largest size of an array's numbers over `lanes` neighbouring lanes.
+template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N], int lanes)
 {
-    float v[4], square = 0;
-    UNROLL for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
-    if (ROTATED) rotate_four(v);
-    float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-    UNROLL for (int k = 1; k < (ROTATED ? 32 : FOURS); k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
-    float inverse = largest > 1e-30f ? LARGEST / largest : 0;
-    int whole[4], total = 0;
-    UNROLL for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
-    UNROLL for (int k = 1; k < min_of(FOURS, ROTATED ? 8 : 32); k *= 2) total += __shfl_xor_sync(ALL_LANES, total, k);
-    if (ROTATED && PLANE_BITS == 2) total += __shfl_xor_sync(ALL_LANES, total, 16);
-    if (f >= fours) return square;
+    float largest = 0;
+    UNROLL for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    return lane_max(largest, lanes);
+}
+
+__device__ __forceinline__ float inverse_unit(float largest) { return largest > 1e-30f ? LARGEST / largest : 0; }
+
+// Puts four inputs in their places.
+__device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int fours, const float (&x)[4])
+{
+    float largest = largest_of(x, FOURS), inverse = inverse_unit(largest);
+    u32 whole[4];
+    u32 total = 0;
+    UNROLL for (int k = 0; k < 4; ++k) total += (whole[k] = rounded(x[k], inverse)) - __float_as_uint(ROUNDS);
+    total = lane_sum(total, FOURS);
+    if (f >= fours) return;
     put_digits(staged, f, whole);
-    Chunk chunk = {largest * (1.0f / LARGEST), -ZERO * total};
-    if (f % min_of(FOURS, ROTATED ? 8 : 32) == 0) chunk_of[chunk_at(f)] = chunk;
-    return square;
+    Chunk chunk = {largest * (1.0f / LARGEST), -ZERO * (int)total};
+    if (f % FOURS == 0) chunk_of[chunk_at(f)] = chunk;
+}
+
+// Rotates 16 inputs, those of thread u of rows of eight, and puts them in their places.
+__device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (*x)[4])
+{
+    rotate_sixteen(x);
+    float largest = fmaxf(fmaxf(largest_of(x[0], 8), largest_of(x[1], 8)), fmaxf(largest_of(x[2], 8), largest_of(x[3], 8)));
+    float inverse = inverse_unit(largest);
+    if (4 * u >= fours) return;
+    UNROLL for (int k = 0; k < 2; ++k) {
+        UNROLL for (int i = 0; i < 4; i += 2) {
+            u32 whole[4];
+            UNROLL for (int n = 0; n < 4; ++n) whole[n] = rounded(x[k + n % 2 * 2][i + n / 2], inverse);
+            put_digits(staged, u / 8 * 32 + (rotated_at(u % 8, k) + i) / 2, whole);
+        }
+    }
+    Chunk chunk = {largest * (ROOT / LARGEST), 0};
+    if (u % 8 < PLANE_BITS) chunk_of[u / 8 * PLANE_BITS + u % 8] = chunk;
 }
 
 // y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias, onto and norm may be null. With a norm x[n, k] is
@@ -151,6 +167,8 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     Piece ring[AHEAD];
     int row[2], fours = spans * 8 * FOURS;
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
+    DYNAMIC_SHARED(uint4, memory, 1 << 12);
+    u32* table = (u32*)memory;
     let_next_begin();
     UNROLL for (int a = 0; a < AHEAD; ++a) {
         row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
@@ -158,21 +176,21 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
         next_span += WARPS_OF_BLOCK;
         if (next_span >= spans) next_span = warp, next_tile += gridDim.x;
     }
+    if (ROTATED) fill_levels<COPIES>(table, 0);
     wait_for_inputs();
     float v[BATCH][4], weight[BATCH][4], square = 0;
-    UNROLL for (int k = 0; k < BATCH; ++k) {
-        int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
-        load_four(x, 4 * f, columns, v[k]);
-        if (norm) load_four(norm, 4 * f, columns, weight[k]);
-    }
     for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
         UNROLL for (int k = 0; k < BATCH; ++k) {
-            int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
-            if (base > 0) {
-                load_four(x, 4 * f, columns, v[k]);
-                if (norm) load_four(norm, 4 * f, columns, weight[k]);
+            load_four(x, 4 * four_at(base, k), columns, v[k]);
+            if (norm) load_four(norm, 4 * four_at(base, k), columns, weight[k]);
+        }
+        UNROLL for (int k = 0; k < BATCH; ++k) {
+            UNROLL for (int i = 0; i < 4; ++i) {
+                square += v[k][i] * v[k][i];
+                if (norm) v[k][i] *= weight[k][i];
             }
-            square += put_four((u8*)staged, chunk_of, f, fours, norm, v[k], weight[k]);
+            if (!ROTATED) put_four((u8*)staged, chunk_of, four_at(base, k), fours, v[k]);
+            if (ROTATED && k % 4 == 3) put_rotated((u8*)staged, chunk_of, turn_at(base, k), fours, v + k - 3);
         }
     }
     if (threadIdx.x == 0) {
@@ -196,7 +214,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 if (onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
                 adds = false;
             }
-            ring[a].multiply(digits + span * 2 * HALVES * stride, stride, chunk_of + 8 * span + 2 * j, sum);
+            ring[a].multiply(table, digits + span * 2 * HALVES * stride, stride, chunk_of + 8 * span + 2 * j, sum);
             if (next_tile < tiles) {
                 row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
                 ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);

@@ -76,13 +76,14 @@ struct Piece {
     }
 
     // Adds the products with a span's digits, those of this lane's column, to sum[r].
-    __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
+    __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, bool has_part, const Chunk* chunk, float (&sum)[2]) const
     {
         UNROLL for (int k = 0; k < 2; ++k) {
             Chunk input = chunk[k];
             int c[4] = {0, input.offset, 0, input.offset};
             UNROLL for (int h = 0; h < HALVES; ++h) {
-                uint4 b = digits[(k * HALVES + h) * stride];
+                uint4 b = {0, 0, 0, 0};
+                if (has_part) b = digits[(k * HALVES + h) * 8];
                 UNROLL for (int i = 0; i < 2; ++i) {
                     int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
                     u32 x[2][2];
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE
 tiled_matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
              const float* x, int rows, int columns, int blocks, float* y)
 {
-    __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8 + 1];  // and a zero
+    __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8];
     __shared__ Chunk chunk_of[MAX_SPANS * 8];
     __shared__ float parts[2][WARPS_OF_BLOCK][16];
     int chunks = blocks * BLOCK / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -193,16 +194,11 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
             if (ROTATED && k % 4 == 3) put_rotated((u8*)staged, chunk_of, turn_at(base, k), fours, v + k - 3);
         }
     }
-    if (threadIdx.x == 0) {
-        uint4 nothing = {0, 0, 0, 0};
-        staged[MAX_SPANS * 2 * HALVES * 8] = nothing;
-    }
     float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
 
     bool has_part = i / 2 == j;  // whether this lane's chunk is in its column
-    const uint4* digits = has_part ? staged + i : staged + MAX_SPANS * 2 * HALVES * 8;
-    int stride = has_part ? 8 : 0, turn = 0, k = lane % 16;
+    int turn = 0, k = lane % 16;
     float sum[2] = {}, added = 0, residual = 0;  // bias and residual, which the warp that adds them reads ahead
     bool adds = warp == 0 && tile < tiles;
     while (tile < tiles) {
@@ -214,7 +210,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 if (onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
                 adds = false;
             }
-            ring[a].multiply(table, digits + span * 2 * HALVES * stride, stride, chunk_of + 8 * span + 2 * j, sum);
+            ring[a].multiply(table, staged + i + span * 2 * HALVES * 8, has_part, chunk_of + 8 * span + 2 * j, sum);
             if (next_tile < tiles) {
                 row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
                 ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);

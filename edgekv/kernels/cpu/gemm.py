@@ -14,9 +14,9 @@
 
 A rounded row (`matmul.prepare_rows`) has its units one behind the other:
 
-    elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
-    sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
-                or, as panels want it, of the whole block's
+    elements    a byte each, in the order of the codes: of each vector those of its bytes' low bits, then others
+    sums        an int32 for each lane of codes: in a block's first one minus the weights' zero point times the sum
+                of the block's elements, else 0
     scales      a float32 for each lane: its block's
 
 In a panel a lane is one output: four elements of a row, in every lane, times four codes of each of the panel's
@@ -56,7 +56,8 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # what such co
 class CodeLayout(NamedTuple):
     """A weight format: bits of a code, elements of a block, and what a code stands for if that isn't itself.
 
-    rotated: codes are in planes, elements behind a Hadamard transform of their block, and scales bfloat16.
+    rotated: elements are behind a Hadamard transform of their block, scales bfloat16, and codes in planes; else a
+    byte has neighbouring codes.
     """
 
     bits: int
@@ -75,19 +76,9 @@ class CodeLayout(NamedTuple):
         return 2 if self.rotated else 4
 
     @property
-    def run(self) -> int:
-        """Bytes of a vector that are codes of one block."""
-        return VECTOR if self.rotated else self.block_bytes // self.vectors
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of a block's codes."""
         return self.block * self.bits // 8
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of codes in a unit, of planes as they are unpacked."""
-        return self.block // VECTOR if self.rotated else max(1, self.block_bytes // VECTOR)
 
     @property
     def blocks(self) -> int:
@@ -95,14 +86,31 @@ class CodeLayout(NamedTuple):
         return 1 if self.rotated else max(1, VECTOR // self.block_bytes)
 
     @property
-    def parts(self) -> int:
-        """Codes in a byte, hence vectors of elements for each vector of codes."""
-        return 1 if self.rotated else 8 // self.bits
+    def run(self) -> int:
+        """Bytes of a vector that are codes of one block."""
+        return VECTOR // self.blocks
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of codes in a unit, as they are multiplied, a byte each."""
+        return self.blocks * self.block // VECTOR
+
+    @property
+    def bit_bytes(self) -> int:
+        """Bytes that a bit of each of a unit's codes takes."""
+        return self.blocks * self.block // 8
+
+    def elements(self, vector: int) -> range:
+        """Returns which elements of a block such a vector has."""
+        each = 1 if self.rotated else 8 // self.bits
+        part, before = divmod(vector, self.vectors // each)
+        start = before * each * self.run + part
+        return range(start, start + each * self.run, each)
 
     @property
     def sums_at(self) -> int:
         """Bytes of a rounded row's unit before its sums."""
-        return self.vectors * self.parts * VECTOR
+        return self.vectors * VECTOR
 
     @property
     def scales_at(self) -> int:
@@ -277,18 +285,12 @@ LOW = 0x0F0F0F0F  # the lower four bits of every byte
 SIGN = -0x7F7F7F80  # 0x80 in every byte
 
 
-def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
-    """Returns codes, a byte each, as `add_products` takes them: of 4 bits a vector of low and one of high ones."""
-    if layout.bits == 8:
-        return [b.xor(packed, emit.constant(INTS, SIGN)) if emit.IS_ARM else packed]
-    nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
-    return [_levels(b, layout, each) for each in nibbles] if layout.levels else nibbles
-
-
-def _levels(b: Any, layout: CodeLayout, codes: Value, partners: Value | None = None) -> Value:
-    """Returns a byte for each code: what it stands for, plus the zero point; partners: the codes' partners."""
+def _levels(b: Any, layout: CodeLayout, codes: Value, partners: Value) -> Value:
+    """Returns a byte for each code, as `add_products` takes them; partners: the codes' partners, where rotated."""
+    if not layout.levels:
+        return b.xor(codes, emit.constant(INTS, SIGN)) if emit.IS_ARM and layout.bits == 8 else codes
     entries = [level + layout.zero_point for level in layout.levels]
-    if partners is not None:
+    if layout.rotated:
         is_odd = b.and_(partners, emit.constant(INTS, 0x01010101))
         codes = b.or_(codes, b.shl(is_odd, emit.constant(INTS, layout.bits)))
     index = b.bitcast(codes, emit.vector(emit.I8, VECTOR))
@@ -310,27 +312,20 @@ def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Seque
     code = None
     for (bits, before), (packed, shifts) in zip(code_planes(layout.bits), planes, strict=True):
         some = b.lshr(packed, ir.Constant(INTS, list(shifts))) if any(shifts) else packed
-        some = b.and_(some, emit.constant(INTS, 0x01010101 * ((1 << bits) - 1)))
+        some = b.and_(some, emit.constant(INTS, 0x01010101 * ((1 << bits) - 1))) if bits < 8 else some
         code = b.or_(code, b.shl(some, emit.constant(INTS, before))) if before else some
     return code
 
 
 def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None) -> list[Value]:
-    """Returns the codes of the unit at an address as `unpack` does; n_blocks: how many it has, None: all."""
-    if not layout.rotated:
-        vectors = (
-            emit.load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks)
-            for v in range(layout.vectors)
-        )
-        return [some for vector in vectors for some in unpack(b, layout, vector)]
+    """Returns the codes of the unit at an address, a vector each; n_blocks: how many it has, None: all."""
     of_planes = []  # for each plane those of each vector
     for bits, before in code_planes(layout.bits):
-        n_bytes, offset = 16 * bits, 16 * before
-        size = min(n_bytes, VECTOR)
-        loads = [
-            emit.load(b, emit.vector(emit.I32, size // 4), start, offset + i) for i in range(0, n_bytes, size)
-        ]
-        wide = [emit.lanes(b, each, [i % (size // 4) for i in range(LANES)]) for each in loads]
+        n_bytes, offset = layout.bit_bytes * bits, layout.bit_bytes * before
+        size, each = min(n_bytes, VECTOR), LANES // layout.blocks
+        kind = emit.vector(emit.I32, size // 4)
+        loads = [emit.load_some(b, kind, start, offset + i, n_blocks, each) for i in range(0, n_bytes, size)]
+        wide = [emit.lanes(b, some, [i % (size // 4) for i in range(LANES)]) for some in loads]
         places = [[(VECTOR * v + 4 * i) // n_bytes for i in range(LANES)] for v in range(layout.vectors)]
         shifts = [[bits * place for place in of_vector] for of_vector in places]
         of_planes.append([(wide[v % len(wide)], shift) for v, shift in enumerate(shifts)])
@@ -353,7 +348,7 @@ def high(b: Any, packed: Value) -> Value:
 
 
 def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
-    """Returns so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
+    """Returns so_far (LANES int32) + the products of codes with signed bytes x, four to a lane."""
     if bits < 8 or not emit.SUMS_PAIRS_IN_16_BITS:
         return emit.add_products(b, codes, x, so_far, "s")
     # Codes of 8 bits would overflow sums in 16 bits: they are multiplied as 4 and 4.
@@ -452,7 +447,7 @@ def _emit_unpack_unit(
     layout: CodeLayout, b: Any, outputs: OutputsAt, memory: Value, block: Value, n_blocks: Value | None
 ) -> None:
     """Unpacks the unit of PANEL outputs that begins with a block; n_blocks: how many it has, None: all."""
-    size = layout.vectors * layout.parts * VECTOR * PANEL // layout.blocks  # of a block's codes
+    size = layout.vectors * VECTOR * PANEL // layout.blocks  # of a block's codes
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
         places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
@@ -473,28 +468,26 @@ def _emit_transposed_codes(
     layout: CodeLayout, b: Any, places: Sequence[Value], n_blocks: Value | None
 ) -> Iterator[tuple[int, Value]]:
     """Yields, of the units at LANES addresses, four codes each side by side, and which four elements they are."""
-    if not layout.rotated:
-        for v in range(layout.vectors):
-            words = [
-                emit.load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places
-            ]
-            for lane, word in enumerate(transposed(b, words)):
-                for part, some in enumerate(unpack(b, layout, word)):
-                    yield (v * layout.parts + part) * LANES + lane, some
-        return
-    of_block, words = layout.block_bytes // 4, list[Value]()
-    for start in range(0, of_block, LANES):
-        n = None if start + LANES <= of_block else emit.I64(of_block - start)
-        words += transposed(b, [emit.load_some(b, INTS, place, 4 * start, n) for place in places])
-    codes = []
-    for four in range(layout.block // 4):
+    n, of_unit = layout.vectors * LANES, layout.bit_bytes * layout.bits // 4
+
+    @functools.cache
+    def words(start: int) -> list[Value]:
+        is_whole = start + LANES <= of_unit
+        some, each = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
+        return transposed(b, [emit.load_some(b, INTS, place, 4 * start, some, each) for place in places])
+
+    @functools.cache
+    def code(four: int) -> Value:
         planes = []
         for bits, before in code_planes(layout.bits):
-            chunk, word = divmod(four, 4 * bits)
-            planes.append((words[4 * before + word], [bits * chunk] * LANES))
-        codes.append(_planes_code(b, layout, planes))
-    for four, code in enumerate(codes):
-        yield four, _levels(b, layout, code, codes[four - len(codes) // 2])
+            chunk, word = divmod(four, layout.bit_bytes * bits // 4)
+            start, word = divmod(layout.bit_bytes * before // 4 + word, LANES)
+            planes.append((words(start * LANES)[word], [bits * chunk] * LANES))
+        return _planes_code(b, layout, planes)
+
+    for four in range(n):
+        partners = code((four + n // 2) % n) if layout.rotated else None
+        yield four, _levels(b, layout, code(four), partners)
 
 
 def _emit_panel_products(
@@ -508,7 +501,7 @@ def _emit_panel_products(
         unit = b.sdiv(loop.i, emit.I64(layout.blocks))
         of_unit = x.behind(b, (unit, layout.unit_bytes))
         units = [of_unit.row(b, m) for m in range(n)]
-        codes = at(b, memory, (unit, layout.vectors * layout.parts * VECTOR * PANEL))
+        codes = at(b, memory, (unit, layout.vectors * VECTOR * PANEL))
         scales = at(b, panel_scales, (loop.i, 4 * PANEL))
         for i in range(layout.blocks):
             loop.following = _emit_block_products(layout, b, i, units, codes, scales, loop.following)
@@ -542,7 +535,7 @@ def _emit_block_products(
     for unit in units:
         start = emit.splat(b, emit.load(b, emit.I32, unit, layout.sums_at + 4 * first), LANES)
         dots += [start] * PANEL_VECTORS
-    for vector in range(layout.vectors * layout.parts):
+    for vector in range(layout.vectors):
         with emit.loop(b, first, first + lanes, 4, dots) as loop:
             lane_codes = at(b, codes, (loop.i, VECTOR * PANEL_VECTORS))
             for j in range(4):
@@ -682,7 +675,7 @@ def _emit_unit(
     following = list(sums)
     for m in range(n):
         unit = units.row(b, m)
-        elements = [emit.load(b, INTS, unit, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        elements = [emit.load(b, INTS, unit, VECTOR * i) for i in range(layout.vectors)]
         row_sums, row_scales = (
             emit.load(b, INTS, unit, layout.sums_at),
             emit.load(b, FLOATS, unit, layout.scales_at),

@@ -73,23 +73,15 @@ class QuantizedWeights(NamedTuple):
 
         Raises ValueError for offsets or zeros in a format whose products have none.
         """
-        layout, block_type = self.layout, self.block_type
-        if block_type is not None:
-            row_bytes = self.codes.shape[1]
-            blocks = row_bytes // block_type.n_bytes * GROUPS
-            correction = CORRECTION.address if block_type.has_offsets else 0
-            own = address_of(self.codes), row_bytes, 0, 0, 0, correction, block_type.loop.address
-            return blocks, layout.row_bytes(blocks), *own
-        assert self.scales is not None
-        blocks = self.scales.shape[1]
+        layout, kind, own = self.layout, self.block_type, (self.codes, self.scales, self.offsets, self.zeros)
         corrections = self.offsets is not None or self.zeros is not None
         if corrections and not layout.has_corrections:
             raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
-        codes, scales = address_of(self.codes), address_of(self.scales)
-        offsets, zeros = (0 if each is None else address_of(each) for each in (self.offsets, self.zeros))
-        correction = CORRECTION.address if corrections else 0
-        sizes = blocks, layout.row_bytes(blocks)
-        return *sizes, codes, layout.block_bytes * blocks, scales, offsets, zeros, correction, 0
+        blocks = self.codes.shape[1] // kind.n_bytes * GROUPS if kind else self.codes.shape[1]
+        codes, *others = (0 if each is None else address_of(each) for each in own)
+        correction = CORRECTION.address if corrections or (kind and kind.has_offsets) else 0
+        sizes, decode = (blocks, layout.row_bytes(blocks)), kind.loop.address if kind else 0
+        return *sizes, codes, self.codes.strides[0], *others, correction, decode
 
 
 ZERO = np.float32(0)
@@ -122,26 +114,18 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any, m:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         layout, (p, x, row, block, m) = layout_of(product), args
-        is_panel, blocks, sums = fields(b, p, "is_panel", "blocks", "sums")
-        is_panel = b.icmp_signed("!=", is_panel, emit.I64(0))
+        blocks, sums = fields(b, p, "blocks", "sums")
         # Blocks behind the last one have a sum of 0, which goes where x was: they are padding in scratch.
-        block_sum = b.select(b.icmp_signed("<", block, blocks), emit.at(b, sums, (m, blocks, 4), (block, 4)), x)
-        with b.if_else(is_panel) as cases:
-            for panel, case in zip((True, False), cases, strict=True):
-                with case:
-                    write = functools.partial(_emit_quantized_block, layout, panel)
-                    emit.call_internal(
-                        b, f"quantize_{'panel' if panel else 'rows'}", write, x, row, block, block_sum
-                    )
+        sum_at = b.select(b.icmp_signed("<", block, blocks), emit.at(b, sums, (m, blocks, 4), (block, 4)), x)
+        write = functools.partial(_emit_quantized_block, layout)
+        emit.call_internal(b, "quantize_block", write, x, row, block, sum_at)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 4), build
 
 
-def _emit_quantized_block(
-    layout: CodeLayout, panel: bool, b: Any, x: Value, row: Value, block: Value, block_sum: Value
-) -> None:
-    """Rounds one block; block_sum: the address for the sum of its elements, if the format has corrections."""
+def _emit_quantized_block(layout: CodeLayout, b: Any, x: Value, row: Value, block: Value, sum_at: Value) -> None:
+    """Rounds one block; sum_at: where the sum of its elements goes, if the format has corrections."""
     n = layout.block
     floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     emit.prefetch(b, emit.at(b, x, BLOCKS_AHEAD * 4 * n), 4 * n)
@@ -162,26 +146,18 @@ def _emit_quantized_block(
         b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(floats, ROUND), flags=EXACT
     )
     rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
-    unit = b.sdiv(block, emit.I64(layout.blocks))
-    run = layout.run
+    unit, run = b.sdiv(block, emit.I64(layout.blocks)), layout.run
     inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
     place = emit.at(b, row, (unit, layout.unit_bytes), inside)
-    sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
     for v in range(layout.vectors):
-        for part in range(layout.parts):
-            start = v * run * layout.parts + part
-            some = emit.lanes(b, rounded, range(start, start + run * layout.parts, layout.parts))
-            emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), place, (v * layout.parts + part) * VECTOR)
-            for i in range(0 if panel else 4):
-                sums = b.add(sums, emit.lanes(b, some, range(i, run, 4)))
-    if panel or layout.has_corrections:
-        total = emit.total(b, rounded if panel else sums)
-    if panel:
-        sums = emit.splat(b, total, run // 4)
+        some = emit.lanes(b, rounded, layout.elements(v))
+        emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), place, v * VECTOR)
+    total = emit.total(b, rounded)
     if layout.has_corrections:
-        emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), block_sum)
-    minus_zero_point = emit.constant(sums.type, -layout.zero_point)
-    emit.store(b, b.mul(sums, minus_zero_point), place, layout.sums_at)
+        emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), sum_at)
+    sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
+    first = b.mul(total, emit.I32(-layout.zero_point))
+    emit.store(b, b.insert_element(sums, first, emit.I32(0)), place, layout.sums_at)
     emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
 
 
@@ -227,18 +203,8 @@ class QuantizedMatmul:
         rows_bytes, sums_bytes = n * self._row_bytes, aligned_size(n * self._sums_bytes)
         memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._part_bytes)
         y, sums = np.empty((n, outputs), np.float32), memory + rows_bytes
-        own = (
-            address_of(x),
-            n,
-            columns,
-            is_panel,
-            memory,
-            sums,
-            outputs,
-            address_of(y),
-            sums + sums_bytes,
-            *self._at,
-        )
+        rows = address_of(x), n, columns, is_panel, memory, sums
+        own = *rows, outputs, address_of(y), sums + sums_bytes, *self._at
         given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
         if experts is not None:
             whole, experts = given, np.ascontiguousarray(experts)

@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.blocks import BLOCKS
-from edgekv.kernels.cpu.gemm import E2M1, OUTPUTS, CodeLayout, DecodedBlocks, rotated_layout
+from edgekv.kernels.cpu.gemm import DECODED, E2M1, OUTPUTS, CodeLayout, rotated_layout
 from edgekv.kernels.cpu.matmul import (
     QuantizedMatmul,
     QuantizedWeights,
@@ -187,7 +187,7 @@ def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> Quantized
     """Returns the weights of arrays (rows, ...) in fewer than 32 bits, with their zero points or offsets."""
     arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
     if form.kept:
-        return QuantizedWeights(arrays["blocks"], None, DecodedBlocks.layout, block_type=BLOCKS[form.name])
+        return QuantizedWeights(arrays["blocks"], None, DECODED, block_type=BLOCKS[form.name])
     if form.rotated:
         scales = arrays["scales"].view(np.uint16)
         return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))

@@ -8,7 +8,6 @@ edgekv's own, once that of MatMulNBits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,13 @@ from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
-from edgekv.kernels.cpu.compile import FAST
-from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, level_tables
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I8, U8, Array
 from edgekv.weights import gaussian
+from edgekv.weights.gaussian import ROW_WORK, rows_kernel
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
@@ -280,10 +278,6 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try, as factors of the one that puts the largest number at -8; below 0 of its opposite."""
-
-rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
-"""Makes a kernel over rows of weights; its divisions are as written."""
-ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
 
 
 def n_blocks(columns: int, block: int) -> int:

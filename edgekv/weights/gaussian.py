@@ -34,6 +34,8 @@ FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
 HALF = ROTATED_INPUTS // 2
 REACH = 128
 """No level lies beyond it; `nearest` has two entries for each whole number from -REACH on."""
+rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
+"""Makes a kernel over rows of weights; its divisions are as written."""
 ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
 
 
@@ -149,7 +151,7 @@ def round_pair(
     return codes
 
 
-@functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
+@rows_kernel
 def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
     n_blocks, n_factors, n_codes = load_numbers(arguments, 3)
     weight, factors, near_at, tables_at, codes_at, scales = load_numbers(arguments + 8 * 3, 6)

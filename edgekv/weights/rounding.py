@@ -37,8 +37,8 @@ from edgekv.kernels.interface import ROTATED_INPUTS, level_tables
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import ROUTER, ROW_WORK, WeightFormat, rows_kernel
-from edgekv.weights.gaussian import DEVIATIONS, level_of, nearest, rotate, round_pair
+from edgekv.weights.formats import ROUTER, WeightFormat
+from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, level_of, nearest, rotate, round_pair, rows_kernel
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 

@@ -17,12 +17,12 @@ from numba.core import cgutils
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.emit import Value
-from edgekv.kernels.cpu.gemm import VECTOR, DecodedBlocks
+from edgekv.kernels.cpu.gemm import DECODED, VECTOR
 from edgekv.kernels.cpu.loops import Loop, address_of, exact_loop
 from edgekv.kernels.cpu.scalar import widen
 from edgekv.types import F32, U8
 
-BLOCK, GROUP, ZERO_POINT = 256, DecodedBlocks.layout.block, 128
+BLOCK, GROUP, ZERO_POINT = 256, DECODED.block, 128
 GROUPS = BLOCK // GROUP
 Scales = tuple[Value, Value | None]
 """Vectors of a block's scales and offsets (GROUPS,) float32; None: all 0."""

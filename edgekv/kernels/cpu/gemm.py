@@ -44,7 +44,7 @@ from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call, chars, floats
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import CODE_OF_ZERO, ROTATED_INPUTS, code_planes, level_tables
+from edgekv.kernels.interface import CODE_OF_ZERO, GAUSSIAN, ROTATED_INPUTS, code_planes, level_tables
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
@@ -140,6 +140,9 @@ def rotated_layout(bits: int) -> CodeLayout:
 class Product(NamedTuple):
     """One product as kernels get it: addresses and sizes. Kernels are compiled for the class, hence its layout."""
 
+    first_row: int  # its first row, tile and tiles among those of all products of a call; tiles may be panels
+    first_tile: int
+    tiles: int
     x: int  # (n, columns) float32
     n: int  # rows
     columns: int
@@ -160,52 +163,15 @@ class Product(NamedTuple):
     decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
 
 
-class Int4(Product):
-    layout = CodeLayout(4, 128)
-
-
-class Int4In32(Product):
-    layout = CodeLayout(4, 32)
-
-
-class Int8(Product):
-    layout = CodeLayout(8, 128)
-
-
-class Int8In32(Product):
-    layout = CodeLayout(8, 32)
-
-
-class Float4In32(Product):
-    layout = CodeLayout(4, 32, E2M1)
-
-
-class DecodedBlocks(Product):
-    """Products of blocks of another layout, which `decode` turns into codes of 8 bits with offsets."""
-
-    layout = CodeLayout(8, 16)
-
-
-class Rotated2(Product):
-    layout = rotated_layout(2)
-
-
-class Rotated3(Product):
-    layout = rotated_layout(3)
-
-
-class Rotated4(Product):
-    layout = rotated_layout(4)
-
-
-class Rotated5(Product):
-    layout = rotated_layout(5)
-
-
-ROTATED = Rotated2, Rotated3, Rotated4, Rotated5
-PRODUCTS = {
-    product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32, DecodedBlocks, *ROTATED)
-}
+DECODED = CodeLayout(8, 16)
+"""What `decode` makes of blocks of another layout: codes of 8 bits with offsets."""
+LAYOUTS = (
+    *(CodeLayout(bits, block) for bits in (4, 8) for block in (32, 128)),
+    CodeLayout(4, 32, E2M1),
+    DECODED,
+    *(rotated_layout(bits) for bits in GAUSSIAN),
+)
+PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
 
 
 def layout_of(product: Any) -> CodeLayout:

@@ -21,6 +21,7 @@ from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
     CORRECTION,
+    DECODED,
     OUTPUTS,
     PANEL,
     PANEL_BYTES,
@@ -28,7 +29,6 @@ from edgekv.kernels.cpu.gemm import (
     STRETCH,
     VECTOR,
     CodeLayout,
-    DecodedBlocks,
     Product,
     fields,
     layout_of,
@@ -161,15 +161,15 @@ def _emit_quantized_block(layout: CodeLayout, b: Any, x: Value, row: Value, bloc
     emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
 
 
-# Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
-# where it stands among all: its first row, its first tile, its tiles.
+# Kernels get the number of products, and of their tiles (or panels) together, then each product.
 N_PRODUCTS, N_TILES, BEFORE = range(3)
 N_FIELDS = len(Product._fields)
-FIRST_ROW, FIRST_TILE, TILES, N_NUMBERS = range(N_FIELDS, N_FIELDS + 4)
-_PLACES = {name: place for place, name in enumerate(Product._fields)}
-X, N, IS_PANEL, ROUNDED, SUMS, Y = (_PLACES[name] for name in ("x", "n", "is_panel", "rounded", "sums", "y"))
+FIRST_ROW, FIRST_TILE, TILES, X, N, IS_PANEL, ROUNDED, SUMS, Y = (
+    Product._fields.index(name)
+    for name in ("first_row", "first_tile", "tiles", "x", "n", "is_panel", "rounded", "sums", "y")
+)
 CODES, CODE_BYTES, SCALES, OFFSETS, ZEROS = (
-    _PLACES[name] for name in ("codes", "code_bytes", "scales", "offsets", "zeros")
+    Product._fields.index(name) for name in ("codes", "code_bytes", "scales", "offsets", "zeros")
 )
 MIN_PARALLEL_ELEMENTS = 1 << 17  # from which rows are prepared by all threads
 
@@ -203,12 +203,12 @@ class QuantizedMatmul:
         rows_bytes, sums_bytes = n * self._row_bytes, aligned_size(n * self._sums_bytes)
         memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._part_bytes)
         y, sums = np.empty((n, outputs), np.float32), memory + rows_bytes
-        rows = address_of(x), n, columns, is_panel, memory, sums
+        rows = 0, 0, n_tiles, address_of(x), n, columns, is_panel, memory, sums
         own = *rows, outputs, address_of(y), sums + sums_bytes, *self._at
-        given = np.array((1, n_tiles, *own, 0, 0, n_tiles), np.int64)
+        given = np.array((1, n_tiles, *own), np.int64)
         if experts is not None:
             whole, experts = given, np.ascontiguousarray(experts)
-            given = np.empty(BEFORE + n * N_NUMBERS, np.int64)
+            given = np.empty(BEFORE + n * N_FIELDS, np.int64)
             first_part = address_of(whole) + 8 * BEFORE
             scale_bytes = self._weights.layout.scale_bytes
             _lay_out.call(first_part, self._row_bytes, scale_bytes, address_of(experts), n, address_of(given))
@@ -235,25 +235,24 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
-    may_decode = product is DecodedBlocks
+    may_decode = layout == DECODED
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(int64s(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_NUMBERS)
-            p, start = product_at(product, place), get(int64s(place), FIRST_ROW)
-            a, b = max(first - start, 0), min(last - start, p.n)
+            place = given + 8 * (BEFORE + i * N_FIELDS)
+            p = product_at(product, place)
+            a, b = max(first - p.first_row, 0), min(last - p.first_row, p.n)
             if a < b:
                 prepare_rows(a, b, p, block, of_unit)
 
     @RangeKernel
     def multiply(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(int64s(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_NUMBERS)
-            start, n = get(int64s(place), FIRST_TILE), get(int64s(place), TILES)
-            a, b = max(first - start, 0), min(last - start, n)
+            place = given + 8 * (BEFORE + i * N_FIELDS)
+            p = product_at(product, place)
+            a, b = max(first - p.first_tile, 0), min(last - p.first_tile, p.tiles)
             if a < b:
-                p = product_at(product, place)
                 memory = p.parts + part * _part_bytes(p.blocks)
                 if may_decode and p.decode:
                     multiply_decoded(a, b, memory, p, place, step)
@@ -264,8 +263,9 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
 
 _tiles_of = jit(tiles_of)
+_DecodedBlocks = PRODUCTS[DECODED]
 MOST_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
-NUMBERS_BYTES = aligned_size(8 * N_NUMBERS)
+NUMBERS_BYTES = aligned_size(8 * N_FIELDS)
 
 
 def part_bytes(blocks: int) -> int:
@@ -277,7 +277,7 @@ _part_bytes = jit(part_bytes)
 
 
 @fast_jit
-def multiply_decoded(first: int, last: int, memory: int, p: DecodedBlocks, given: int, step: int) -> None:
+def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int, step: int) -> None:
     """Multiplies tiles or panels first..last as `multiply_tiles` does, each after its outputs are decoded.
 
     Scratch: a panel's, the product's numbers, then codes, scales and offsets of outputs.
@@ -287,7 +287,7 @@ def multiply_decoded(first: int, last: int, memory: int, p: DecodedBlocks, given
     codes = place + NUMBERS_BYTES
     scales = codes + MOST_DECODED * p.blocks * GROUP
     offsets, own = scales + MOST_DECODED * p.blocks * 4, int64s(place)
-    for i in range(N_NUMBERS):
+    for i in range(N_FIELDS):
         put(own, i, get(int64s(given), i))
     put(own, CODE_BYTES, p.blocks * GROUP)
     for tile in range(first, last):
@@ -298,7 +298,7 @@ def multiply_decoded(first: int, last: int, memory: int, p: DecodedBlocks, given
         put(own, CODES, codes - before * GROUP)
         put(own, SCALES, scales - before * 4)
         put(own, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, memory, product_at(DecodedBlocks, place), place, step)
+        multiply_tiles(tile, tile + 1, memory, product_at(_DecodedBlocks, place), place, step)
 
 
 @exact_loop
@@ -314,7 +314,7 @@ def _lay_out(first_part: int, row_bytes: int, scale_bytes: int, experts: int, m:
         n = 1
         while first + n < m and get(own_experts, first + n) == get(own_experts, first):
             n += 1
-        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
+        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_FIELDS)
         is_panel, tiles = _tiles_of(n, p.outputs)
         own = int64s(place)
         for field in range(N_FIELDS):

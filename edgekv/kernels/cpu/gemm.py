@@ -350,25 +350,6 @@ SCALES_AT = STRETCH * PANEL
 PANEL_BYTES = SCALES_AT + STRETCH // 16 * PANEL * 4
 
 
-@fast_jit
-def _multiply_panels(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
-    """Multiplies panels first..last of the whole ones, stretch by stretch; memory: PANEL_BYTES of scratch.
-
-    Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
-    thread has to do both.
-    """
-    if first < last == p.outputs // PANEL:
-        last = (p.outputs + PANEL - 1) // PANEL
-    for panel in range(first, last):
-        output = min(panel * PANEL, p.outputs - PANEL)
-        for start in range(0, p.blocks, step):
-            n = min(step, p.blocks - start)
-            _unpack_panel(p, output, start, n, memory)
-            _multiply_panel(p, output, start, n, memory)
-        if p.correction:
-            call(p.correction, (output, PANEL, memory + PANEL_BYTES, place))
-
-
 @intrinsic
 def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
     """Unpacks blocks start..start + n of PANEL outputs into ``memory``.
@@ -536,18 +517,23 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
     """Multiplies tiles or panels first..last of the product whose numbers are at a place.
 
-    memory: a thread's scratch. step: blocks of a STRETCH.
+    Outputs behind the last whole one are one that overlaps it. Of panels both add to the same outputs, so that one
+    thread has to do both. memory: a thread's scratch. step: blocks of a STRETCH.
     """
-    if p.is_panel:
-        _multiply_panels(first, last, memory, p, place, step)
-        return
-    if first < last == p.outputs // OUTPUTS:
-        last = (p.outputs + OUTPUTS - 1) // OUTPUTS
+    size = PANEL if p.is_panel else OUTPUTS
+    if first < last == p.outputs // size:
+        last = (p.outputs + size - 1) // size
     for tile in range(first, last):
-        output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
-        _multiply_tile(p, output)
+        output = min(tile * size, p.outputs - size)
+        if p.is_panel:
+            for start in range(0, p.blocks, step):
+                n = min(step, p.blocks - start)
+                _unpack_panel(p, output, start, n, memory)
+                _multiply_panel(p, output, start, n, memory)
+        else:
+            _multiply_tile(p, output)
         if p.correction:
-            call(p.correction, (output, OUTPUTS, memory + PANEL_BYTES, place))
+            call(p.correction, (output, size, memory + PANEL_BYTES, place))
 
 
 @intrinsic

@@ -18,7 +18,7 @@ from edgekv.kernels.cpu.loops import (
     put_loop,
     score_loop,
 )
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, rows_at, score_rest, score_rows
+from edgekv.kernels.cpu.rows import add_rows, rows_at, score_rows
 from edgekv.kernels.cpu.scalar import float_to_half, get, put
 from edgekv.types import F32
 
@@ -30,8 +30,6 @@ def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stri
     half, capacity, head_dim = rows_at(numbers)
     keys = half + 2 * (g * capacity + t) * head_dim
     _score_halves(q, rows, keys, head_dim, n, s, stride)
-    if head_dim % WIDTH:
-        score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), stride)
 
 
 @add_loop
@@ -39,8 +37,6 @@ def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, o
     half, capacity, head_dim = rows_at(numbers)
     values = half + 2 * (g * capacity + t) * head_dim
     _add_halves(p, stride, rows, values, head_dim, n, out)
-    if head_dim % WIDTH:
-        add_rest(floats(p), stride, rows, halves(values), head_dim, n, floats(out))
 
 
 @put_loop

@@ -15,7 +15,7 @@ from edgekv.kernels.cpu.loops import (
     score_loop,
     signed_chars,
 )
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_rows, score_rest, score_rows
+from edgekv.kernels.cpu.rows import add_rows, score_rows
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, put, round_to_even, round_up_to_half
 from edgekv.types import U16
 
@@ -27,8 +27,6 @@ _score_bytes, _add_bytes = score_rows(1), add_rows(1)
 def score_levels(q: int, rows: int, levels: int, scale: U16, head_dim: int, n: int, s: int, stride: int) -> None:
     """s (rows, n) = scores with n tokens in signed bytes, whose scales are float16."""
     _score_bytes(q, rows, levels, head_dim, n, s, stride)
-    if head_dim % WIDTH:
-        score_rest(floats(q), rows, signed_chars(levels), head_dim, n, floats(s), stride)
     for m in range(rows):
         for i in range(m * stride, m * stride + n):
             put(floats(s), i, get(floats(s), i) * as_float(get(scale, i - m * stride)))
@@ -43,8 +41,6 @@ def add_levels(
         for i in range(n):
             put(floats(weights), m * n + i, get(floats(p), m * stride + i) * as_float(get(scale, i)))
     _add_bytes(weights, n, rows, levels, head_dim, n, out)
-    if head_dim % WIDTH:
-        add_rest(floats(weights), n, rows, signed_chars(levels), head_dim, n, floats(out))
 
 
 @score_loop

@@ -147,7 +147,7 @@ class Product(NamedTuple):
     n: int  # rows
     columns: int
     is_panel: int  # 0: tiles
-    rounded: int  # rows, rounded; behind the last of them room for a block of float32 of each
+    rounded: int  # rows, rounded
     sums: int  # (n, blocks) float32: of the elements of each rounded row's blocks, for corrections
     outputs: int
     y: int  # (n, outputs) float32

@@ -93,14 +93,16 @@ BLOCKS_AHEAD = 8  # of x, which are fetched
 
 
 @fast_jit
-def prepare_rows(first: int, last: int, p: Product, block: int, of_unit: int) -> None:
-    """Rounds rows first..last of x, padded with zeros; block: elements of one, of_unit: blocks of a unit."""
+def prepare_rows(first: int, last: int, tail: int, p: Product, block: int, of_unit: int) -> None:
+    """Rounds rows first..last of x, padded with zeros.
+
+    tail: scratch for a block of float32. block: elements of one. of_unit: blocks of a unit.
+    """
     n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b, m)
-        tail = p.rounded + p.n * p.row_bytes + 4 * block * m
         for b in range(n_whole, n_units * of_unit):
             for i in range(block):
                 column = b * block + i
@@ -180,9 +182,9 @@ class QuantizedMatmul:
     def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
         """Takes the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
         self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
-        (blocks, row_bytes), block = self._at[:2], weights.layout.block
-        self._outputs, self._row_bytes = len(weights.codes) // n_experts, row_bytes + 4 * block
+        (blocks, self._row_bytes), block = self._at[:2], weights.layout.block
         self._part_bytes, self._sums_bytes = part_bytes(blocks), 4 * blocks
+        self._outputs = len(weights.codes) // n_experts
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
             raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
@@ -200,7 +202,7 @@ class QuantizedMatmul:
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
         n_threads = n_threads or threads.count()
         is_panel, n_tiles = tiles_of(n, outputs)
-        rows_bytes, sums_bytes = n * self._row_bytes, aligned_size(n * self._sums_bytes)
+        rows_bytes, sums_bytes = (aligned_size(n * each) for each in (self._row_bytes, self._sums_bytes))
         memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._part_bytes)
         y, sums = np.empty((n, outputs), np.float32), memory + rows_bytes
         rows = 0, 0, n_tiles, address_of(x), n, columns, is_panel, memory, sums
@@ -211,7 +213,7 @@ class QuantizedMatmul:
             given = np.empty(BEFORE + n * N_FIELDS, np.int64)
             first_part = address_of(whole) + 8 * BEFORE
             scale_bytes = self._weights.layout.scale_bytes
-            _lay_out.call(first_part, self._row_bytes, scale_bytes, address_of(experts), n, address_of(given))
+            _lay_out.call(first_part, scale_bytes, address_of(experts), n, address_of(given))
         n_threads = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
         prepare, multiply = self._kernels
         prepare.run(n, address_of(given), n_threads if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
@@ -244,7 +246,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             p = product_at(product, place)
             a, b = max(first - p.first_row, 0), min(last - p.first_row, p.n)
             if a < b:
-                prepare_rows(a, b, p, block, of_unit)
+                prepare_rows(a, b, p.parts + part * _part_bytes(p.blocks), p, block, of_unit)
 
     @RangeKernel
     def multiply(first: int, last: int, part: int, given: int) -> None:
@@ -302,11 +304,10 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int,
 
 
 @exact_loop
-def _lay_out(first_part: int, row_bytes: int, scale_bytes: int, experts: int, m: int, given: int) -> None:
+def _lay_out(first_part: int, scale_bytes: int, experts: int, m: int, given: int) -> None:
     """Lays out a product for each expert, from that of all m rows with the first expert's weights.
 
-    experts (m,): each row's expert, ascending. row_bytes: bytes of a rounded row and its scratch for a block.
-    scale_bytes: of a block's scale.
+    scale_bytes: of a block's scale. experts (m,): each row's expert, ascending.
     """
     p, own_experts = product_at(Product, first_part), int64s(experts)
     first = n_products = n_tiles = 0
@@ -322,7 +323,7 @@ def _lay_out(first_part: int, row_bytes: int, scale_bytes: int, experts: int, m:
         put(own, X, p.x + 4 * p.columns * first)
         put(own, N, n)
         put(own, IS_PANEL, int(is_panel))
-        put(own, ROUNDED, p.rounded + row_bytes * first)
+        put(own, ROUNDED, p.rounded + p.row_bytes * first)
         put(own, SUMS, p.sums + 4 * p.blocks * first)
         put(own, Y, p.y + 4 * p.outputs * first)
         put(own, CODES, p.codes + p.code_bytes * outputs)

@@ -13,11 +13,10 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.compile import intrinsic, jit
 from edgekv.kernels.cpu.emit import at
-from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CpuCodec, add_loop, floats, int64s, score_loop
-from edgekv.kernels.cpu.scalar import as_float, get, put, widen
-from edgekv.types import F32, I8, U16
+from edgekv.kernels.cpu.loops import TOKENS_PER_CALL, CpuCodec, add_loop, int64s, score_loop
+from edgekv.kernels.cpu.scalar import get, widen
 
 N = WIDTH = emit.REGISTER
 VECTOR = emit.vector(emit.F32, N)
@@ -39,10 +38,7 @@ def score_rows(size: int, alike: bool = False, adds: bool = False) -> Any:
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any) -> Any:
-        """Sets s[m * stride + t] to q[m] times keys[t].
-
-        Of numbers of less than 4 bytes without the channels behind the last whole vector.
-        """
+        """Sets s[m * stride + t] to q[m] times keys[t]."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, rows, keys, head_dim, n, s, stride = args
@@ -66,7 +62,7 @@ def add_rows(size: int) -> Any:
 
     @intrinsic
     def add(context: Any, p: Any, stride: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> Any:
-        """Adds p[m * stride + t] times values[t] to out[m], without the channels behind the last whole vector."""
+        """Adds p[m * stride + t] times values[t] to out[m]."""
 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, stride, rows, values, head_dim, n, out = args
@@ -88,14 +84,11 @@ def add_rows(size: int) -> Any:
 
 
 def _load(b: Any, size: int, address: Any, offset: int = 0, n: Any = None) -> Any:
-    """Returns N numbers as float32; n, of float32 alone: how many there are before zeros, None: all."""
-    if size == 4:
-        return emit.load_some(b, VECTOR, address, offset, n)
+    """Returns N numbers as float32; n: how many there are before zeros, None: all."""
+    x = emit.load_some(b, emit.vector({1: emit.I8, 2: emit.I16, 4: emit.F32}[size], N), address, offset, n)
     if size == 1:
-        return b.sitofp(
-            b.sext(emit.load(b, emit.vector(emit.I8, N), address, offset), emit.vector(emit.I32, N)), VECTOR
-        )
-    return widen(b, emit.load(b, emit.vector(emit.I16, N), address, offset))
+        return b.sitofp(b.sext(x, emit.vector(emit.I32, N)), VECTOR)
+    return widen(b, x) if size == 2 else x
 
 
 def _score(size: int, adds: bool, n_rows: int, tokens: int, b: Any, *args: Any) -> None:
@@ -119,13 +112,10 @@ def _score(size: int, adds: bool, n_rows: int, tokens: int, b: Any, *args: Any) 
                 if size < 4:  # a tile is in the first cache
                     emit.prefetch(b, at(b, ahead, (loop.i, size * n_tokens)), size * n_tokens * N)
                 loop.following = add_channels(loop.i, loop.values, None, n_tokens, first)
-            if size == 4:
-                with emit.loop(b, loop.i, at(b, head_dim, N - 1), N, loop.values) as rest:
-                    n_left = b.sub(head_dim, rest.i)
-                    rest.following = add_channels(rest.i, rest.values, n_left, n_tokens, first)
-                loop = rest
+            with emit.loop(b, loop.i, at(b, head_dim, N - 1), N, loop.values) as rest:
+                rest.following = add_channels(rest.i, rest.values, b.sub(head_dim, rest.i), n_tokens, first)
             for m in range(n_rows):
-                scores = emit.totals(b, loop.values[m * n_tokens : (m + 1) * n_tokens])
+                scores = emit.totals(b, rest.values[m * n_tokens : (m + 1) * n_tokens])
                 place = at(b, s, (tile.i, 4), (stride, 4 * m))
                 if adds:
                     scores = b.fadd(emit.load(b, scores.type, place), scores)
@@ -138,20 +128,21 @@ def _add(
 ) -> None:
     row_bytes, out_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     stride_bytes, done = b.mul(stride, emit.I64(4)), emit.I64(0)
-    for n_columns in (COLUMNS[n_rows], 1):
-        with emit.loop(b, done, head_dim, n_columns * N) as tile:
+    for n_columns, is_whole in ((COLUMNS[n_rows], True), (1, True), (1, False)):
+        with emit.loop(b, done, head_dim if is_whole else at(b, head_dim, N - 1), n_columns * N) as tile:
+            n_left = None if is_whole else b.sub(head_dim, tile.i)
             first, target = b.add(values, b.mul(tile.i, emit.I64(size))), b.add(out, b.mul(tile.i, emit.I64(4)))
             places = [
                 (b.add(target, b.mul(out_bytes, emit.I64(m))), 4 * N * c)
                 for m in range(n_rows)
                 for c in range(n_columns)
             ]
-            so_far = [emit.load(b, VECTOR, *place) for place in places]
+            so_far = [emit.load_some(b, VECTOR, *place, n_left) for place in places]
             with emit.loop(b, emit.I64(0), n, 1, so_far) as loop:
                 value = b.add(first, b.mul(loop.i, row_bytes))
                 if size < 4:
                     emit.prefetch(b, b.add(value, b.mul(row_bytes, emit.I64(AHEAD))), size * n_columns * N)
-                xs = [_load(b, size, value, size * N * c) for c in range(n_columns)]
+                xs = [_load(b, size, value, size * N * c, n_left) for c in range(n_columns)]
                 weight = b.add(p, b.mul(loop.i, emit.I64(4)))
                 ws = [
                     emit.splat(b, emit.load(b, emit.F32, b.add(weight, b.mul(stride_bytes, emit.I64(m)))), N)
@@ -162,33 +153,11 @@ def _add(
                     emit.multiply_add(b, *pair, total) for pair, total in zip(pairs, loop.values, strict=True)
                 ]
             for place, total in zip(places, loop.values, strict=True):
-                emit.store(b, total, *place)
+                emit.store_some(b, total, *place, n_left)
         done = tile.i
 
 
 score_singles, add_singles = score_rows(4), add_rows(4)
-
-
-@fast_jit
-def score_rest(q: F32, rows: int, keys: U16 | I8, head_dim: int, n: int, s: F32, stride: int) -> None:
-    """Adds to s (rows, n), whose rows are ``stride`` apart, the channels behind the last whole vector."""
-    for m in range(rows):
-        for t in range(n):
-            score = get(s, m * stride + t)
-            for d in range(head_dim // WIDTH * WIDTH, head_dim):
-                score += get(q, m * head_dim + d) * as_float(get(keys, t * head_dim + d))
-            put(s, m * stride + t, score)
-
-
-@fast_jit
-def add_rest(p: F32, stride: int, rows: int, values: U16 | I8 | F32, head_dim: int, n: int, out: F32) -> None:
-    """Adds to out (rows, head_dim) the channels behind the last whole vector."""
-    for m in range(rows):
-        for d in range(head_dim // WIDTH * WIDTH, head_dim):
-            total = get(out, m * head_dim + d)
-            for t in range(n):
-                total += get(p, m * stride + t) * as_float(get(values, t * head_dim + d))
-            put(out, m * head_dim + d, total)
 
 
 @score_loop
@@ -203,8 +172,6 @@ def _add_f32(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: in
     single, capacity, head_dim = rows_at(numbers)
     values = single + 4 * (g * capacity + t) * head_dim
     add_singles(p, stride, rows, values, head_dim, n, out)
-    if head_dim % WIDTH:
-        add_rest(floats(p), stride, rows, floats(values), head_dim, n, floats(out))
 
 
 @jit

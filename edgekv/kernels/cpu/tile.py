@@ -23,7 +23,7 @@ from edgekv.kernels.cpu.loops import (
     int64s,
     score_loop,
 )
-from edgekv.kernels.cpu.rows import WIDTH, add_rest, add_singles, score_singles
+from edgekv.kernels.cpu.rows import WIDTH, add_singles, score_singles
 from edgekv.kernels.cpu.scalar import as_float, get, put
 
 TILE = 32  # tokens: 16 KiB at 128 channels
@@ -71,8 +71,6 @@ def tile_sums(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: i
         n_tokens, weights = min(TILE, n - i), p + 4 * i
         call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
         add_singles(weights, stride, rows, tile, head_dim, n_tokens, out)
-        if head_dim % WIDTH:
-            add_rest(floats(weights), stride, rows, floats(tile), head_dim, n_tokens, floats(out))
 
 
 BITS = 2, 4, 8

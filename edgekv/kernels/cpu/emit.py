@@ -256,6 +256,7 @@ def has_dot() -> bool:
 
 
 HAS_VNNI = ("+avx512vnni" if LANES == 16 else "+avxvnni") in CPU_FEATURES
+HAS_VBMI = "+avx512vbmi" in CPU_FEATURES.split(",")
 SUMS_PAIRS_IN_16_BITS = not (IS_ARM or HAS_VNNI or REGISTER == 4)
 """Whether `add_products` sums two products in 16 bits, where they must fit."""
 
@@ -328,6 +329,24 @@ def look_up(builder: Any, table: Value, index: Value) -> Value:
         place = builder.add(builder.zext(builder.extract_element(index, I32(i)), I32), I32(i // 16 * 16))
         result = builder.insert_element(result, builder.extract_element(table, place), I32(i))
     return result
+
+
+def look_up_entries(builder: Any, entries: Sequence[int], index: Value) -> Value:
+    """Returns entry i, of a power of two entries, at most 64, for each byte i of ``index``."""
+    kind, n = index.type, len(entries)
+    if n <= 16:
+        return look_up(builder, ir.Constant(vector(I8, 16), list(entries) * (16 // n)), index)
+    if HAS_VBMI and kind.count == 64:
+        table = ir.Constant(kind, list(entries) * (64 // n))
+        return call(builder, "llvm.x86.avx512.permvar.qi.512", kind, table, index)
+    if IS_ARM:
+        tables = [ir.Constant(vector(I8, 16), list(entries[i : i + 16])) for i in range(0, n, 16)]
+        name = f"llvm.aarch64.neon.tbl{len(tables)}.v16i8"
+        return by_register(builder, lambda x: call(builder, name, x.type, *tables, x), index)
+    low = builder.and_(index, constant(kind, n // 2 - 1))
+    is_high = builder.icmp_signed("!=", builder.and_(index, constant(kind, n // 2)), constant(kind, 0))
+    halves = (look_up_entries(builder, half, low) for half in (entries[n // 2 :], entries[: n // 2]))
+    return builder.select(is_high, *halves)
 
 
 def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:

@@ -260,17 +260,7 @@ def _levels(b: Any, layout: CodeLayout, codes: Value, partners: Value) -> Value:
         is_odd = b.and_(partners, emit.constant(INTS, 0x01010101))
         codes = b.or_(codes, b.shl(is_odd, emit.constant(INTS, layout.bits)))
     index = b.bitcast(codes, emit.vector(emit.I8, VECTOR))
-    return b.bitcast(_look_up(b, entries, index), INTS)
-
-
-def _look_up(b: Any, entries: Sequence[int], index: Value) -> Value:
-    """Returns entry i, of a power of two entries, for each byte i of ``index``; looked up 16 by 16."""
-    if len(entries) <= 16:
-        return emit.look_up(b, ir.Constant(index.type, list(entries) * (VECTOR // len(entries))), index)
-    half = len(entries) // 2
-    low = b.and_(index, emit.constant(index.type, half - 1))
-    is_high = b.icmp_signed("!=", b.and_(index, emit.constant(index.type, half)), emit.constant(index.type, 0))
-    return b.select(is_high, _look_up(b, entries[half:], low), _look_up(b, entries[:half], low))
+    return b.bitcast(emit.look_up_entries(b, entries, index), INTS)
 
 
 def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Sequence[int]]]) -> Value:

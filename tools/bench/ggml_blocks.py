@@ -4,7 +4,7 @@
 
 Blocks are random bytes; of numbers that are not finite only that is compared. `read` is the tensor as it is read,
 `stored` what products read of it: compiled decoding, or codes, scales and offsets. Exit 1: weights differ, where
-codes have offsets by more than ROUNDING; those are float32 sums of what a file has, rounded before a code is added.
+codes have offsets by more than ROUNDING; they are sums of what a file has, rounded before a code is added.
 """
 
 from __future__ import annotations

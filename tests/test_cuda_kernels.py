@@ -171,6 +171,14 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     device.check_scores(pages, q, 1, 40, s)
 
 
+@pytest.mark.parametrize("columns", [16, 12])
+def test_weights_beyond_float16_become_its_largest_number(device: OnDevice, columns: int) -> None:
+    w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (2, columns // 4))
+    stored = Matrix(2, columns, 32, 1, 0, device.up(w))
+    found = to_host(widen(device.driver, stored, slice(0, 2), np.float16))
+    np.testing.assert_array_equal(found, np.clip(w, -65504, 65504))
+
+
 SHAPES = [(37, 96, 32), (40, 300, 32), (24, 640, 128), (300, 2100, 128), (16, 4100, 32)]
 ROTATED = itertools.product(
     [(36, 203, 128), (36, 200, 128), (24, 640, 128), (16, 4100, 128)], [2, 3, 4, 5], [True]

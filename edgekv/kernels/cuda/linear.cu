@@ -126,9 +126,10 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int rows
         UNROLL for (int i = 0; i < 8; ++i)
             x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
         if (halves && aligned) {
-            uint2 first = {two_halves(x[0], x[1]), two_halves(x[2], x[3])}, second = {two_halves(x[4], x[5]), two_halves(x[6], x[7])};
+            u32 pairs[4];
+            UNROLL for (int i = 0; i < 4; ++i) pairs[i] = finite_half(x[2 * i]) | (u32)finite_half(x[2 * i + 1]) << 16;
             u16* to = (u16*)out + row * columns;
-            *(uint2*)(to + input(k, 0)) = first, *(uint2*)(to + input(k, 4)) = second;
+            *(uint2*)(to + input(k, 0)) = uint2{pairs[0], pairs[1]}, *(uint2*)(to + input(k, 4)) = uint2{pairs[2], pairs[3]};
             continue;
         }
         UNROLL for (int i = 0; i < 8; ++i) {

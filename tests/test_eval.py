@@ -38,7 +38,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.weights.formats import WEIGHTS
-from edgekv.weights.store import random_store
+from edgekv.weights.random_weights import random_store
 
 SENTENCES = (
     "He went to the town, and the rain fell on the road.",

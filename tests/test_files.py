@@ -38,7 +38,8 @@ from edgekv.files import (
     require_writable,
 )
 from edgekv.weights.formats import WEIGHTS
-from edgekv.weights.store import RandomWeights, WeightStore, build
+from edgekv.weights.random_weights import RandomWeights
+from edgekv.weights.store import WeightStore, build
 
 
 def mode_of(path: pathlib.Path) -> int:

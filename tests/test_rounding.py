@@ -28,6 +28,7 @@ from edgekv.weights import gaussian
 from edgekv.weights.formats import FORMATS, WeightFormat, bits_by_need, quantize
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
 from edgekv.weights.ops import NumpyOps
+from edgekv.weights.random_weights import random_store
 from edgekv.weights.rounding import (
     DAMPING,
     SAMPLE,
@@ -37,7 +38,7 @@ from edgekv.weights.rounding import (
     output_correction,
     pairs_order,
 )
-from edgekv.weights.store import WeightStore, build, random_store
+from edgekv.weights.store import WeightStore, build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"

@@ -14,7 +14,8 @@ from edgekv.types import Threads
 from edgekv.weights import cpu as threads
 from edgekv.weights.cpu import CpuOps
 from edgekv.weights.formats import WEIGHTS
-from edgekv.weights.store import WeightStore, random_store
+from edgekv.weights.random_weights import random_store
+from edgekv.weights.store import WeightStore
 
 MODEL = "demo"
 

@@ -24,7 +24,7 @@ from edgekv.machine import blas_threads
 from edgekv.models import architecture
 from edgekv.types import TaskProgress
 from edgekv.weights.formats import weight_format
-from edgekv.weights.store import RandomWeights, random_store
+from edgekv.weights.random_weights import RandomWeights, random_store
 
 FILL_TOKENS = 512  # synthetic keys and values that are drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn

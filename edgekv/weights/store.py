@@ -7,13 +7,11 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import msgspec
@@ -22,7 +20,7 @@ import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import TEXT_FILES
 from edgekv.checkpoint.hub import cached_model_name
-from edgekv.checkpoint.tensors import DTYPES, Tensors, TensorWriter, hash_spans, to_float32
+from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_float32
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
@@ -296,76 +294,3 @@ def _quantized(weights: CheckpointWeights, name: str, form: WeightFormat) -> tup
     parts = [quantize(block, form) for block in weights.blocks(name, BLOCK_ELEMENTS)]
     codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return codes, scales
-
-
-# Weights of a shape without a checkpoint, for timing alone
-
-STD = 0.02  # of the weights, as models are initialised: activations stay in range
-
-
-class RandomWeights(CheckpointWeights):
-    """Weights of a shape, drawn instead of read, with a seed from the config; codes are drawn, not quantized."""
-
-    nbytes, own_format = 0, None
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.arch = architecture(config)
-        self._linears = self.arch.linears()
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-        self._rng = np.random.default_rng(int(digest, 16))
-        path = pathlib.Path(f"random-{digest}")
-        self.source: Any = SimpleNamespace(identity=path.name, path=path, tokenizer_folder=None, config=config)
-
-    @property
-    def table_dtypes(self) -> dict[str, str]:
-        return dict.fromkeys(self.arch.tables(), "F16")
-
-    def exact_codes(self, name: str, form: WeightFormat, parts: object = None) -> tuple[Codes, F32]:
-        """Draws codes (rows, blocks, bytes) and scales (rows, blocks)."""
-        specs = store_specs(self.arch, form, self.table_dtypes)
-        (_, codes), (dtype, scales) = specs[f"{name}.codes"], specs[f"{name}.scales"]
-        step = STD / np.std(form.of(name).levels())  # gives uniform codes this deviation
-        return self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype])
-
-    def matrix(self, name: str) -> F32:
-        linear = self._linears[name]
-        return self._normal(linear.rows, linear.columns)
-
-    def bias(self, name: str) -> F32 | None:
-        """Returns zeros (rows,), or None for a linear layer without biases."""
-        return np.zeros(self._linears[name].rows, np.float32) if self._linears[name].biases else None
-
-    def requantized(self, form: WeightFormat) -> tuple[str, ...]:
-        return ()
-
-    def release(self, name: str) -> None:
-        return
-
-    def vector(self, name: str) -> F32:
-        """Returns ones (size,)."""
-        return np.ones(self.arch.vectors()[name][1], np.float32)
-
-    def array(self, name: str) -> F32:
-        """Draws one of `Architecture.arrays`."""
-        return self._normal(*self.arch.arrays()[name][1])
-
-    def table(self, name: str) -> npt.NDArray[np.generic]:
-        return self._normal(*self.arch.tables()[name][1]).astype(np.float16)
-
-    def _normal(self, *shape: int) -> F32:
-        drawn: F32 = self._rng.standard_normal(shape, np.float32)
-        drawn *= np.float32(STD)
-        return drawn
-
-
-def random_folder(config: dict[str, Any], form: WeightFormat) -> pathlib.Path:
-    """Returns the folder of a shape's store, which need not exist."""
-    return default_folder(RandomWeights(config).source.identity, form)
-
-
-def random_store(config: dict[str, Any], form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
-    """Opens a shape's store in the cache folder, made at the first call."""
-    weights, folder = RandomWeights(config), random_folder(config, form)
-    if not is_store(folder):
-        build(weights, form, folder, progress)
-    return WeightStore(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 
 import numpy as np
 
@@ -97,16 +98,23 @@ class Calibration:
                 inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
             rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
             exact = log_softmax(decoder.head(inputs[-1][rows]))
-            for done, name in enumerate(sizes):
-                progress("measuring what needs bits", done, len(sizes))
-                matrix, first = weights.matrix(name), name.partition(".")[0]
-                codes, scales = gaussian.quantize(matrix, NEED_BITS)
-                ops.replaced = {name: gaussian.decode(codes, scales, NEED_BITS, matrix.shape[1])}
-                x = inputs[-1] if name == "head" else decoder.read_together(inputs[int(first)], n, int(first))
-                lost = exact - log_softmax(decoder.head(x[rows]))
-                needs[name] = max(0.0, float(np.einsum("ij,ij->", np.exp(exact), lost)))
-        names = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
-        return per_linear_format(f"q{mean:g}", {name: names.get(name, "f32") for name in linears})
+            for layer, names in itertools.groupby(sizes, lambda name: name.partition(".")[0]):
+                changed = dict[str, F32]()  # what leaves the layer with one of its matrices in few bits
+                for name in names:
+                    progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
+                    matrix = weights.matrix(name)
+                    codes, scales = gaussian.quantize(matrix, NEED_BITS)
+                    ops.replaced = {name: gaussian.decode(codes, scales, NEED_BITS, matrix.shape[1])}
+                    if name == "head":
+                        needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
+                    else:
+                        changed[name] = decoder.read_together(inputs[int(layer)], n, int(layer), int(layer) + 1)
+                if changed:  # go through the other layers together: each matrix is read once for all
+                    last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)
+                    for name, x in zip(changed, np.split(last, len(changed)), strict=True):
+                        needs[name] = _divergence(exact, decoder.head(x[rows]))
+        of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
+        return per_linear_format(f"q{mean:g}", {name: of_need.get(name, "f32") for name in linears})
 
 
 def embedded(decoder: Decoder, windows: I64) -> F32:
@@ -119,6 +127,11 @@ def log_softmax(logits: F32) -> F32:
     logits -= logits.max(1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     return logits
+
+
+def _divergence(exact: F32, logits: F32) -> float:
+    """Returns the sum of the KL of logits (n, vocab), which it changes, to exact log-probabilities; 0 or more."""
+    return max(0.0, float(np.einsum("ij,ij->", np.exp(exact), exact - log_softmax(logits))))
 
 
 def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:

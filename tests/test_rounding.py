@@ -20,6 +20,7 @@ from edgekv import Session
 from edgekv.checkpoint.hub import load_shape
 from edgekv.cli import main
 from edgekv.engine import calibration
+from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.interface import level_tables
@@ -277,7 +278,7 @@ def test_bits_go_where_they_are_needed(cut: pathlib.Path, text: pathlib.Path, tm
 
 def test_experts_are_rounded_by_their_own_inputs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in bits by need; routers stay exact."""
-    letters = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
+    letters = SimpleNamespace(bos_id=None, encode=lambda text: [ord(letter) for letter in text])
     monkeypatch.setattr(calibration, "open_tokenizer", lambda model: letters)
     monkeypatch.setattr(calibration, "all_cores", lambda: 1)
     rng, folder = np.random.default_rng(0), tmp_path / "m"
@@ -299,6 +300,26 @@ def test_experts_are_rounded_by_their_own_inputs(tmp_path: pathlib.Path, monkeyp
         for path, name in ((folder, "f32"), (plain.folder, "auto"), (stores["q3"].folder, "auto"))
     ]
     assert divergence(logits[0], logits[2]) < divergence(logits[0], logits[1])
+
+
+@pytest.mark.usefixtures("short")
+def test_whole_means_are_named_apart(cut: pathlib.Path, text: pathlib.Path) -> None:
+    """A mean of 3 bits has other weights than 3 bits everywhere, so sessions of one are not the other's."""
+    model = Model.open(cut)
+    rounded = [
+        calibration.Calibration(model, name, text.read_text(), lambda *done: None)
+        for name in ("q3", "q3.0", "q3.1")
+    ]
+    assert [each.form.name for each in rounded] == ["q3", "q3.0", "q3.1"]
+    assert len({each.weights.source.identity for each in rounded}) == 3
+
+
+def test_windows_begin_as_prompts_do() -> None:
+    tokenizer = open_tokenizer(Model.open(DEMO))
+    for text in (PROSE, PROSE * 20):  # all of it is encoded, or windows from all over it
+        found = calibration.windows(tokenizer, text, 512, 4)
+        assert len(found) == 4
+        assert (found[:, 0] == tokenizer.bos_id).all()
 
 
 def test_bits_by_need() -> None:
@@ -330,6 +351,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         ("short", DEMO, "q4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "q4", "not UTF-8"),
         ("long", DEMO, "int8", "these are to be int8"),
+        ("long", DEMO, "auto", "auto means f32"),
         ("long", store, "auto", "is a store"),
         ("long", DEMO, "q5.5", "accepted"),
     ):
@@ -340,6 +362,8 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
         assert "--calibrate" in error or model == store
         assert error.count("\n") == 1
         assert not output.exists()
+    assert main(["quantize", str(DEMO), "--weights", "q4", "--calibrate", str(tmp_path / "long")]) == 2
+    assert "--output" in capsys.readouterr().err
     for command in (["quantize", str(DEMO)], ["run", str(DEMO), "Once"]):
         assert main([*command, "--weights", "q3.6"]) == 2
         assert "edgekv quantize MODEL --weights q3.6 --calibrate" in capsys.readouterr().err

@@ -343,6 +343,8 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
     )
     source = arguments.calibrate
+    if source is not None and arguments.output is None:
+        raise CheckpointError("weights that are rounded with a text need a folder; give --output FOLDER")
     with Bars() as bars:
         if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
             raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
@@ -350,7 +352,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         rounding = None if text is None else Calibration(model, arguments.weights, text, bars.update)
         form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:
-            store = model.store(form, bars.update, rounding)
+            store = model.store(form, bars.update)
         elif isinstance(model.weights, WeightStore):
             raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
         else:

@@ -40,7 +40,7 @@ CHARACTERS = 16  # of the text for each token of a window: more than any tokeniz
 class Calibration:
     """The rounding of a checkpoint with a text; an instance is a `Rounding` of weights/store.py.
 
-    weights: the checkpoint's, with an identity that depends on the text. note: for store.json.
+    weights: the checkpoint's, with an identity that depends on the text and the bits. note: for store.json.
     """
 
     def __init__(self, model: Model, weights: str, text: str, progress: TaskProgress) -> None:
@@ -52,7 +52,8 @@ class Calibration:
         form = FORMATS["q4"] if mean else model.weight_format(weights)
         if not any(form.of(name).rotated for name in model.arch.linears()):
             advice = "choose {weights:q4}, or leave {calibrate} out"
-            raise _refusal(f"these are to be {form.name}", advice)
+            meant = "auto means" if weights == "auto" else "these are to be"
+            raise _refusal(f"{meant} {form.name}", advice)
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
         if any(config.layer_recurrences):
@@ -67,7 +68,9 @@ class Calibration:
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
         self.form = self._by_need(model.weights, mean, progress) if mean else form
         self.note = f"{self._windows.size} tokens {digest}"
-        identity = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
+        formats = ",".join(self.form.of(name).name for name in model.arch.linears())
+        facts = f"{model.identity}+calibrated {VERSION} {digest} {formats}"
+        identity = hashlib.sha256(facts.encode()).hexdigest()[:16]
         self.weights = CheckpointWeights(
             dataclasses.replace(model.weights.source, identify=lambda progress: identity), model.arch
         )
@@ -114,7 +117,7 @@ class Calibration:
                     for name, x in zip(changed, np.split(last, len(changed)), strict=True):
                         needs[name] = _divergence(exact, decoder.head(x[rows]))
         of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
-        return per_linear_format(f"q{mean:g}", {name: of_need.get(name, "f32") for name in linears})
+        return per_linear_format(f"q{mean}", {name: of_need.get(name, "f32") for name in linears})
 
 
 def embedded(decoder: Decoder, windows: I64) -> F32:
@@ -135,12 +138,15 @@ def _divergence(exact: F32, logits: F32) -> float:
 
 
 def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
-    what = "a text rounds a checkpoint's layers to q2 to q5, and is read with a plain cache"
+    what = "a text rounds a checkpoint's weights to q2 to q5"
     return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
-    """Returns token ids (m, n) of up to ``most`` windows of n tokens, of a long text from all over it."""
+    """Returns token ids (m, n) of up to ``most`` windows of n tokens, of a long text from all over it.
+
+    Each begins with the token with which the model's prompts begin, if there is one.
+    """
     if len(text) <= most * CHARACTERS * n:
         tokens = tokenizer.encode(text)
         rows = [tokens[a : a + n] for a in range(0, len(tokens) - n + 1, n)]
@@ -148,7 +154,10 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
         starts = [i * len(text) // most for i in range(most)]
         encoded = [tokenizer.encode(text[start : start + CHARACTERS * n]) for start in starts]
         rows = [tokens[:n] for tokens in encoded if len(tokens) >= n]
-    return spread(np.array(rows, np.int64).reshape(len(rows), n), most)
+    found = spread(np.array(rows, np.int64).reshape(len(rows), n), most)
+    if len(found) and found[0, 0] == tokenizer.bos_id:
+        found[:, 0] = found[0, 0]
+    return found
 
 
 def spread(windows: I64, most: int) -> I64:

@@ -25,7 +25,7 @@ from edgekv.types import Path, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.weights.ops import LoraDeltas, low_rank, low_rank_bytes
-from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
+from edgekv.weights.store import WeightStore, is_store, open_or_build
 
 SAMPLED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
 
@@ -236,13 +236,8 @@ class Model:
         """Returns the bytes of the experts that a token does not use, which stay in the mapped file."""
         return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def store(
-        self, form: WeightFormat, progress: TaskProgress | None = None, rounding: Rounding | None = None
-    ) -> WeightStore:
-        """Opens the weights as a store; a checkpoint's is built in the cache folder at the first call.
-
-        rounding: how weights are rounded; None: each block by itself.
-        """
+    def store(self, form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
+        """Opens the weights as a store; a checkpoint's is built in the cache folder at the first call."""
         if isinstance(self.weights, WeightStore):
             return self.weights
-        return open_or_build(rounding.weights if rounding else self.weights, form, progress, rounding)
+        return open_or_build(self.weights, form, progress)

@@ -22,7 +22,7 @@ from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, level_tables
-from edgekv.models.architecture import Architecture
+from edgekv.models.architecture import Architecture, Linear
 from edgekv.types import F32, I8, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.gaussian import ROW_WORK, rows_kernel
@@ -85,6 +85,10 @@ class WeightFormat:
             values += arrays["offsets"][..., None]
         return values.reshape(len(codes), -1)[:, :columns]
 
+    def fits(self, linear: Linear) -> bool:
+        """Returns whether a linear layer consists of whole blocks, where only those can be stored."""
+        return not self.kept or linear.columns % BLOCK == 0
+
     def levels(self) -> I8:
         """Returns the numbers that codes stand for, times a block's scale."""
         if self.rotated:
@@ -118,6 +122,10 @@ class MixedFormat(WeightFormat):
         """Returns the format of a name. Raises ValueError for what is none."""
         pairs = (piece.rpartition("*") for piece in name.split("+"))
         return cls.of_pieces([(form, int(rows)) for form, _, rows in pairs])
+
+    def fits(self, linear: Linear) -> bool:
+        rows = linear.rows // max(1, linear.n_experts)
+        return rows % sum(n for _, n in self.pieces) == 0 and all(form.fits(linear) for form, _ in self.pieces)
 
     def rows(self, rows: int) -> list[int]:
         """Returns how many of the rows have each format."""

@@ -93,11 +93,15 @@ class WeightStore:
             what = f"store format {version} with weights {name!r}, this edgekv reads format {FORMAT}"
             raise CheckpointError(f"{folder}: {what}; {hint}")
         self.arch = architecture(self.config)
+        self._linears = self.arch.linears()
         try:
-            known = all(named_format(each) for each in set((linears or {}).values()))
+            fits = linears is None or (
+                linears.keys() == self._linears.keys()
+                and all(named_format(linears[each]).fits(linear) for each, linear in self._linears.items())
+            )
         except ValueError:
-            known = False
-        if linears and not (known and linears.keys() == self.arch.linears().keys()):
+            fits = False
+        if not fits:
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
         self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
         self._tensors = Tensors.open(folder / WEIGHTS_FILE)
@@ -109,7 +113,6 @@ class WeightStore:
                 raise info.error(f"is {info.dtype} {list(info.shape)}, expected {kind} {list(shape)}; {hint}")
         self.nbytes = specs_bytes(specs)
         self.token_bytes = token_bytes(self.arch, specs)
-        self._linears = self.arch.linears()
 
     @property
     def identity(self) -> str:
@@ -175,12 +178,7 @@ class Rounding(Protocol):
     def __call__(self, form: WeightFormat, write: Write) -> None: ...
 
 
-def open_or_build(
-    weights: CheckpointWeights,
-    form: WeightFormat,
-    progress: TaskProgress | None,
-    rounding: Rounding | None = None,
-) -> WeightStore:
+def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: TaskProgress | None) -> WeightStore:
     """Opens the checkpoint's store in the default folder, after making it if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identify(progress), form)
     if is_store(folder):
@@ -191,7 +189,7 @@ def open_or_build(
         if store and store.form == form:
             return store
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or of a version that chose other formats
-    build(weights, form, folder, progress, rounding=rounding)
+    build(weights, form, folder, progress)
     return WeightStore(folder)
 
 

@@ -84,6 +84,13 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
     assert none["longest_ctx"] == {}
 
 
+def test_a_budget_of_bits_by_need_is_an_upper_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    mixed, q4 = (budget(capsys, "--shape", "llama3.1-8b", "--weights", name) for name in ("q3.6", "q4"))
+    assert "q3.6 takes at most as much as q4" in mixed.pop("notes")
+    q4.pop("notes")
+    assert {**mixed, "available_bytes": 0, "fits": True} == {**q4, "available_bytes": 0, "fits": True}
+
+
 def test_a_budget_says_which_context_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """To the token, with the scheme asked for and with another that fits more."""
     for memory, kv in (("6G", "auto"), ("8G", "f16")):

@@ -367,6 +367,9 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     for command in (["quantize", str(DEMO)], ["run", str(DEMO), "Once"]):
         assert main([*command, "--weights", "q3.6"]) == 2
         assert "edgekv quantize MODEL --weights q3.6 --calibrate" in capsys.readouterr().err
+    command = ["quantize", str(DEMO), "--calibrate", "--output", str(output)]
+    assert main([*command, "--weights", "q3.6,head=q5"]) == 2
+    assert "a text decides the head's bits, too; leave ,head=NAME out" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from bisect import bisect_right
@@ -31,6 +32,7 @@ from edgekv.checkpoint.hub import (
     shipped_model,
 )
 from edgekv.cli.options import (
+    OPTIONS,
     SOURCE,
     add_options,
     bytes_text,
@@ -52,7 +54,7 @@ from edgekv.kvcache.choice import AUTO, default_scheme, packed_presets, size_tex
 from edgekv.kvcache.registry import select_specs
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import FORMATS, OFFERED
+from edgekv.weights.formats import FORMATS, OFFERED, mean_bits
 from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
@@ -224,8 +226,12 @@ def budget_command(arguments: argparse.Namespace) -> int:
     if arguments.memory is not None:
         free = _usable_memory(arguments.memory)
         where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
-    model = _budget_model(arguments)
+    model, bound = _budget_model(arguments), list[str]()
+    if (mean := mean_bits(options.weights)) and not model.is_store:
+        bound = [f"{options.weights} takes at most as much as q{math.ceil(mean)}"]
+        options = dataclasses.replace(options, weights=f"q{math.ceil(mean)}")
     plan = _plan(model, options, options.kv)
+    notes = *bound, *plan.notes
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
     smallest = next(((size, kv) for size, kv in fitting if kv), None)
@@ -259,7 +265,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
             smallest and smallest[0],
             smallest and f"smallest usual machine: {format_bytes(smallest[0])}, with --kv {smallest[1]}",
         ),
-        ("notes", plan.notes, "; ".join(plan.notes) or None),
+        ("notes", notes, "; ".join(notes) or None),
     ]
     if arguments.json:
         print(json.dumps({name: value for name, value, _ in rows}, indent=2))
@@ -319,17 +325,12 @@ def _usable_memory(memory: int) -> int:
 
 
 def quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a UTF-8 text like those it is for, best 200 kB or more: q2 to q5 are rounded to read it as before, "
-    text += (
-        "and of --weights q3.6 it tells what needs more bits (without FILE: a short text that ships with edgekv)"
-    )
+    text = "a UTF-8 text like those the model is for, best 200 kB or more: q2 to q5 are rounded so that the model "
+    text += "predicts this text as before; with --weights q3.6 it also decides each matrix's bits (without FILE: "
+    calibrate = option("FILE", text + "a short text that ships with edgekv)", nargs="?", const=SHIPPED_TEXT)
     output = option("FOLDER", "a new folder (default: the cache folder that run looks in)")
-    add_options(
-        parser,
-        f"{SOURCE} lora adapter weights",
-        output=output,
-        calibrate=option("FILE", text, nargs="?", const=SHIPPED_TEXT),
-    )
+    weights = f"{OPTIONS['weights']['help']}; with --calibrate also q2.1 to q4.9, the mean of all matrices' bits"
+    add_options(parser, f"{SOURCE} lora adapter", weights=weights, output=output, calibrate=calibrate)
 
 
 def quantize_command(arguments: argparse.Namespace) -> int:

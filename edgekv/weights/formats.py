@@ -203,9 +203,8 @@ def mean_bits(name: str) -> float | None:
 def bits_by_need(needs: Mapping[str, float], sizes: Mapping[str, int], mean: float) -> dict[str, int]:
     """Returns the bits of each linear layer's codes: ``mean`` of all weights at most, 2 or more.
 
-    needs: what each one costs with codes of some bits, the same for all; with others it is taken to cost as much
-    less or more as a Gaussian's squared error is. sizes: its weights. Each next bit goes where it gains most for
-    its size.
+    needs: each layer's KL at one common number of bits; at other bits it is scaled by a Gaussian's squared error
+    (`gaussian.ERRORS`). sizes: its weights. Each next bit goes where it gains most for its size.
     """
     bits, room = dict.fromkeys(needs, min(GAUSSIAN)), (mean - min(GAUSSIAN)) * sum(sizes[name] for name in needs)
     fall = {n: gaussian.ERRORS[n] - gaussian.ERRORS[n + 1] for n in GAUSSIAN if n + 1 in GAUSSIAN}
@@ -223,6 +222,9 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
     already, which ``auto`` and its own name keep. Raises ConfigError (field weights).
     """
     base, separator, head = name.partition(HEAD)
+    if separator and mean_bits(base):
+        what, way = "a text decides the head's bits, too", f"leave {HEAD}NAME out"
+        raise ConfigError(what, field="weights", value=name, advice=way)
     form = _named(base, arch, own)
     if not separator or head == form.of("head").name:
         return form
@@ -240,8 +242,9 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "q4"
     if mean_bits(name):
-        way = f"make a store of them with `edgekv quantize MODEL --weights {name} --calibrate`, and give that"
-        raise ConfigError("a text tells which weights need more bits", field="weights", value=name, advice=way)
+        way = f"run `edgekv quantize MODEL --weights {name} --calibrate --output FOLDER`, and give that as MODEL"
+        what = "can't be chosen without a text, which decides each matrix's bits"
+        raise ConfigError(what, field="weights", value=name, advice=way)
     if name not in WEIGHTS:
         accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
         raise ConfigError("unknown", field="weights", value=name, accepted=accepted)

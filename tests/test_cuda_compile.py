@@ -24,7 +24,7 @@ from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MAX_CHUNKS, linear_program, packed_program, rotated_program
-from edgekv.kernels.interface import GAUSSIAN
+from edgekv.kernels.weight_codes import GAUSSIAN
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4

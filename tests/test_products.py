@@ -14,8 +14,9 @@ from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
 from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
-from edgekv.kernels.interface import FLIPS, GEMV_ROWS
+from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.kernels.reference import hadamard
+from edgekv.kernels.weight_codes import FLIPS
 from edgekv.types import F32, U8, Array, Threads
 from edgekv.weights import gaussian
 from edgekv.weights.formats import WeightFormat, n_blocks

@@ -23,7 +23,7 @@ from edgekv.engine import calibration
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.kernels.interface import level_tables
+from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64, U8
 from edgekv.weights import gaussian
 from edgekv.weights.formats import FORMATS, WeightFormat, bits_by_need, quantize

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.checkpoint import Checkpoint
 from edgekv.checkpoint.tensors import Tensor, to_float32
 from edgekv.errors import ConfigError
-from edgekv.kernels.interface import CODE_OF_ZERO
+from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, Array
@@ -197,7 +197,7 @@ class CheckpointWeights:
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
         """Returns the zero points (rows, blocks) of what `exact_codes` gives in a format with them."""
         zeros = np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts])
-        return (zeros + CODE_OF_ZERO).astype(np.uint8)
+        return (zeros + code_of_zero(form.bits)).astype(np.uint8)
 
     def offsets(self, name: str, parts: Sequence[WeightPart] | None = None) -> F32:
         """Returns the offsets (rows, blocks) of what `exact_codes` gives in a format with them."""

@@ -21,7 +21,7 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import GAUSSIAN, ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, level_tables
 from edgekv.models.architecture import Architecture, Linear
 from edgekv.types import F32, I8, U8, Array
 from edgekv.weights import gaussian

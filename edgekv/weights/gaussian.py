@@ -3,9 +3,9 @@
 inputs    each 128 of a row go through random signs and a Hadamard transform, in weights and activations alike,
           which leaves their product as it is and makes weights nearly Gaussian (HIGGS, arXiv:2411.17525)
 levels    whole numbers that fit a byte, looked up by a shuffle of bytes, as `GAUSSIAN` has them
-pairs     inputs i and i + 64 of a block are partners: which of two tables of levels a code has depends on whether
-          its partner's code is odd. Together they are rounded with less squared error than one by one, by 2, 10,
-          14 and 12% for 2, 3, 4 and 5 bits of a Gaussian
+pairs     inputs i and i + 64 of a block are partners. There are two tables of levels: a code is looked up in the
+          first if its partner's code is even, in the second if it is odd. Together they are rounded with less
+          squared error than one by one, by 2, 10, 14 and 12% for 2, 3, 4 and 5 bits of a Gaussian
 scales    bfloat16, the best of several for each block of a row's 128 inputs
 planes    how the codes of a block are packed: `code_planes`
 """
@@ -22,7 +22,7 @@ from edgekv.kernels.cpu.compile import FAST, fast_jit, inline_jit
 from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import FLIPS, ROTATED_INPUTS, code_planes, level_tables
+from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
 from edgekv.types import F32, I8, U8, Array
 
 DEVIATIONS = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}

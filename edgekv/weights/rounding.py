@@ -33,7 +33,7 @@ from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import ROTATED_INPUTS, level_tables
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights

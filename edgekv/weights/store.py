@@ -24,7 +24,7 @@ from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_floa
 from edgekv.checks import read_fields
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
-from edgekv.kernels.interface import CODE_OF_ZERO
+from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.types import F32, Array, TaskProgress
@@ -147,7 +147,7 @@ class WeightStore:
             return to_float32(arrays["offsets"])
         if "zeros" not in arrays:
             return None
-        shift: F32 = (CODE_OF_ZERO - arrays["zeros"].astype(np.float32)) * arrays["scales"]
+        shift: F32 = (code_of_zero(4) - arrays["zeros"].astype(np.float32)) * arrays["scales"]
         return shift
 
     def bias(self, name: str) -> F32 | None:

@@ -20,9 +20,10 @@ from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import DECODED, VECTOR
 from edgekv.kernels.cpu.loops import Loop, address_of, exact_loop
 from edgekv.kernels.cpu.scalar import widen
+from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.types import F32, U8
 
-BLOCK, GROUP, ZERO_POINT = 256, DECODED.block, 128
+BLOCK, GROUP, CODE_OF_ZERO = 256, DECODED.block, code_of_zero(DECODED.bits)
 GROUPS = BLOCK // GROUP
 Scales = tuple[Value, Value | None]
 """Vectors of a block's scales and offsets (GROUPS,) float32; None: all 0."""
@@ -52,7 +53,7 @@ class BlockType(NamedTuple):
     def weights(self, blocks: U8) -> F32:
         """Returns the weights (rows, columns) float32 of blocks (rows, bytes)."""
         codes, scales, offsets = self.decode(blocks)
-        values: F32 = (codes.astype(np.int16) - ZERO_POINT).astype(np.float32).reshape(*scales.shape, GROUP)
+        values: F32 = (codes.astype(np.int16) - CODE_OF_ZERO).astype(np.float32).reshape(*scales.shape, GROUP)
         values *= scales[..., None]
         if offsets is not None:
             values += offsets[..., None]
@@ -114,7 +115,7 @@ def q2_k(b: Any, block: Value, codes: Value) -> Scales:
     """Nibbles of 16 scales and 16 minima, 64 bytes of 2 bits, two half floats."""
     for i in range(8):
         two = _bits(b, _bytes(b, block, 16 + 32 * (i // 4), 32), i % 4 * 2, 2)
-        emit.store(b, _plus(b, two, ZERO_POINT), codes, 32 * i)
+        emit.store(b, _plus(b, two, CODE_OF_ZERO), codes, 32 * i)
     both = _bytes(b, block, 0, 16)
     return _scaled(b, block, 80, _bits(b, both, 0, 4)), _scaled(b, block, 82, _bits(b, both, 4, 4), negative=True)
 
@@ -125,7 +126,7 @@ def q3_k(b: Any, block: Value, codes: Value) -> Scales:
     for i in range(8):
         two = _bits(b, _bytes(b, block, 32 + 32 * (i // 4), 32), i % 4 * 2, 2)
         third = _bits(b, _bytes(b, block, 0, 32), i, 1, to=2)
-        emit.store(b, _plus(b, b.or_(two, third), ZERO_POINT - 4), codes, 32 * i)
+        emit.store(b, _plus(b, b.or_(two, third), CODE_OF_ZERO - 4), codes, 32 * i)
     low = _bits(b, emit.lanes(b, _bytes(b, block, 96, 8), [*range(8)] * 2), [0] * 8 + [4] * 8, 4)
     shifts = [i // 4 * 2 for i in range(16)]
     high = _bits(b, emit.lanes(b, _bytes(b, block, 104, 4), [*range(4)] * 4), shifts, 2, to=4)
@@ -138,7 +139,7 @@ def q5_k(b: Any, block: Value, codes: Value) -> Scales:
     for i in range(8):
         four = _bits(b, _bytes(b, block, 48 + 32 * (i // 2), 32), i % 2 * 4, 4)
         fifth = _bits(b, _bytes(b, block, 16, 32), i, 1, to=4)
-        emit.store(b, _plus(b, b.or_(four, fifth), ZERO_POINT), codes, 32 * i)
+        emit.store(b, _plus(b, b.or_(four, fifth), CODE_OF_ZERO), codes, 32 * i)
     first, second, third = (_bytes(b, block, offset, 4) for offset in (4, 8, 12))
     scales, minima = (
         emit.concatenate(b, _bits(b, six, 0, 6), b.or_(_bits(b, third, shift, 4), _bits(b, six, 6, 2, to=4)))
@@ -154,7 +155,7 @@ def q6_k(b: Any, block: Value, codes: Value) -> Scales:
         half, part = divmod(i, 4)
         four = _bits(b, _bytes(b, block, 64 * half + 32 * (part % 2), 32), part // 2 * 4, 4)
         two = _bits(b, _bytes(b, block, 128 + 32 * half, 32), 2 * part, 2, to=4)
-        emit.store(b, _plus(b, b.or_(four, two), ZERO_POINT - 32), codes, 32 * i)
+        emit.store(b, _plus(b, b.or_(four, two), CODE_OF_ZERO - 32), codes, 32 * i)
     return _scaled(b, block, 208, _bytes(b, block, 192, 16)), None
 
 
@@ -164,7 +165,7 @@ IQ4_LEVELS = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 @_block_type(4, 136)
 def iq4_xs(b: Any, block: Value, codes: Value) -> Scales:
     """A half float, upper 2 bits of 8 scales, their nibbles, 8 times 16 bytes of nibbles: indices of levels."""
-    levels = ir.Constant(emit.vector(emit.I8, 16), [(level + ZERO_POINT) & 255 for level in IQ4_LEVELS])
+    levels = ir.Constant(emit.vector(emit.I8, 16), [(level + CODE_OF_ZERO) & 255 for level in IQ4_LEVELS])
     half = VECTOR // 2
     order = [
         i for start in range(0, half, 16) for side in (0, half) for i in range(side + start, side + start + 16)
@@ -209,7 +210,7 @@ def iq3_s(b: Any, block: Value, codes: Value) -> Scales:
         signs = emit.lanes(b, _bytes(b, emit.at(b, block, (loop.i, 4)), 74, 4), [i // 8 for i in range(32)])
         signs = b.and_(signs, ir.Constant(signs.type, [1 << i for i in range(8)] * 4))
         is_negative = b.icmp_signed("!=", signs, emit.constant(signs.type, 0))
-        zeros = emit.constant(sizes.type, ZERO_POINT)
+        zeros = emit.constant(sizes.type, CODE_OF_ZERO)
         code = b.select(is_negative, b.sub(zeros, sizes), b.add(zeros, sizes))
         emit.store(b, code, emit.at(b, codes, (loop.i, 32)))
     four = _bits(b, emit.lanes(b, _bytes(b, block, 106, 4), [i // 2 for i in range(8)]), [0, 4] * 4, 4, to=1)

@@ -44,12 +44,10 @@ from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call, chars, floats
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.interface import CODE_OF_ZERO, GAUSSIAN, ROTATED_INPUTS, code_planes, level_tables
+from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, code_planes, level_tables
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
-# By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
-ZERO_POINTS = {4: CODE_OF_ZERO, 8: 0 if emit.IS_ARM else 128}
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # what such codes stand for, doubled
 
 
@@ -67,8 +65,10 @@ class CodeLayout(NamedTuple):
 
     @property
     def zero_point(self) -> int:
-        """The code, as it is multiplied, that stands for 0."""
-        return -min(self.levels) if self.levels else ZERO_POINTS[self.bits]
+        """The byte, as it is multiplied, that stands for 0; Arm multiplies signed bytes, also for 8 bits."""
+        if self.levels:
+            return -min(self.levels)
+        return 0 if emit.IS_ARM and self.bits == 8 else code_of_zero(self.bits)
 
     @property
     def scale_bytes(self) -> int:
@@ -634,6 +634,7 @@ def _emit_unit(
 
 TILES_AHEAD = 2  # whose scales are fetched
 _add_products = score_rows(4, alike=True, adds=True)
+CODE_OF_ZERO = np.int32(code_of_zero(4))  # no other codes have zero points of their own
 
 
 @emit.procedure
@@ -650,7 +651,7 @@ def _correct(output: int, n: int, memory: int, place: int) -> None:
     if p.zeros:
         zeros, scales, offsets = chars(p.zeros + first), floats(p.scales + 4 * first), memory
         for i in range(size):
-            put(floats(offsets), i, np.float32(np.int32(CODE_OF_ZERO) - np.int32(get(zeros, i))) * get(scales, i))
+            put(floats(offsets), i, np.float32(CODE_OF_ZERO - np.int32(get(zeros, i))) * get(scales, i))
     else:
         _fetch(offsets + 4 * size * TILES_AHEAD, 4 * size)
     _add_products(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)

@@ -49,7 +49,8 @@ from edgekv.kernels.cpu.loops import (
 from edgekv.kernels.cpu.rope import transformed
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
-from edgekv.kernels.interface import FLIPS, GEMV_ROWS
+from edgekv.kernels.interface import GEMV_ROWS
+from edgekv.kernels.weight_codes import FLIPS
 from edgekv.machine import blas_threads
 from edgekv.types import F32, I64, U8, Array, Threads
 

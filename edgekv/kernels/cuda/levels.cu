@@ -4,13 +4,13 @@
 #ifdef LEVELS  // bytes: of codes with even partners, then of those with odd ones
 #define ROTATED 1
 #define PLANE_BITS (WEIGHT_BITS & 6)  // of the first plane; a second one has the highest bits of 3 and 5
-#define ZERO 64                       // what linear.cu adds to levels
+#define CODE_OF_ZERO 64               // in linear.cu, which adds it to all levels
 #else
 #define ROTATED 0
 #define LEVELS 0, 0
 #define FLIPS 0, 0, 0, 0
 #define PLANE_BITS WEIGHT_BITS
-#define ZERO (1 << (WEIGHT_BITS - 1))
+#define CODE_OF_ZERO (1 << (WEIGHT_BITS - 1))
 #endif
 #define HAS_SECOND_PLANE (ROTATED && WEIGHT_BITS % 2)
 #define ROOT 0.08838834764831845f  // of 1 / 128

@@ -63,7 +63,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
        int blocks, float* y)
 {
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
-    if (ROTATED) fill_levels<COPIES>(table, ZERO);
+    if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
     int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
@@ -92,7 +92,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             float part = 0;
             UNROLL for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
-            sum[r] += QUANTISED ? scale[r] * (part * SINK - ZERO * total) : part;
+            sum[r] += QUANTISED ? scale[r] * (part * SINK - CODE_OF_ZERO * total) : part;
         }
     }
     __shared__ float sums[ROWS_AT_ONCE][WARPS];
@@ -113,7 +113,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
 extern "C" __global__ void widen(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
 {
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
-    if (ROTATED) fill_levels<COPIES>(table, ZERO);
+    if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
     int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK : columns;
     if (k >= columns) return;
@@ -124,7 +124,7 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int rows
         Eight w;
         w.load(weights + row * row_bytes, k, columns, aligned, table);
         UNROLL for (int i = 0; i < 8; ++i)
-            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - ZERO) * scale : w[i];
+            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - CODE_OF_ZERO) * scale : w[i];
         if (halves && aligned) {
             u32 pairs[4];
             UNROLL for (int i = 0; i < 4; ++i) pairs[i] = finite_half(x[2 * i]) | (u32)finite_half(x[2 * i + 1]) << 16;

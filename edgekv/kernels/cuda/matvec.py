@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
-from edgekv.kernels.interface import FLIPS, ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8

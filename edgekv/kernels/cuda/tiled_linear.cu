@@ -128,7 +128,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
     total = lane_sum(total, FOURS);
     if (f >= fours) return;
     put_digits(staged, f, whole);
-    Chunk chunk = {largest * (1.0f / LARGEST), -ZERO * (int)total};
+    Chunk chunk = {largest * (1.0f / LARGEST), -CODE_OF_ZERO * (int)total};
     if (f % FOURS == 0) chunk_of[chunk_at(f)] = chunk;
 }
 

@@ -23,7 +23,7 @@ from edgekv.codecs.planes.cuda import encode_program
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
-from edgekv.kernels.cuda.matvec import MAX_CHUNKS, linear_program, packed_program, rotated_program
+from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program, rotated_program
 from edgekv.kernels.weight_codes import GAUSSIAN
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
@@ -56,11 +56,11 @@ def programs() -> dict[Program, str]:
         **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in GAUSSIAN},
         **{rotated_program(bits): f"rotated, q{bits}" for bits in GAUSSIAN},
         **{
-            packed_program(bits, n, False, MAX_CHUNKS[-1], 8, 2): "tiled_linear"
+            packed_program(bits, n, False, MOST_CHUNKS[bits], 8, 2): "tiled_linear"
             for bits, n in ((4, 32), (4, 128), (8, 32))
         },
         **{
-            packed_program(bits, 128, True, MAX_CHUNKS[-1 if bits > 3 else 4], 8, 2): f"tiled_linear, q{bits}"
+            packed_program(bits, 128, True, MOST_CHUNKS[bits // 2 * 2], 8, 2): f"tiled_linear, q{bits}"
             for bits in GAUSSIAN
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},

@@ -12,7 +12,7 @@ from kernel_cases import PARALLEL, pairs
 
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels.cpu import layers, matmul
-from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout
+from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout, integer_layout
 from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.kernels.reference import hadamard
@@ -118,11 +118,11 @@ def test_what_is_no_number_makes_its_row_nan(kind: tuple[CodeLayout, str | None]
 
 def test_what_does_not_fit_the_weights_is_refused() -> None:
     """Kernels read by address: they would take other bytes for numbers, or leave outputs as they were."""
-    rng, layout = np.random.default_rng(8), CodeLayout(4, 32)
+    rng, layout = np.random.default_rng(8), integer_layout(4, 32)
     with pytest.raises(ValueError, match=f"3 rows; accepted: {OUTPUTS} or more"):
         QuantizedMatmul(QuantizedWeights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
     with pytest.raises(ValueError, match="accepted: whole numbers of 4 bits"):
-        QuantizedMatmul(weights_of(rng, CodeLayout(8, 32), OUTPUTS, 64, "offsets"))
+        QuantizedMatmul(weights_of(rng, integer_layout(8, 32), OUTPUTS, 64, "offsets"))
     product = QuantizedMatmul(QuantizedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
     for x in (np.zeros((1, 64)), *(np.zeros((1, columns), np.float32) for columns in (32, 65))):
         with pytest.raises(ValueError, match="accepted: float32, 33 to 64 columns"):

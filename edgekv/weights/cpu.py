@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.blocks import BLOCKS
-from edgekv.kernels.cpu.gemm import DECODED, E2M1, OUTPUTS, CodeLayout, rotated_layout
+from edgekv.kernels.cpu.gemm import DECODED, MXFP4, OUTPUTS, integer_layout, rotated_layout
 from edgekv.kernels.cpu.matmul import (
     QuantizedMatmul,
     QuantizedWeights,
@@ -191,7 +191,7 @@ def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> Quantized
     if form.rotated:
         scales = arrays["scales"].view(np.uint16)
         return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))
-    layout = CodeLayout(form.bits, form.block, E2M1 if form.e2m1 else ())
+    layout = MXFP4 if form.e2m1 else integer_layout(form.bits, form.block)
     return QuantizedWeights(arrays["codes"], arrays["scales"], layout, arrays.get("offsets"), arrays.get("zeros"))
 
 

@@ -89,7 +89,7 @@ def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
 
 
 def load_some(builder: Any, kind: Kind, address: Value, offset: int, n: Value | None, each: int = 1) -> Value:
-    """Returns a vector ``offset`` bytes behind an address; with n its first n * each lanes, and zeros, unread."""
+    """Returns a vector ``offset`` bytes behind an address; with n only n * each lanes are read, others are 0."""
     if n is None:
         return load(builder, kind, address, offset)
     pointer, mask = _pointer(builder, kind, address, offset), _first_lanes(builder, kind, n, each)

@@ -23,9 +23,8 @@ In a panel a lane is one output: four elements of a row, in every lane, times fo
 outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements
 at a time, which stay in the first cache while all rows pass.
 
-A zero point moves each weight of a block by minus itself times the block's scale, an offset by itself. Times the
-sums of the rounded rows' blocks they are what kernels of all formats add by `CORRECTION` to what they have just
-multiplied, a product of float32: zero points become offsets then, while their scales are in the first cache.
+A zero point z adds (the code of zero - z) * scale to each weight of its block, an offset o adds o. `CORRECTION`
+adds that number times the sum of the rounded row's block, in float32, after the products of bytes.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, 
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # what such codes stand for, doubled
 
 
 class CodeLayout(NamedTuple):
     """A weight format: bits of a code, elements of a block, and what a code stands for if that isn't itself.
 
     rotated: elements are behind a Hadamard transform of their block, scales bfloat16, and codes in planes; else a
-    byte has neighbouring codes.
+    byte has neighbouring codes. has_corrections: whether such weights may have zero points or offsets.
     """
 
     bits: int
     block: int
     levels: tuple[int, ...] = ()
     rotated: bool = False
+    has_corrections: bool = False
 
     @property
     def zero_point(self) -> int:
@@ -122,14 +121,14 @@ class CodeLayout(NamedTuple):
         """Bytes of a rounded row's unit."""
         return self.scales_at + VECTOR
 
-    @property
-    def has_corrections(self) -> bool:
-        """Whether there are weights with zero points or offsets in this format."""
-        return (self.bits == 4 and not self.levels) or self.block < 32
-
     def row_bytes(self, blocks: int) -> int:
         """Bytes of a rounded row: its units, and one vector more where rows would else share places of a cache."""
         return (-(-blocks // self.blocks) * self.unit_bytes // VECTOR | 1) * VECTOR
+
+
+def integer_layout(bits: int, block: int) -> CodeLayout:
+    """Returns the layout of codes of 4 or 8 bits for whole numbers."""
+    return CodeLayout(bits, block, has_corrections=bits == 4)
 
 
 def rotated_layout(bits: int) -> CodeLayout:
@@ -163,12 +162,13 @@ class Product(NamedTuple):
     decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
 
 
-DECODED = CodeLayout(8, 16)
+MXFP4 = CodeLayout(4, 32, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+"""Codes of e2m1: `edgekv.checkpoint.quantized.E2M1_DOUBLED`, which kernels cannot import."""
+DECODED = CodeLayout(8, 16, has_corrections=True)
 """What `decode` makes of blocks of another layout: codes of 8 bits with offsets."""
 LAYOUTS = (
-    *(CodeLayout(bits, block) for bits in (4, 8) for block in (32, 128)),
-    CodeLayout(4, 32, E2M1),
-    DECODED,
+    *(integer_layout(bits, block) for bits in (4, 8) for block in (32, 128)),
+    *(MXFP4, DECODED),
     *(rotated_layout(bits) for bits in GAUSSIAN),
 )
 PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
@@ -507,8 +507,8 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
     """Multiplies tiles or panels first..last of the product whose numbers are at a place.
 
-    Outputs behind the last whole one are one that overlaps it. Of panels both add to the same outputs, so that one
-    thread has to do both. memory: a thread's scratch. step: blocks of a STRETCH.
+    Outputs left over form one more tile, which overlaps the last whole one; one thread computes both, since panels
+    add to y. memory: a thread's scratch. step: blocks of a STRETCH.
     """
     size = PANEL if p.is_panel else OUTPUTS
     if first < last == p.outputs // size:

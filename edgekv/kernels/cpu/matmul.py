@@ -225,7 +225,7 @@ class QuantizedMatmul:
 def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
     """Returns whether n rows go through panels, and the number of panels or tiles of the outputs.
 
-    The last whole one has the outputs behind it, too: an output belongs to one.
+    The last tile or panel also takes the outputs that fill no tile.
     """
     is_panel = n > GEMV_ROWS and n_outputs >= PANEL
     return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)

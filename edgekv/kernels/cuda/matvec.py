@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
-from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
 MAX_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
-TABLE_BYTES = 1 << 15  # of the table of levels in shared memory; twice for 5 bits
+MOST_CHUNKS = {2: 224, 4: 352, 8: 352}  # by `Matrix.first_plane_bits`: inputs of a row have to fit shared memory
+TABLE_BYTES = {2: 1 << 15, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}  # by bits: of the table of levels, in shared memory
 
 
 class Matrix(NamedTuple):
@@ -42,9 +43,14 @@ class Matrix(NamedTuple):
         return self.bits, self.block, self.rotated
 
     @property
+    def first_plane_bits(self) -> int:
+        """Bits of the first plane of rotated codes (`code_planes`); of other codes all."""
+        return code_planes(self.bits)[0][0] if self.rotated else self.bits
+
+    @property
     def chunks(self) -> int:
-        """How many chunks of 16 bytes a row of codes has; of rotated ones without the second plane."""
-        return self.blocks * self.block * (self.bits & 6 if self.rotated else self.bits) // 128
+        """How many chunks of 16 bytes a row has of the first plane of codes."""
+        return self.blocks * self.block * self.first_plane_bits // 128
 
 
 def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Array:
@@ -79,8 +85,8 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
     """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
-    most = MAX_CHUNKS[-1 if w.bits > 3 else 4]  # a chunk of 2 bits has more inputs
-    return driver.has_integer_mma and w.bits < 16 and w.shift is None and w.chunks <= most
+    is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None
+    return is_packed and w.chunks <= MOST_CHUNKS[w.first_plane_bits]
 
 
 def packed_matvec(
@@ -104,7 +110,7 @@ def packed_matvec(
     grid = min(tiles, driver.multiprocessors * blocks), n
     warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
     program = packed_program(*w.form, w.chunks, warps, blocks)
-    shared = TABLE_BYTES * (1 + w.bits // 5) if w.rotated else 0
+    shared = TABLE_BYTES[w.bits] if w.rotated else 0
     launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True, shared=shared)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)

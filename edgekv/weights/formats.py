@@ -102,7 +102,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFormat(WeightFormat):
-    """A linear layer whose rows have several formats: so many of each, again and again (of each expert).
+    """A linear layer whose rows alternate between formats, e.g. 256 of Q2_K and 256 of IQ3_S for each expert.
 
     Its arrays are those of all rows of one format, behind the format's place: ``0.blocks``.
     """

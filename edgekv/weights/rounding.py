@@ -1,22 +1,22 @@
-"""Weights of 2 to 5 bits rounded so that each layer's outputs on a text change least: GPTQ, without its inverse.
+"""Rounds weights to 2 to 5 bits so that each layer's outputs on a text change least: GPTQ, without its inverse.
 
-A text goes through the model twice: through its own weights, and through the rounded ones. On its second way it
-comes to each layer as the rounded layers before have made it, and the layer is rounded so that it makes of these
-inputs what its own weights make of the exact ones, as far as the text can tell.
+The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
+with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
+come as near as the text can tell to the exact layer's outputs for the exact inputs (`output_correction`).
 
-Inputs and weights are rotated, as in `edgekv.weights.gaussian`. Of a row w and its rounded form q,
-(w - q) H (w - q)^T is to be small, where H sums x x^T over the inputs x. With Cholesky's H = L L^T that is the sum
-over columns j of L_jj^2 (t_j - q_j)^2, where t_j adds to w_j what the columns behind it were rounded by:
-t_j = w_j + sum over i > j of (w_i - q_i) L_ij / L_jj. So columns are rounded from the last to the first, and the
-heaviest blocks lie last: what they are rounded by, all others can make up for. Two partners lie side by side and
-are rounded together, j + 1 to the level next to t_(j+1), then j to that next to t_j, once for each choice of odd
-and even codes; that which adds least is kept. A block's scale is the candidate with which the block, rounded in
-that way, adds least.
+Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
+small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L
+L^T the error is the sum over columns j of L_jj^2 (t_j - q_j)^2. The target t_j is w_j plus what makes up for the
+errors of later columns: t_j = w_j + sum over i > j of (w_i - q_i) L_ij / L_jj. So columns are rounded from the
+last to the first, and blocks of 128 are ordered so that the one with the largest inputs comes last: all others
+make up for it.
 
-Then once more, from the last block to the first, its scale and each of its pairs become what is best beside all
-others: with the slopes s = (w - q) H and a pair's own part P of H the two errors are best less by s P^-1. To have
-w + b H^-1 rounded in place of w, the linear term b is added to the slopes, and b L^-T to what the targets add,
-before they are divided.
+Partners are columns j and j + 1. For each of the four parities of their codes, j + 1 is rounded first, then j; the
+cheapest of the four is kept. A block is rounded in this way with several scales, and the cheapest is kept.
+
+Then all is rounded again, from the last block to the first: each scale, then each pair, with all other columns as
+they are. With the slopes s = (w - q) H, and P the pair's own rows and columns of H, the best change of the pair's
+errors is -s P^-1. To round w + b H^-1 in place of w, b is added to the slopes, and b L^-T / L_jj to the targets.
 
 Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885);
 Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
@@ -24,6 +24,7 @@ Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -46,11 +47,11 @@ TOGETHER = 256  # columns between two matrix products
 CANDIDATES = len(gaussian.FACTORS)
 LANES = 16  # float32 that a processor may multiply at once
 SCRATCH = (3 * ROTATED_INPUTS // 2 + 1) * CANDIDATES
-"""Float32 of a thread beside two for each column: errors and codes of a block with each scale."""
+"""Float32 that a thread needs beside two for each column: a block's errors and codes with each scale."""
 HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
-DAMPING = 0.02  # of the mean of a hessian's diagonal, added to it: inputs that the text lacks
-SAMPLE = 8  # of so many rows one tells what is chance
+DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
+SAMPLE = 8  # one row of so many is enough to estimate what is chance
 
 
 def pairs_order(importance: F32) -> tuple[I64, I64]:
@@ -101,7 +102,7 @@ class Rounder:
         return packed, ordered_scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
-        """Returns the sum of b H^-1 b^T over the rows of b (r, columns): what a correction by b makes better."""
+        """Returns the sum of b H^-1 b^T over the rows of b (r, columns): the most that b lowers the error."""
         return float((np.square(self._forward(b[:, self._order])) / self._weights).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
@@ -133,10 +134,10 @@ class Rounder:
 
 
 def hessian(x: F32) -> F32:
-    """Returns the mean of the outer products of x's rows (n, columns), and of as many more rows as x has columns.
+    """Returns H (columns, columns): the mean outer product of x's rows (n, columns) and of ``columns`` more rows.
 
-    Those stand for inputs of the same size that do not depend on each other, so that a few rows of x tell little
-    of how inputs do. Raises EdgeKVError where x is not finite.
+    Those have x's diagonal and no correlations, so that few rows of x are not trusted to tell the correlations of
+    all inputs. Raises EdgeKVError where x is not finite.
     """
     n, columns = x.shape
     total = np.zeros((columns, columns), np.float32)
@@ -153,9 +154,9 @@ def hessian(x: F32) -> F32:
 
 
 def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
-    """Returns the mean of the outer products of the rows of lost and own (tokens, columns).
+    """Returns the mean outer product of the rows of lost and own (tokens, columns), as (columns, columns).
 
-    And the same with the products of the second half negated; both (columns, columns).
+    And half the difference between this mean over the first half of the tokens and over the second.
     """
     n, half = len(own), len(own) // 2
     first, second = lost[:half].T @ own[:half], lost[half:].T @ own[half:]
@@ -163,10 +164,10 @@ def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
 
 
 def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F32) -> F32:
-    """Returns `Rounder.round`'s correction, with which rows (r, columns) make of own what they do of own + lost.
+    """Returns `Rounder.round`'s correction b: rows (r, columns) then give for own what they do for own + lost.
 
-    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. It is a
-    least-squares change times the share of it in which the text's halves agree, which is no chance.
+    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. b is the
+    least-squares change, times the share of it on which the two halves of the text agree: the rest is chance.
     """
     both = rows @ mean
     whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ half_difference)
@@ -175,11 +176,20 @@ def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F
 
 
 class StreamingOps(NumpyOps):
-    """`NumpyOps` that read each matrix when it is used and keep none. replaced: matrices in place of their own."""
+    """`NumpyOps` that read each matrix when it is used and keep none. replaced: matrices to use instead."""
 
     def __init__(self, weights: CheckpointWeights) -> None:
         super().__init__(weights)
         self.replaced: dict[str, F32] = {}
+
+    @contextlib.contextmanager
+    def using(self, name: str, matrix: F32 | None) -> Iterator[None]:
+        """Has a matrix used in place of the one of this name; None: its own."""
+        self.replaced = {} if matrix is None else {name: matrix}
+        try:
+            yield
+        finally:
+            self.replaced = {}
 
     def _matrix(self, name: str) -> F32:
         found = self.replaced.get(name)
@@ -187,54 +197,47 @@ class StreamingOps(NumpyOps):
 
 
 class CalibratingOps(StreamingOps):
-    """Operators whose linear layers are rounded when they are called, each once, in order.
+    """Operators that round each linear layer when it is called, once, and hand it to ``write``.
 
-    Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model. The head's
-    outputs are not read.
+    Activations are (2 n, channels): n rows of the exact model, then those of the rounded one for the same tokens.
+    The head is rounded, but returns no outputs.
     """
 
     def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
         super().__init__(weights)
-        self._checkpoint, self._form, self._write = weights, form, write
+        self._checkpoint, self._form, self._write, self._rounds_experts = weights, form, write, False
 
     def linear(self, x: F32, name: str) -> F32:
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
         if name.endswith(ROUTER):
             return super().linear(x, name)
-        rounded = self.rounded(x, name)
+        rounded = self._round_linear(x, name)
         if name == "head":
             return np.empty((0, self.arch.config.vocab_size), np.float32)
         exact, own = np.split(x, 2)
-        outputs = [super().linear(exact, name)]
-        self.replaced = {} if rounded is None else {name: rounded}
-        outputs.append(super().linear(own, name))
-        self.replaced = {}
-        return np.concatenate(outputs)
+        outputs = super().linear(exact, name)
+        with self.using(name, rounded):
+            return np.concatenate([outputs, super().linear(own, name)])
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        """Returns x (n, hidden) plus what layer i's experts make of y (n, hidden).
-
-        Exact and rounded rows may choose different experts, which have other inputs then.
-        """
+        """Returns x (2 n, hidden) plus what layer i's experts make of y; the halves may choose others."""
         self._write(f"{i}{ROUTER}", None)
-        halves = zip((False, True), np.split(x, 2), np.split(y, 2), strict=True)
-        return np.concatenate([self._add_experts(*half, i) for half in halves])
-
-    def _add_experts(self, rounds: bool, x: F32, y: F32, i: int) -> F32:
-        self._rounds_experts = rounds
-        return super().add_experts(x, y, i)
+        exact, own = zip(np.split(x, 2), np.split(y, 2), strict=True)
+        outputs = super().add_experts(*exact, i)
+        self._rounds_experts = True
+        try:
+            return np.concatenate([outputs, super().add_experts(*own, i)])
+        finally:
+            self._rounds_experts = False
 
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
         """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
-        if self._rounds_experts:
-            rounded = self._rounded_experts(rows, expert_ids, name)
-            self.replaced = {} if rounded is None else {name: rounded}
-        products = super().expert_products(rows, expert_ids, name)
-        self.replaced = {}
-        return products
+        rounded = self._round_experts(rows, expert_ids, name) if self._rounds_experts else None
+        with self.using(name, rounded):
+            return super().expert_products(rows, expert_ids, name)
 
-    def rounded(self, x: F32, name: str) -> F32 | None:
-        """Hands the layer on and returns its rounded weights (rows, columns); None: they stay as they are."""
+    def _round_linear(self, x: F32, name: str) -> F32 | None:
+        """Writes the layer; returns its rounded weights (rows, columns), or None if its format is not rotated."""
         form = self._form.of(name)
         if not form.rotated:
             self._write(name, None)
@@ -245,8 +248,8 @@ class CalibratingOps(StreamingOps):
         parts = [rounder.round(rows, output_correction(rounder, rows, *products)) for rows in blocks]
         return self._written(parts, name)
 
-    def _rounded_experts(self, rows: F32, expert_ids: I64, name: str) -> F32 | None:
-        """Hands experts on and returns their rounded weights, as `rounded` does, each by its own inputs alone."""
+    def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> F32 | None:
+        """Does what `_round_linear` does, for a layer's experts, each by its own inputs alone."""
         form, parts = self._form.of(name), []
         if not form.rotated:
             self._write(name, None)
@@ -265,7 +268,7 @@ class CalibratingOps(StreamingOps):
 
 @rows_kernel
 def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
-    """Rounds rows of a panel; factor[j, i]: by which the error of column i > j counts in the target of j."""
+    """Rounds rows of a panel; factor[j, i]: the weight of the error of column i > j in the target of j."""
     columns, n_codes, targets_at, weight_at, factor_at, weights_at = load_numbers(arguments, 6)
     factors_at, near_at, tables_at = load_numbers(arguments + 8 * 6, 3)
     codes_at, scales_at, errors_at, scratch_at = load_numbers(arguments + 8 * 9, 4)
@@ -328,7 +331,7 @@ def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
 
 @rows_kernel
 def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None:
-    """Rounds rows of a panel again; slopes: of half the sum to be small, by the errors of these columns."""
+    """Rounds rows of a panel again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
     columns, n_codes, weight_at, slopes_at, hessian_at, near_at, tables_at = load_numbers(arguments, 7)
     codes_at, scales_at, errors_at = load_numbers(arguments + 8 * 7, 3)
     hessian, near, tables = floats(hessian_at), chars(near_at), signed_chars(tables_at)
@@ -350,13 +353,13 @@ def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None
             scale = before + gain / square if square > 0 else before
             put(floats(scales_at), r * n_blocks + b, scale)
             inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-            for is_coded in (False, True):  # first the codes that are there, times the new scale
+            for is_coded in (False, True):  # first, the same codes with the new scale
                 for j in range(lo, hi, 2):
                     lost_x, lost_y = get(errors, j), get(errors, j + 1)
                     if is_coded:
                         of_x, of_y = get(hessian, j * columns + j), get(hessian, (j + 1) * columns + j + 1)
                         share = get(hessian, j * columns + j + 1) / of_x
-                        left = of_y - share * share * of_x  # of y's part of H, beside what x makes up for
+                        left = of_y - share * share * of_x  # y's part of H, less what x makes up for
                         change = (get(slope, j + 1) - share * get(slope, j)) / left
                         y = get(weight, j + 1) - lost_y + change
                         x = get(weight, j) - lost_x + get(slope, j) / of_x - share * change
@@ -370,7 +373,7 @@ def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None
                     put(errors, j, lost_x)
                     put(errors, j + 1, lost_y)
                     if by_x != 0 or by_y != 0:
-                        for i in range(hi):  # those behind have been rounded again
+                        for i in range(hi):  # later columns are done
                             added = by_x * get(hessian, j * columns + i) + by_y * get(
                                 hessian, (j + 1) * columns + i
                             )

@@ -44,8 +44,8 @@ from edgekv.weights.formats import (
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
 BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
-Write = Callable[[str, "tuple[Codes, F32] | None"], None]
-"""Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
+Write = Callable[[str, "tuple[Codes, Array] | None"], None]
+"""Takes each linear layer in the order of the store: its name, and its codes and scales; None: it makes them."""
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -255,7 +255,7 @@ def _write_weights(
             if progress:
                 progress("quantizing" if form.bits < 32 else "converting", done, total)
 
-        def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
+        def write_linear(name: str, rounded: tuple[Codes, Array] | None = None) -> None:
             """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
             own = form.of(name)
             if own.bits == 32:

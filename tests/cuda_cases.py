@@ -17,7 +17,7 @@ from kernel_cases import CODECS, assert_close, backend_module
 
 from edgekv.engine.cuda import CudaBackend, runs
 from edgekv.engine.decoder import Decoder
-from edgekv.engine.loading import find_device
+from edgekv.engine.loading import SessionPlan, find_device
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.kernels import reference
@@ -115,8 +115,12 @@ def require_same_logits(
     of_device: the error there, of the largest logit, where it has other weights; None: of its products alone.
     """
     form, n = model.weight_format("auto"), len(tokens)
-    cuda = Decoder(CudaBackend(DeviceWeights(model.store(form), device.driver, None), device.driver, 1), n)
-    rows = []
+    weights = DeviceWeights(model.store(form), device.driver, None)
+    matrices = (w for each in weights.linears.values() for w in (each.data, each.scales, each.bias, each.shift))
+    others = *weights.vectors.values(), *(table for table, _ in weights.tables.values())
+    planned = SessionPlan.make(model, device="cuda").weights_bytes
+    assert sum(array.nbytes for array in (*matrices, *others) if array is not None) == weights.nbytes == planned
+    cuda, rows = Decoder(CudaBackend(weights, device.driver, 1), n), []
     for each in (*(find_device(where).decoder(model, form, n, 1, None) for where in ("numpy", "cpu")), cuda):
         caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, n)
         for cache in caches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from checkpoint_files import one_line
 from cuda_cases import ON_CUDA
+from gguf_writer import write_k_quants
 from helpers import SCHEMES
 
 from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine.cuda import CudaBackend
-from edgekv.engine.loading import find_device, resolve_device
+from edgekv.engine.loading import SessionPlan, find_device, resolve_device
+from edgekv.engine.model import Model
 from edgekv.engine.session import Session
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
 from edgekv.kernels.cuda import driver as cupy_driver
@@ -91,6 +94,19 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
     with pytest.raises(MemoryBudgetError) as error:
         Session.load(shipped_model("demo"), device="cuda")
     one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`")
+
+
+def test_blocks_of_a_gguf_file_need_what_they_take_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Q2_K's 2.6 bits for a weight are 9 there, 8 and a scale: the GPU has room for the former alone."""
+    path, loads = write_k_quants(tmp_path, "Q2_K")[0], dict[str, Any](kv="f16", ctx=8)
+    monkeypatch.setitem(sys.modules, "cupy", cupy := fake_cupy())
+    monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
+    free = sum(SessionPlan.make(Model.open(path), **loads).parts().values())
+    cupy.cuda.runtime.memGetInfo = lambda: (free, 4 << 30)
+    with pytest.raises(MemoryBudgetError, match="weights"):
+        Session.load(path, device="cuda", **loads)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(ON_CUDA)))

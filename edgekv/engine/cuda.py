@@ -29,7 +29,7 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import CudaOps, DeviceWeights, no_lora
+from edgekv.weights.cuda import CudaOps, DeviceFormat, DeviceWeights, no_lora
 from edgekv.weights.formats import WeightFormat
 
 SCORES = 1 << 24  # float32 scores of a prompt in memory at once
@@ -61,6 +61,7 @@ class CudaBackend(Backend):
     kernels: CudaKernels
     ops: CudaOps
     weights: DeviceWeights
+    held_format = staticmethod(DeviceFormat.made_from)
     free_bytes = staticmethod(lambda: int(cupy_driver.require_cupy().cuda.runtime.memGetInfo()[0]))
 
     def __init__(self, weights: DeviceWeights, driver: Driver, threads: int) -> None:

@@ -110,7 +110,8 @@ class Backend(abc.ABC):
     """Base of the devices that a decoder computes on, whose memory holds activations and caches.
 
     chunk: tokens of a prompt whose activations are alive at a time. keeps_kernels: whether compiled kernels are
-    remembered by `edgekv.kernels.kernel_cache`.
+    remembered by `edgekv.kernels.kernel_cache`. held_format: returns the format that weights of a store have in
+    the device's memory.
     """
 
     weights: Weights
@@ -121,6 +122,7 @@ class Backend(abc.ABC):
     chunk: int = CHUNK
     keeps_kernels = False
     free_bytes: Callable[[], int] = staticmethod(lambda: available_memory_bytes())
+    held_format: Callable[[WeightFormat], WeightFormat] = staticmethod(lambda form: form)
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:

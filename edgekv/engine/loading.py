@@ -144,11 +144,11 @@ def default_ctx(config: ModelConfig) -> int:
 class SessionPlan:
     """The scheme, weight format and memory of a session. Bytes are exact, those of scratch an upper bound.
 
-    ctx: tokens that it can hold. kv: its scheme. weights: name of the weight format. weights_bytes: weights that
-    decoding maps. idle_bytes: those of them that need no memory, experts that a token leaves out. cache_bytes: all
-    KV caches; f16_bytes: the same in f16. state_bytes: layers that do not attend, with their snapshots.
-    scratch_bytes: buffers while a prompt of ``ctx`` tokens is read. notes: what was chosen for the user, or lost,
-    a line each.
+    ctx: tokens that it can hold. kv: its scheme. weights: name of the weight format. weights_bytes: weights in the
+    device's memory, or mapped. idle_bytes: those of them that need none, experts that a token leaves out.
+    cache_bytes: all KV caches; f16_bytes: the same in f16. state_bytes: layers that do not attend, with their
+    snapshots. scratch_bytes: buffers while a prompt of ``ctx`` tokens is read. notes: what was chosen for the
+    user, or lost, a line each.
     """
 
     ctx: int
@@ -172,8 +172,9 @@ class SessionPlan:
         weights: str = "auto",
         kv_budget: int | None = None,
         fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
+        device: str = "cpu",
     ) -> SessionPlan:
-        """Makes the plan for options of `LoadOptions`. fit: `fit_head_bits` of a loaded model.
+        """Makes the plan for options of `LoadOptions`; device: not auto. fit: `fit_head_bits` of a loaded model.
 
         Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
         and for a scheme that does not fit the budget.
@@ -184,7 +185,8 @@ class SessionPlan:
             what = f"this model has {c.max_positions} positions"
             raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
-        weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
+        held = find_device(device).held_format(form)
+        weights_bytes, idle = model.weights_bytes(held), model.idle_bytes(held)
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
         model_bytes, passed = weights_bytes - idle + state_bytes, functools.partial(Verdicts(model).passed, ctx)
@@ -353,7 +355,8 @@ class LoadedModel:
             raise ContextError(what, field="ctx", value=ctx, accepted=accepted, advice=advice)
         weights = self.plan.weights
         fit = fit_head_bits(self.model, weights, self.decoders[None], self.tokenizer)
-        plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget, fit=fit)
+        options: dict[str, Any] = {"kv": kv, "ctx": ctx, "weights": weights, "kv_budget": kv_budget}
+        plan = SessionPlan.make(self.model, **options, fit=fit, device=self.device)
         find_device(self.device).require(plan.kv)
         return plan
 
@@ -400,6 +403,8 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
     backend = find_device(device)
     backend.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))
     open_drafts(options.draft, model.config, device, options.slots)  # refuses those that the model can't have
+    requested["device"] = device
+    plan = SessionPlan.make(model, **requested)
     parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
     require_memory(parts, backend.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from edgekv.kernels.cuda.matvec import (
     widen,
 )
 from edgekv.models.architecture import Architecture
-from edgekv.types import F32, TaskProgress
-from edgekv.weights.formats import FORMATS, quantize
+from edgekv.types import TaskProgress
+from edgekv.weights.formats import FORMATS, WeightFormat, quantize, specs_bytes, store_specs, token_bytes
 from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
@@ -37,7 +38,6 @@ MIN_SLAB = 1 << 23  # weights that are widened at a time; more on cards with mor
 SLAB_SHARE = 2048  # bytes of the card's memory per weight of a slab
 TILE_ROWS = 256
 LOADING = "loading to the GPU"
-ON_DEVICE = FORMATS["int8-32"]  # of blocks that the store keeps as a GGUF file has them
 
 
 def no_lora() -> ConfigError:
@@ -46,25 +46,42 @@ def no_lora() -> ConfigError:
     return ConfigError("a GPU applies no LoRA at run time", field="loras", advice=advice)
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceFormat(WeightFormat):
+    """The format that weights of a store in the format ``stored`` have in the GPU's memory.
+
+    Blocks that are kept as a GGUF file has them become int8-32, zero points the float32 numbers that they add.
+    """
+
+    stored: WeightFormat = FORMATS["f32"]
+
+    @classmethod
+    def made_from(cls, stored: WeightFormat) -> DeviceFormat:
+        """Makes the format of the weights of a store."""
+        return cls(stored.name, stored.bits, stored.block, stored=stored)
+
+    def of(self, linear: str) -> WeightFormat:
+        form = self.stored.of(linear)
+        if form.kept:
+            return FORMATS["int8-32"]
+        return dataclasses.replace(form, zeros=False, offsets=True) if form.zeros else form
+
+
 class DeviceWeights:
-    """A store's weights in the GPU's memory: all that decoding reads."""
+    """A store's weights in the GPU's memory: all that decoding reads. `matrix` and others are read on the host."""
 
     def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
-        self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
-        self.driver, self._store = driver, store
+        self.driver, held = driver, DeviceFormat.made_from(store.form)
+        specs = store_specs(store.arch, held, store.table_dtypes)
+        self.nbytes, self.token_bytes = specs_bytes(specs), token_bytes(store.arch, specs)
+        self.matrix, self.bias, self.vector, self.array = store.matrix, store.bias, store.vector, store.array
         self.linears: dict[str, Matrix] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
-            form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
-            if form.kept:
-                form, before = ON_DEVICE, sum(array.nbytes for array in arrays.values())
+            form, arrays, shift = held.of(name), store.arrays(name), store.shift(name)
+            if store.form.of(name).kept:
                 arrays = dict(zip(("codes", "scales"), quantize(store.matrix(name), form), strict=True))
-                added = sum(array.nbytes for array in arrays.values()) - before
-                self.nbytes, self.token_bytes = self.nbytes + added, self.token_bytes + added
-            if shift is not None and "zeros" in arrays:  # shifts take the place of the zero points
-                added = shift.nbytes - arrays["zeros"].nbytes
-                self.nbytes, self.token_bytes = self.nbytes + added, self.token_bytes + added
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
             if form.rotated and scales is not None:
@@ -83,22 +100,6 @@ class DeviceWeights:
             stored = store.raw(name)
             bits = stored if stored.dtype.itemsize == 4 else stored.view(np.uint16)
             self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
-
-    def matrix(self, name: str) -> F32:
-        """Returns a matrix dequantized, (rows, columns) float32 on the host."""
-        return self._store.matrix(name)
-
-    def bias(self, name: str) -> F32 | None:
-        """Returns a linear layer's bias, (rows,) float32 on the host; None where it has none."""
-        return self._store.bias(name)
-
-    def vector(self, name: str) -> F32:
-        """Returns a vector, (size,) float32 on the host."""
-        return self._store.vector(name)
-
-    def array(self, name: str) -> F32:
-        """Returns an array, float32 on the host."""
-        return self._store.array(name)
 
     def rows(self, table: str, ids: Ids) -> Array:
         """Returns rows ``ids`` (n,) of a table, (n, hidden) float32 on the device."""

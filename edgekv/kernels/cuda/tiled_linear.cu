@@ -1,10 +1,16 @@
 // Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
-// BLOCK inputs to a scale. Weights are multiplied as the integers that are stored, or levels, activations, rotated for levels, as
-// integers of 16 bits, with a unit for the inputs of each chunk, 16 bytes of weights, or of each block of rotated ones. A tile is 16
-// rows, or 8 rows and the 8 that they gate. A warp takes a span of it at a time, 128 bytes of each row, so that it reads whole cache
-// lines: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d of the second
-// factor is digit d of chunk 2 j + h's inputs, and zero for other chunks, so that lane j of a row gets each chunk's sum by itself.
-// WARPS_OF_BLOCK warps share a tile's spans; a row has at most MAX_SPANS spans.
+// BLOCK inputs to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
+// of 16 bits, two digits of 8, with a unit for each chunk's inputs, or each block's of rotated ones. A chunk is 16 bytes of a row, a
+// span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. WARPS_OF_BLOCK warps share a tile's spans,
+// at most MAX_SPANS. A warp multiplies a span, which its lanes read, by inputs in shared memory in two steps, k = 0 and 1:
+//
+//     rows     chunks 0, 1    2, 3    4, 5    6, 7   |   columns        0     1     2     3     4     5     6     7
+//     0, 8     lane 0         1       2       3      |   chunk k        high  low   0     0     0     0     0     0
+//     1, 9     lane 4         5       6       7      |   chunk 2 + k    0     0     high  low   0     0     0     0
+//     ...                                            |   chunk 4 + k    0     0     0     0     high  low   0     0
+//     7, 15    lane 28        29      30      31     |   chunk 6 + k    0     0     0     0     0     0     high  low
+//
+// Lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8, and gets columns 2 j and 2 j + 1 of their sums: those of its chunks.
 
 #define PER_LOAD (128 / PLANE_BITS)   // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
@@ -12,8 +18,8 @@
 #define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
-#define TURN (ROTATED ? 4 : 1)        // fours of inputs that a thread puts into shared memory together
-#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, TURN * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * TURN))  // fours that it reads at once
+#define GROUP (ROTATED ? 4 : 1)       // fours of inputs that a thread puts into shared memory together
+#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * GROUP))  // fours that it reads at once
 #define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of the table of levels, which lanes read without conflicts
 
 struct Chunk {
@@ -21,37 +27,39 @@ struct Chunk {
     int offset;  // what the weights' zero adds to their sum
 };
 
-// Returns the chunk that the inputs of thread f of a row belong to.
+// Returns the chunk of four f of a row (`put_digits`).
 __device__ __forceinline__ int chunk_at(int f) { return ROTATED ? f / 32 * PLANE_BITS + f % (8 * PLANE_BITS) / 8 : f / FOURS; }
 
-// Returns which turn of a block's threads is that of four k of those that a thread reads when `base` ones have been read, and which
-// four that is.
-__device__ __forceinline__ int turn_at(int base, int k) { return base / TURN + k / TURN * 32 * WARPS_OF_BLOCK + threadIdx.x; }
+// Returns the group of the k-th four that a thread reads after the first `base` of a row: groups go to the threads in order.
+__device__ __forceinline__ int group_at(int base, int k) { return base / GROUP + k / GROUP * 32 * WARPS_OF_BLOCK + threadIdx.x; }
+
+// Returns that four. A rotated block has 32 fours, in 8 groups: u, u + 8, u + 16 and u + 24 are group u.
 __device__ __forceinline__ int four_at(int base, int k)
 {
-    int u = turn_at(base, k);
-    return ROTATED ? u / 8 * 32 + u % 8 + k % 4 * 8 : u;
+    int group = group_at(base, k);
+    return ROTATED ? group / 8 * 32 + k % 4 * 8 + group % 8 : group;
 }
 
 // What added to a number leaves, in the lowest 16 bits, those of the rounded number plus 0x8080: both digits, each plus 128.
 #define ROUNDS 12615808.0f
 
-__device__ __forceinline__ u32 rounded(float x, float inverse) { return __float_as_uint(x * inverse + ROUNDS); }
+__device__ __forceinline__ u32 two_digits(float x, float inverse) { return __float_as_uint(x * inverse + ROUNDS); }
 
-// Puts two digits of four `rounded` inputs, those of thread f of a row, in their places.
+// Puts both digits of each input of four f of a row in their places. Here a rotated block's four f has inputs a, a + 64, a + 1 and
+// a + 65, a = 2 f.
 __device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
 {
-    int chunk = chunk_at(f), group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2;
+    int chunk = chunk_at(f), step = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2;
     u32 first = permute_bytes(x[0], x[1], 0x5140), last = permute_bytes(x[2], x[3], 0x5140);
     UNROLL for (int d = 0; d < 2; ++d) {
         u32 digits = permute_bytes(first, last, d ? 0x5410 : 0x7632) ^ 0x80808080;
         if (ROTATED) {
-            int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (group * HALVES + half) * 8 + column + d;
+            int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (step * HALVES + half) * 8 + column + d;
             *(u32*)(staged + slot * 16 + f % 4 * 4) = digits;
         } else if (WEIGHT_BITS == 8) {
-            *(u32*)(staged + ((group * 8 + column + d) * 16 + f % 4 * 4)) = digits;
+            *(u32*)(staged + ((step * 8 + column + d) * 16 + f % 4 * 4)) = digits;
         } else {  // a word of weights has even inputs in its low nibbles
-            int word = f % FOURS / 2, slot = (group * HALVES + word / 2) * 8 + column + d;
+            int word = f % FOURS / 2, slot = (step * HALVES + word / 2) * 8 + column + d;
             u8* to = staged + slot * 16 + word % 2 * 8 + f % 2 * 2;
             *(u16*)to = (u16)permute_bytes(digits, 0, 0x20), *(u16*)(to + 4) = (u16)permute_bytes(digits, 0, 0x31);
         }
@@ -124,7 +132,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
     float largest = largest_of(x, FOURS), inverse = inverse_unit(largest);
     u32 whole[4];
     u32 total = 0;
-    UNROLL for (int k = 0; k < 4; ++k) total += (whole[k] = rounded(x[k], inverse)) - __float_as_uint(ROUNDS);
+    UNROLL for (int k = 0; k < 4; ++k) total += (whole[k] = two_digits(x[k], inverse)) - __float_as_uint(ROUNDS);
     total = lane_sum(total, FOURS);
     if (f >= fours) return;
     put_digits(staged, f, whole);
@@ -132,7 +140,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
     if (f % FOURS == 0) chunk_of[chunk_at(f)] = chunk;
 }
 
-// Rotates 16 inputs, those of thread u of rows of eight, and puts them in their places.
+// Rotates the 16 inputs of group u of a row, and puts them in their places.
 __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (*x)[4])
 {
     rotate_sixteen(x);
@@ -142,7 +150,7 @@ __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, 
     UNROLL for (int k = 0; k < 2; ++k) {
         UNROLL for (int i = 0; i < 4; i += 2) {
             u32 whole[4];
-            UNROLL for (int n = 0; n < 4; ++n) whole[n] = rounded(x[k + n % 2 * 2][i + n / 2], inverse);
+            UNROLL for (int n = 0; n < 4; ++n) whole[n] = two_digits(x[k + n % 2 * 2][i + n / 2], inverse);
             put_digits(staged, u / 8 * 32 + (rotated_at(u % 8, k) + i) / 2, whole);
         }
     }
@@ -191,7 +199,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 if (norm) v[k][i] *= weight[k][i];
             }
             if (!ROTATED) put_four((u8*)staged, chunk_of, four_at(base, k), fours, v[k]);
-            if (ROTATED && k % 4 == 3) put_rotated((u8*)staged, chunk_of, turn_at(base, k), fours, v + k - 3);
+            if (ROTATED && k % 4 == 3) put_rotated((u8*)staged, chunk_of, group_at(base, k), fours, v + k - 3);
         }
     }
     float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;

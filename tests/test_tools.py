@@ -1,9 +1,11 @@
 """Seeded faults have their place, and shipped models describe scenes."""
 
+import importlib
 import itertools
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,25 @@ def test_each_seeded_fault_has_its_place() -> None:
     command = [sys.executable, ROOT / "tools" / "faults" / "run.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_comparison_with_llamacpp(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is refused without a text to read, and another build of llama.cpp makes files of its own."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+    compare_llamacpp = importlib.import_module("compare_llamacpp")
+    monkeypatch.setattr(sys, "argv", ["compare_llamacpp.py", "--llama", str(tmp_path), "--model", "demo"])
+    with pytest.raises(SystemExit, match="2"):
+        compare_llamacpp.main()
+    assert "--model needs --text" in capsys.readouterr().err
+    arguments, names = SimpleNamespace(llama=tmp_path, shape="tiny", layers=1, gguf=["Q4_0"]), set[str]()
+    for program, library in ((b"1", b"1"), (b"1", b"2"), (b"2", b"2"), (b"2", b"2")):
+        (tmp_path / "llama-quantize").write_bytes(program)
+        (tmp_path / "libggml.so").write_bytes(library)
+        names.add(compare_llamacpp.files_name(arguments))
+    assert len(names) == 3
+    assert all(name.startswith("tiny-1-Q4_0-") for name in names)
 
 
 @pytest.mark.parametrize("kv", ["dense", "visual_planes"])

@@ -13,6 +13,7 @@ Needs an idle machine, `pip install 'edgekv[dev]'`, and llama-bench, -quantize, 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import pathlib
@@ -30,7 +31,7 @@ from weight_quality import WINDOW, Quality
 
 from edgekv.checkpoint.hub import load_shape
 from edgekv.engine.model import Model
-from edgekv.files import cache_root, create_folder_once
+from edgekv.files import create_folder_once
 from edgekv.machine import machine_info
 from edgekv.models import architecture
 
@@ -78,6 +79,13 @@ def random_files(arguments: argparse.Namespace, folder: pathlib.Path, raw: dict[
     for kind in arguments.gguf:
         llama(arguments, "quantize", source, folder / f"{kind}.gguf", kind)
     source.unlink()
+
+
+def files_name(arguments: argparse.Namespace) -> str:
+    """Returns a name for the folder of the random files: their shape and types, and a hash of what rounds them."""
+    programs = sorted([arguments.llama / "llama-quantize", *arguments.llama.glob("lib*")])
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in programs))
+    return "-".join([arguments.shape, str(arguments.layers), *arguments.gguf, digest.hexdigest()[:12]])
 
 
 def losses(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, Quality]:
@@ -165,6 +173,7 @@ def main() -> None:
     parser.add_argument("--weights", default="q4", type=names, help="edgekv's formats (default %(default)s)")
     parser.add_argument("--gguf", default="Q4_0,Q4_K_M", type=names, help="llama.cpp's (default %(default)s)")
     parser.add_argument("--prefill", type=int, default=512, help="prompt to time (default %(default)s; 0: none)")
+    parser.add_argument("--files", metavar="FOLDER", type=pathlib.Path, help="keeps random weights for later runs")
     parser.add_argument("--rounds", type=int, default=3, help="of speed (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--settings", default=list(SETTINGS), type=lambda s: s.split(";"), help="separated by ;")
@@ -174,6 +183,8 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=40, help="windows of the text (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path)
     arguments = parser.parse_args()
+    if arguments.model and not arguments.text:
+        parser.error("--model needs --text, which the model reads")
     facts: dict[str, Any] = {"settings": {key: str(value) for key, value in vars(arguments).items()}}
     times: Times = {}
     with tempfile.TemporaryDirectory() as place:
@@ -183,8 +194,8 @@ def main() -> None:
             facts["losses"] = {name: row._asdict() for name, row in found.items()}
         if arguments.rounds:
             raw = load_shape(arguments.shape, arguments.layers, 65536)
-            cached = cache_root() / "gguf" / "-".join([arguments.shape, str(arguments.layers), *arguments.gguf])
-            files = create_folder_once(cached, lambda path: random_files(arguments, path, raw))
+            kept = (arguments.files or pathlib.Path(place)) / files_name(arguments)
+            files = create_folder_once(kept, lambda path: random_files(arguments, path, raw))
         for turn in range(arguments.rounds):
             print(f"round {turn + 1} of {arguments.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
             run_round(arguments, files, pathlib.Path(place), times)

@@ -274,19 +274,19 @@ def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Seque
 
 
 def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None) -> list[Value]:
-    """Returns the codes of the unit at an address, a vector each; n_blocks: how many it has, None: all."""
-    of_planes = []  # for each plane those of each vector
+    """Returns the codes of the unit at an address, bytes in vectors; n_blocks: how many it has, None: all."""
+    planes = []  # of each plane, for each vector: the words that have its codes, and each lane's shift
     for bits, before in code_planes(layout.bits):
-        n_bytes, offset = layout.bit_bytes * bits, layout.bit_bytes * before
-        size, each = min(n_bytes, VECTOR), LANES // layout.blocks
-        kind = emit.vector(emit.I32, size // 4)
-        loads = [emit.load_some(b, kind, start, offset + i, n_blocks, each) for i in range(0, n_bytes, size)]
-        wide = [emit.lanes(b, some, [i % (size // 4) for i in range(LANES)]) for some in loads]
-        places = [[(VECTOR * v + 4 * i) // n_bytes for i in range(LANES)] for v in range(layout.vectors)]
-        shifts = [[bits * place for place in of_vector] for of_vector in places]
-        of_planes.append([(wide[v % len(wide)], shift) for v, shift in enumerate(shifts)])
-    codes = [_planes_code(b, layout, planes) for planes in zip(*of_planes, strict=True)]
-    return [_levels(b, layout, code, codes[i - len(codes) // 2]) for i, code in enumerate(codes)]
+        n_bytes, first = layout.bit_bytes * bits, layout.bit_bytes * before  # byte j has codes j, j + n_bytes, ...
+        kind = emit.vector(emit.I32, min(n_bytes, VECTOR) // 4)
+        offsets = range(first, first + n_bytes, VECTOR)
+        loads = [emit.load_some(b, kind, start, each, n_blocks, LANES // layout.blocks) for each in offsets]
+        words = [emit.lanes(b, load, [i % kind.count for i in range(LANES)]) for load in loads]
+        shifts = [[(VECTOR * v + 4 * i) // n_bytes * bits for i in range(LANES)] for v in range(layout.vectors)]
+        planes.append([(words[v % len(words)], shift) for v, shift in enumerate(shifts)])
+    codes = [_planes_code(b, layout, of_vector) for of_vector in zip(*planes, strict=True)]
+    half = len(codes) // 2  # partners are half a unit away
+    return [_levels(b, layout, code, codes[i - half]) for i, code in enumerate(codes)]
 
 
 def load_scales(b: Any, layout: CodeLayout, scales: Value, block: Value, n_blocks: Value | None) -> Value:
@@ -417,9 +417,9 @@ def _emit_transposed_codes(
     def code(four: int) -> Value:
         planes = []
         for bits, before in code_planes(layout.bits):
-            chunk, word = divmod(four, layout.bit_bytes * bits // 4)
-            start, word = divmod(layout.bit_bytes * before // 4 + word, LANES)
-            planes.append((words(start * LANES)[word], [bits * chunk] * LANES))
+            n_words = layout.bit_bytes * bits // 4  # word j has the fours j, j + n_words, ...
+            start, word = divmod(layout.bit_bytes * before // 4 + four % n_words, LANES)
+            planes.append((words(start * LANES)[word], [four // n_words * bits] * LANES))
         return _planes_code(b, layout, planes)
 
     for four in range(n):
@@ -618,10 +618,8 @@ def _emit_unit(
     for m in range(n):
         unit = units.row(b, m)
         elements = [emit.load(b, INTS, unit, VECTOR * i) for i in range(layout.vectors)]
-        row_sums, row_scales = (
-            emit.load(b, INTS, unit, layout.sums_at),
-            emit.load(b, FLOATS, unit, layout.scales_at),
-        )
+        row_sums = emit.load(b, INTS, unit, layout.sums_at)
+        row_scales = emit.load(b, FLOATS, unit, layout.scales_at)
         for o in range(n_outputs):
             dots = row_sums
             for codes_of, elements_of in zip(codes[o], elements, strict=True):

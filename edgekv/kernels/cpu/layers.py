@@ -8,15 +8,7 @@ import numpy as np
 
 from edgekv.kernels.cpu.compile import Scalar, jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
-from edgekv.kernels.cpu.loops import (
-    address_of,
-    exact_loop,
-    float_of,
-    floats,
-    int64s,
-    load_numbers,
-    scratch_memory,
-)
+from edgekv.kernels.cpu.loops import address_of, exact_loop, float_of, floats, int64s, load_numbers, scratch_memory
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32, I64

@@ -35,16 +35,7 @@ def short_conv(x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None =
 
 
 def gated_delta(
-    x: F32,
-    out: F32,
-    *,
-    window: F32,
-    matrix: F32,
-    conv: F32,
-    log_decay: F32,
-    time_bias: F32,
-    norm: F32,
-    eps: float,
+    x: F32, out: F32, *, window: F32, matrix: F32, conv: F32, log_decay: F32, time_bias: F32, norm: F32, eps: float
 ) -> None:
     """Fills out (n, V * Dv) by the gated delta rule; matrix (V, Dk, Dv) is changed."""
     n, (value_heads, key_dim, value_dim), convolved = len(x), matrix.shape, window.shape[1]

@@ -21,16 +21,7 @@ ONE = np.float32(1)
 
 
 def split_rope(
-    qkv: F32,
-    cos: F32,
-    sin: F32,
-    q: F32,
-    k: F32,
-    v: F32,
-    scale: float,
-    q_norm: F32,
-    k_norm: F32,
-    eps: float,
+    qkv: F32, cos: F32, sin: F32, q: F32, k: F32, v: F32, scale: float, q_norm: F32, k_norm: F32, eps: float
 ) -> None:
     """Splits qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D), rotated by cos, sin (n, rot // 2)."""
     (n_heads, n_tokens, head_dim), n_kv_heads = q.shape, k.shape[0]

@@ -8,16 +8,7 @@ from edgekv.types import F32
 
 
 def split_rope(
-    qkv: F32,
-    cos: F32,
-    sin: F32,
-    q: F32,
-    k: F32,
-    v: F32,
-    scale: float,
-    q_norm: F32,
-    k_norm: F32,
-    eps: float,
+    qkv: F32, cos: F32, sin: F32, q: F32, k: F32, v: F32, scale: float, q_norm: F32, k_norm: F32, eps: float
 ) -> None:
     """Splits the fused projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D).
 

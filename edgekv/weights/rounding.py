@@ -25,7 +25,7 @@ Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -192,8 +192,7 @@ class StreamingOps(NumpyOps):
             self.replaced = {}
 
     def _matrix(self, name: str) -> F32:
-        found = self.replaced.get(name)
-        return self.weights.matrix(name) if found is None else found
+        return self.replaced[name] if name in self.replaced else self.weights.matrix(name)
 
 
 class CalibratingOps(StreamingOps):
@@ -211,7 +210,7 @@ class CalibratingOps(StreamingOps):
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
         if name.endswith(ROUTER):
             return super().linear(x, name)
-        rounded = self._round_linear(x, name)
+        rounded = self._rounded(name, self._round_linear(x, name))
         if name == "head":
             return np.empty((0, self.arch.config.vocab_size), np.float32)
         exact, own = np.split(x, 2)
@@ -232,38 +231,36 @@ class CalibratingOps(StreamingOps):
 
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
         """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
-        rounded = self._round_experts(rows, expert_ids, name) if self._rounds_experts else None
-        with self.using(name, rounded):
+        parts = self._round_experts(rows, expert_ids, name)
+        with self.using(name, self._rounded(name, parts) if self._rounds_experts else None):
             return super().expert_products(rows, expert_ids, name)
 
-    def _round_linear(self, x: F32, name: str) -> F32 | None:
-        """Writes the layer; returns its rounded weights (rows, columns), or None if its format is not rotated."""
+    def _rounded(self, name: str, parts: Iterable[tuple[U8, Array]]) -> F32 | None:
+        """Writes a layer's codes and scales, and returns the weights (rows, columns) that they stand for.
+
+        Returns None if its format is not one of rotated weights: it is then written as without a text.
+        """
         form = self._form.of(name)
         if not form.rotated:
             self._write(name, None)
             return None
-        exact, own = map(rotate, np.split(x, 2))
-        rounder, products = Rounder(hessian(own), form.bits), cross_products(exact - own, own)
-        blocks = map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS))
-        parts = [rounder.round(rows, output_correction(rounder, rows, *products)) for rows in blocks]
-        return self._written(parts, name)
-
-    def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> F32 | None:
-        """Does what `_round_linear` does, for a layer's experts, each by its own inputs alone."""
-        form, parts = self._form.of(name), []
-        if not form.rotated:
-            self._write(name, None)
-            return None
-        matrices = np.split(self.weights.matrix(name), self._linears[name].n_experts)
-        for i, rotated in enumerate(map(rotate, matrices)):
-            rounder = Rounder(hessian(rotate(rows[expert_ids == i])), form.bits)
-            parts.append(rounder.round(rotated, np.zeros_like(rotated)))
-        return self._written(parts, name)
-
-    def _written(self, parts: list[tuple[U8, Array]], name: str) -> F32:
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return self._form.of(name).decode({"codes": codes, "scales": scales}, self._linears[name].columns)
+        return form.decode({"codes": codes, "scales": scales}, self._linears[name].columns)
+
+    def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
+        """Yields codes and scales of rows of a linear layer."""
+        exact, own = map(rotate, np.split(x, 2))
+        rounder, products = Rounder(hessian(own), self._form.of(name).bits), cross_products(exact - own, own)
+        for rows in map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS)):
+            yield rounder.round(rows, output_correction(rounder, rows, *products))
+
+    def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
+        """Yields codes and scales of each expert, rounded by its own inputs alone."""
+        matrices = np.split(self.weights.matrix(name), self._linears[name].n_experts)
+        for i, rotated in enumerate(map(rotate, matrices)):
+            rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._form.of(name).bits)
+            yield rounder.round(rotated, np.zeros_like(rotated))
 
 
 @rows_kernel

@@ -7,7 +7,7 @@ from gguf_writer import HALVES, TYPES, set_halves
 from test_products import rounded
 
 from edgekv.checkpoint.gguf import KEPT
-from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
+from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
 from edgekv.kernels.cpu.gemm import DECODED, PANEL
 from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights
 from edgekv.types import F32, U8
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5  # of the sum of absolute products: offsets nearly cancel codes
 
 def drawn(kind: str, rows: int, columns: int) -> U8:
     """Draws rows of blocks, any bytes, with half floats below 1."""
-    rng, shape = np.random.default_rng(rows), (rows, columns // BLOCK, BLOCKS[kind].n_bytes)
+    rng, shape = np.random.default_rng(rows), (rows, columns // BLOCK_WEIGHTS, BLOCKS[kind].n_bytes)
     raw = rng.integers(0, 256, shape, np.uint8)
     return set_halves(raw, kind, rng.uniform(-1, 1, (*shape[:2], 1))).reshape(rows, -1)
 
@@ -50,7 +50,12 @@ def require_near(got: F32, x: F32, weights: F32) -> None:
 @pytest.mark.parametrize("kind", KEPT)
 def test_products(kind: str) -> None:
     """Of odd numbers of outputs, whose last ones are a tile with others; alike on any threads, beside any rows."""
-    for rows, columns in ((4, BLOCK), (37, 2 * BLOCK), (PANEL + 1, 3 * BLOCK), (4 * PANEL - 1, 5 * BLOCK)):
+    for rows, columns in (
+        (4, BLOCK_WEIGHTS),
+        (37, 2 * BLOCK_WEIGHTS),
+        (PANEL + 1, 3 * BLOCK_WEIGHTS),
+        (4 * PANEL - 1, 5 * BLOCK_WEIGHTS),
+    ):
         raw = drawn(kind, rows, columns)
         weights, multiply = BLOCKS[kind].weights(raw), product(kind, raw)
         x = np.random.default_rng(1).standard_normal((40, columns), np.float32)
@@ -63,8 +68,8 @@ def test_products(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_products_with_chosen_experts(kind: str) -> None:
-    raw, experts = drawn(kind, 5 * 37, 2 * BLOCK), np.array([0] + [2] * 12 + [4])
-    x = np.random.default_rng(2).standard_normal((len(experts), 2 * BLOCK), np.float32)
+    raw, experts = drawn(kind, 5 * 37, 2 * BLOCK_WEIGHTS), np.array([0] + [2] * 12 + [4])
+    x = np.random.default_rng(2).standard_normal((len(experts), 2 * BLOCK_WEIGHTS), np.float32)
     y, matrices = product(kind, raw, 5)(x, 2, experts), BLOCKS[kind].weights(raw).reshape(5, 37, -1)
     for i, expert in enumerate(experts):
         require_near(y[i : i + 1], x[i : i + 1], matrices[expert])

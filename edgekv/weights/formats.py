@@ -18,7 +18,7 @@ from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.blocks import BLOCK, BLOCKS
+from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, level_tables
@@ -87,7 +87,7 @@ class WeightFormat:
 
     def fits(self, linear: Linear) -> bool:
         """Returns whether a linear layer consists of whole blocks, where only those can be stored."""
-        return not self.kept or linear.columns % BLOCK == 0
+        return not self.kept or linear.columns % BLOCK_WEIGHTS == 0
 
     def levels(self) -> I8:
         """Returns the numbers that codes stand for, times a block's scale."""
@@ -176,7 +176,7 @@ FORMATS = {
         WeightFormat("int4-32-offsets", 4, 32, offsets=True),
         WeightFormat("fp4-32", 4, 32, e2m1=True),
         *(WeightFormat(f"q{bits}", bits, ROTATED_INPUTS, rotated=True) for bits in GAUSSIAN),
-        *(WeightFormat(name, kind.bits, BLOCK, kept=True) for name, kind in BLOCKS.items()),
+        *(WeightFormat(name, kind.bits, BLOCK_WEIGHTS, kept=True) for name, kind in BLOCKS.items()),
     )
 }
 TAKEN_OVER = "zeros", "offsets", "e2m1", "kept"

@@ -23,8 +23,8 @@ from edgekv.kernels.cpu.scalar import widen
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.types import F32, U8
 
-BLOCK, GROUP, CODE_OF_ZERO = 256, DECODED.block, code_of_zero(DECODED.bits)
-GROUPS = BLOCK // GROUP
+BLOCK_WEIGHTS, GROUP, CODE_OF_ZERO = 256, DECODED.block, code_of_zero(DECODED.bits)
+GROUPS = BLOCK_WEIGHTS // GROUP
 Scales = tuple[Value, Value | None]
 """Vectors of a block's scales and offsets (GROUPS,) float32; None: all 0."""
 
@@ -32,8 +32,8 @@ Scales = tuple[Value, Value | None]
 class BlockType(NamedTuple):
     """A type of blocks: bits of a code, bytes of a block, whether it has offsets.
 
-    loop(blocks, n, codes, scales, offsets): decodes n blocks to codes (n, BLOCK) uint8, scales and, where the type
-    has them, offsets (n, GROUPS) float32.
+    loop(blocks, n, codes, scales, offsets): decodes n blocks to codes (n, BLOCK_WEIGHTS) uint8, scales and, where
+    the type has them, offsets (n, GROUPS) float32.
     """
 
     bits: int
@@ -45,7 +45,7 @@ class BlockType(NamedTuple):
         """Returns codes (rows, columns), scales (rows, groups) and offsets of blocks (rows, bytes)."""
         blocks = np.ascontiguousarray(blocks)
         rows, n = len(blocks), blocks.size // self.n_bytes
-        codes = np.empty((rows, n // rows * BLOCK), np.uint8)
+        codes = np.empty((rows, n // rows * BLOCK_WEIGHTS), np.uint8)
         scales, offsets = np.empty((2, rows, n // rows * GROUPS), np.float32)
         self.loop.call(address_of(blocks), n, *(address_of(each) for each in (codes, scales, offsets)))
         return codes, scales, offsets if self.has_offsets else None
@@ -70,7 +70,9 @@ def _block_type(bits: int, n_bytes: int, has_offsets: bool = False) -> Callable[
     def add(write: Callable[[Any, Value, Value], Scales]) -> Callable[[Any, Value, Value], Scales]:
         def blocks(b: Any, blocks: Value, n: Value, codes: Value, scales: Value, offsets: Value) -> None:
             with emit.loop(b, 0, n, 1) as loop:
-                results = write(b, emit.at(b, blocks, (loop.i, n_bytes)), emit.at(b, codes, (loop.i, BLOCK)))
+                results = write(
+                    b, emit.at(b, blocks, (loop.i, n_bytes)), emit.at(b, codes, (loop.i, BLOCK_WEIGHTS))
+                )
                 for result, target in zip(results, (scales, offsets), strict=True):
                     if result is not None:
                         emit.store(b, result, emit.at(b, target, (loop.i, 4 * GROUPS)))
@@ -170,7 +172,7 @@ def iq4_xs(b: Any, block: Value, codes: Value) -> Scales:
     order = [
         i for start in range(0, half, 16) for side in (0, half) for i in range(side + start, side + start + 16)
     ]
-    for i in range(0, BLOCK // 2, half):
+    for i in range(0, BLOCK_WEIGHTS // 2, half):
         both = _bytes(b, block, 8 + i, half)
         index = emit.lanes(b, _bits(b, both, 0, 4), order, _bits(b, both, 4, 4))
         emit.store(b, emit.look_up(b, levels, index), codes, 2 * i)

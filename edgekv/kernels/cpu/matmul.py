@@ -16,7 +16,7 @@ from numba import types
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import emit, launch
-from edgekv.kernels.cpu.blocks import BLOCK, GROUP, GROUPS, BlockType
+from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, GROUP, GROUPS, BlockType
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
@@ -296,7 +296,10 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int,
     for tile in range(first, last):
         output = tile * size
         n = size if tile + 1 < p.outputs // size else p.outputs - output  # the last has those behind it, too
-        call(p.decode, (p.codes + output * p.code_bytes, n * p.blocks * GROUP // BLOCK, codes, scales, offsets))
+        call(
+            p.decode,
+            (p.codes + output * p.code_bytes, n * p.blocks * GROUP // BLOCK_WEIGHTS, codes, scales, offsets),
+        )
         before = output * p.blocks  # as if all outputs were there
         put(own, CODES, codes - before * GROUP)
         put(own, SCALES, scales - before * 4)

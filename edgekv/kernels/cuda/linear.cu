@@ -1,5 +1,5 @@
 // Products of weights (rows, columns) and an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
-// less for block-quantised codes (levels.cu), BLOCK inputs to a scale.
+// less for block-quantised codes (levels.cu), BLOCK_INPUTS to a scale.
 
 #define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
@@ -66,7 +66,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
     int first = blockIdx.x * ROWS_AT_ONCE;
-    int padded = QUANTISED ? blocks * BLOCK : columns;
+    int padded = QUANTISED ? blocks * BLOCK_INPUTS : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     x += (i64)blockIdx.y * columns;
@@ -78,7 +78,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             int row = min_of(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned, table);
-            if (QUANTISED) scale[r] = scale_of(scale_at(scales, (i64)row * blocks + k / BLOCK));
+            if (QUANTISED) scale[r] = scale_of(scale_at(scales, (i64)row * blocks + k / BLOCK_INPUTS));
         }
         if (aligned && k < columns) {
             float4 a = *(const float4*)(x + input(k, 0)), b = *(const float4*)(x + input(k, 4));
@@ -115,12 +115,12 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int rows
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
-    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK : columns;
+    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK_INPUTS : columns;
     if (k >= columns) return;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
-        float scale = QUANTISED ? scale_of(scale_at(scales, row * blocks + k / BLOCK)) : 1, x[8];
+        float scale = QUANTISED ? scale_of(scale_at(scales, row * blocks + k / BLOCK_INPUTS)) : 1, x[8];
         Eight w;
         w.load(weights + row * row_bytes, k, columns, aligned, table);
         UNROLL for (int i = 0; i < 8; ++i)

@@ -140,7 +140,7 @@ def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int
 
 
 def _form_macros(bits: int, block: int, rotated: bool) -> Macros:
-    macros: Macros = ("WEIGHT_BITS", bits), ("BLOCK", block)
+    macros: Macros = ("WEIGHT_BITS", bits), ("BLOCK_INPUTS", block)
     if not rotated:
         return macros
     levels = level_tables(bits).ravel().view(np.uint32)

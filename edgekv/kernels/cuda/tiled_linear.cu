@@ -1,5 +1,5 @@
 // Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
-// BLOCK inputs to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
+// BLOCK_INPUTS to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
 // of 16 bits, two digits of 8, with a unit for each chunk's inputs, or each block's of rotated ones. A chunk is 16 bytes of a row, a
 // span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. WARPS_OF_BLOCK warps share a tile's spans,
 // at most MAX_SPANS. A warp multiplies a span, which its lanes read, by inputs in shared memory in two steps, k = 0 and 1:
@@ -15,7 +15,7 @@
 #define PER_LOAD (128 / PLANE_BITS)   // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / PLANE_BITS)       // times 16 bytes of digits to a chunk and digit
-#define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
+#define SCALES (BLOCK_INPUTS >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
 #define GROUP (ROTATED ? 4 : 1)       // fours of inputs that a thread puts into shared memory together
@@ -79,7 +79,7 @@ struct Piece {
             UNROLL for (int h = 0; h < 2; ++h) load_words<4>(from + min_of(at + h, chunks - 1) * 16, words[r][h]);
             if (HAS_SECOND_PLANE) load_words<4>(from + (min_of(at, chunks - 1) / PLANE_BITS + 1) * PLANE_BITS * 16, second[r]);
             UNROLL for (int h = 0; h < SCALES; ++h)
-                scale[r][h] = scale_at(scales, (i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK);
+                scale[r][h] = scale_at(scales, (i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK_INPUTS);
         }
     }
 
@@ -168,7 +168,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8];
     __shared__ Chunk chunk_of[MAX_SPANS * 8];
     __shared__ float parts[2][WARPS_OF_BLOCK][16];
-    int chunks = blocks * BLOCK / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int chunks = blocks * BLOCK_INPUTS / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int i = lane / 4, j = lane % 4;
     bool gated = gate >= 0;
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;

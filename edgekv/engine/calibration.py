@@ -107,10 +107,10 @@ class Calibration:
                     progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
                     matrix = weights.matrix(name)
                     codes, scales = gaussian.quantize(matrix, NEED_BITS)
-                    ops.replaced = {name: gaussian.decode(codes, scales, NEED_BITS, matrix.shape[1])}
-                    if name == "head":
-                        needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
-                    else:
+                    with ops.using(name, gaussian.decode(codes, scales, NEED_BITS, matrix.shape[1])):
+                        if name == "head":
+                            needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
+                            continue
                         changed[name] = decoder.read_together(inputs[int(layer)], n, int(layer), int(layer) + 1)
                 if changed:  # go through the other layers together: each matrix is read once for all
                     last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)

@@ -13,7 +13,7 @@ from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, leve
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
-MAX_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # chunks of 16 bytes in a row of packed weights: the compiled sizes
+COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # in a row, of 16 bytes each: programs are compiled for these
 MOST_CHUNKS = {2: 224, 4: 352, 8: 352}  # by `Matrix.first_plane_bits`: inputs of a row have to fit shared memory
 TABLE_BYTES = {2: 1 << 15, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}  # by bits: of the table of levels, in shared memory
 
@@ -134,7 +134,7 @@ def rotated_program(bits: int) -> Program:
 @functools.cache
 def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int, blocks: int) -> Program:
     """Returns tiled_linear.cu for weights of this form; ``chunks``: chunks of 16 bytes in a row."""
-    size = next(size for size in MAX_CHUNKS if size >= chunks)
+    size = next(size for size in COMPILED_CHUNKS if size >= chunks)
     sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_BLOCK", warps), ("BLOCKS_AT_ONCE", blocks)
     return Program(("levels", "tiled_linear"), (*_form_macros(bits, block, rotated), *sizes))
 

@@ -160,11 +160,28 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
     assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
     manifest = json.loads((store.folder / "store.json").read_text())
-    for wrong in ("Q6_K*0", "Q9_K*256", "Q6_K", "Q6_K*255", "Q6_K*1000000"):
+    for wrong in ("Q6_K*0", "Q9_K*256", "Q6_K", "Q6_K*255", "Q6_K*1000000", "f32*256"):
         manifest["linears"]["0.qkv"] = f"Q6_K*256+{wrong}"
         (store.folder / "store.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match="its linears are not those"):
             WeightStore(store.folder)
+
+
+def test_a_lora_of_one_part(tmp_path: pathlib.Path) -> None:
+    """A fused projection is stored in float32 where one of its parts is, beside others in blocks."""
+    path, _ = write_k_quants(tmp_path, "Q6_K", {"v_proj": "F16"})
+    config, lora = Model.open(path).config, tmp_path / "lora"
+    rng, name = np.random.default_rng(0), "base_model.model.model.layers.0.self_attn.v_proj.lora_"
+    shapes = {"A": (2, config.hidden_size), "B": (config.kv_size, 2)}
+    lora.mkdir()
+    tensors = {f"{name}{side}.weight": rng.standard_normal(shape, np.float32) for side, shape in shapes.items()}
+    save_file(tensors, lora / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["v_proj"]}
+    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    model = Model.open(path, lora=lora)
+    form = model.weight_format("auto")
+    assert {each: form.of(each).name for each in ("0.qkv", "0.out")} == {"0.qkv": "f32", "0.out": "Q6_K"}
+    np.testing.assert_array_equal(model.store(form).matrix("0.qkv"), model.weights.matrix("0.qkv"))
 
 
 @pytest.mark.parametrize("kind", KEPT)

@@ -320,6 +320,10 @@ def test_windows_begin_as_prompts_do() -> None:
         found = calibration.windows(tokenizer, text, 512, 4)
         assert len(found) == 4
         assert (found[:, 0] == tokenizer.bos_id).all()
+    for n, most in ((15, 8), (8, 8), (3, 8), (100, 7)):
+        chosen = calibration.spread(np.arange(n)[:, None], most)[:, 0]
+        assert len(chosen) == min(n, most)
+        assert chosen[-1] >= n - -(-n // len(chosen))  # in the last of as many parts
 
 
 def test_bits_by_need() -> None:
@@ -350,8 +354,8 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     for name, model, weights, part in (
         ("short", DEMO, "q4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "q4", "not UTF-8"),
-        ("long", DEMO, "int8", "these are to be int8"),
-        ("long", DEMO, "auto", "auto means f32"),
+        ("long", DEMO, "int8", "--weights int8 is int8"),
+        ("long", DEMO, "auto", "--weights auto is f32"),
         ("long", store, "auto", "is a store"),
         ("long", DEMO, "q5.5", "accepted"),
     ):

@@ -361,6 +361,9 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
         if tensor.name in ROPE_FACTORS:
             factors[tensor.name] = header.floats(tensor)
             continue
+        if tensor.kind not in gguf.GGML_QUANT_SIZES:
+            what = f"{tensor.name} has type {tensor.kind}, which the gguf package does not know"
+            raise ConfigError(f"{what}; update it, or give the model in another type")
         kind = gguf.GGMLQuantizationType(tensor.kind)
         role, shape, (block, block_bytes) = tensor.name.split(".")[-2], tensor.shape, gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:

@@ -26,7 +26,7 @@ from edgekv.weights.formats import FORMATS, ROUTER, WeightFormat, bits_by_need, 
 from edgekv.weights.rounding import CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
-VERSION = 3  # of the rounding: another one makes other weights
+VERSION = 4  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens of a window
 MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
 MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too
@@ -52,8 +52,7 @@ class Calibration:
         form = FORMATS["q4"] if mean else model.weight_format(weights)
         if not any(form.of(name).rotated for name in model.arch.linears()):
             advice = "choose {weights:q4}, or leave {calibrate} out"
-            meant = "auto means" if weights == "auto" else "these are to be"
-            raise _refusal(f"{meant} {form.name}", advice)
+            raise _refusal(f"--weights {weights} is {form.name} for this model", advice)
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
         if any(config.layer_recurrences):
@@ -162,4 +161,5 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
 
 def spread(windows: I64, most: int) -> I64:
     """Returns up to ``most`` of the windows (m, n), from all over the text."""
-    return windows[:: max(1, len(windows) // most)][:most]
+    n = min(most, len(windows))
+    return windows[np.arange(n) * len(windows) // max(1, n)]

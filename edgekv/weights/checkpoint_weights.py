@@ -58,8 +58,10 @@ BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
-    if exact is None or form.bits == 32 or form.rotated:
-        return exact is not None and not form.rotated
+    if exact is None or form.rotated:
+        return False
+    if form.bits == 32:
+        return True
     own = FORMATS[exact]
     if isinstance(form, MixedFormat):
         return any(own == piece for piece, _ in form.pieces)
@@ -132,7 +134,7 @@ class CheckpointWeights:
         linear, forms = self._linears[name], [part.nearest_format for part in self._parts(name)]
         period = len(forms) // (linear.n_experts or 1)  # parts of an expert
         is_exact = all(part.exact_format == part.nearest_format for part in self._parts(name))
-        is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms)
+        is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms) and "f32" not in forms
         if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
             return _widest(set(forms))
         rows = [part.rows for part in linear.parts[:period]]

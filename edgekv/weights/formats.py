@@ -111,8 +111,8 @@ class MixedFormat(WeightFormat):
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[tuple[str, int]]) -> MixedFormat:
-        """Makes the format; pieces: names in FORMATS, and rows. Raises ValueError for other names."""
-        if not all(name in FORMATS and rows > 0 for name, rows in pieces):
+        """Makes the format; pieces: names in FORMATS but f32, and rows. Raises ValueError for other names."""
+        if not all(name in FORMATS and name != "f32" and rows > 0 for name, rows in pieces):
             raise ValueError(f"unknown formats among {pieces}")
         name = "+".join(f"{name}*{rows}" for name, rows in pieces)
         return cls(name, 8, 32, kept=True, pieces=tuple((FORMATS[each], rows) for each, rows in pieces))
@@ -186,7 +186,7 @@ OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""
 
 HEAD = ",head="
-MEAN = re.compile(r"q([2-5]\.\d+)")
+MEAN = re.compile(r"q([2-5]\.[0-9]+)")
 
 
 def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:

@@ -193,9 +193,10 @@ class Driver:
         try:
             function = self._kernels.get((program, kernel))
             if function is None:
-                function = self._kernels[program, kernel] = self._compile(program, kernel)
+                function = self._compile(program, kernel)
                 if shared:
                     function.max_dynamic_shared_size_bytes = shared
+                self._kernels[program, kernel] = function
             if early and self._launch_early is not None:
                 stream = self._recorder if self._is_recording else self.stream
                 self._launch_early(function.kernel.ptr, grid, block, shared, stream.ptr, values)

@@ -1,6 +1,6 @@
 """What the codes of weights stand for, in the store and in every backend.
 
-Most codes of 4 and 8 bits are whole numbers, more by `code_of_zero` than what they stand for. Rotated weights
+Most codes of 4 and 8 bits stand for the whole number code - `code_of_zero`. Rotated weights
 (`edgekv.weights.gaussian`) have codes of 2 to 5 bits, which stand for levels in `level_tables`.
 """
 

@@ -1,4 +1,4 @@
-"""Operators of `edgekv.models.architecture` on the CPU: products read the mapped weights in 4, 8 or 32 bits."""
+"""Operators of `edgekv.models.architecture` on the CPU: products read the mapped weights in 2 to 8 or 32 bits."""
 
 from __future__ import annotations
 

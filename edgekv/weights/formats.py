@@ -36,10 +36,10 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: whether each block has a zero point of its own, the code of 0; else it is half the range. offsets:
-    whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`E2M1_DOUBLED`). rotated: whether they are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept:
-    whether rows are the bytes that a GGUF file has, blocks of the type of that name (`BLOCKS`).
+    zeros: each block stores its zero point (the code that means 0); without, that is half the range. offsets: each
+    block stores a float32 that is added to its weights. e2m1: codes are floating-point numbers (`E2M1_DOUBLED`).
+    rotated: codes are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept: rows are the bytes that a
+    GGUF file has, blocks of the type of that name (`BLOCKS`).
     """
 
     name: str
@@ -104,7 +104,7 @@ class WeightFormat:
 class MixedFormat(WeightFormat):
     """A linear layer whose rows alternate between formats, e.g. 256 of Q2_K and 256 of IQ3_S for each expert.
 
-    Its arrays are those of all rows of one format, behind the format's place: ``0.blocks``.
+    Rows of one format are stored together; their arrays' names begin with the format's index: ``0.blocks``.
     """
 
     pieces: tuple[tuple[WeightFormat, int], ...] = ()

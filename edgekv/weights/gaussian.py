@@ -88,7 +88,7 @@ def unpack(packed: U8, bits: int) -> U8:
 
 @functools.cache
 def nearest(bits: int) -> U8:
-    """Returns the code next to each half step (4 REACH,), of codes [even or odd] with partners [even or odd]."""
+    """Returns (2, 2, 4 REACH): for own parity, partner's parity and half step, the code with the nearest level."""
     tables, half_steps = level_tables(bits), np.arange(-2 * REACH, 2 * REACH)
     found = np.empty((2, 2, 4 * REACH), np.uint8)
     for own in range(2):
@@ -134,7 +134,7 @@ def round_pair(
 ) -> int:
     """Returns the codes of two partners, 256 * that of y + that of x, that are next to x and y, in steps.
 
-    share: how much of what y is rounded by is added to x. heavy: how much y's square error counts beside x's.
+    share: x's target grows by share times y's rounding error. heavy: weight of y's squared error; x's is 1.
     """
     at_x, at_y, best, codes = place_of(x), place_of(y), np.float32(np.inf), 0
     for odd in range(4):
@@ -181,6 +181,7 @@ def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
                 if k == n_factors:
                     put(codes, j, np.uint8(code_x))
                     put(codes, j + HALF, np.uint8(code_y))
-            if product * product > most * square:  # by as much the best scale of these codes lessens the error
+            # product^2 / square is how much these codes lessen the error at their best scale.
+            if product * product > most * square:
                 most, scale = product * product / square, product / square
         put(floats(scales), i, scale)

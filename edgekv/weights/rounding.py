@@ -134,10 +134,10 @@ class Rounder:
 
 
 def hessian(x: F32) -> F32:
-    """Returns H (columns, columns): the mean outer product of x's rows (n, columns) and of ``columns`` more rows.
+    """Returns H (columns, columns): the mean outer product of x's rows (n, columns) and of imagined rows.
 
-    Those have x's diagonal and no correlations, so that few rows of x are not trusted to tell the correlations of
-    all inputs. Raises EdgeKVError where x is not finite.
+    Those are ``columns`` rows with x's mean squares but no correlations: a prior against chance in short texts.
+    Raises EdgeKVError where x is not finite.
     """
     n, columns = x.shape
     total = np.zeros((columns, columns), np.float32)
@@ -271,6 +271,12 @@ def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
     codes_at, scales_at, errors_at, scratch_at = load_numbers(arguments + 8 * 9, 4)
     factor, weights, factors = floats(factor_at), floats(weights_at), floats(factors_at)
     near, tables, n_blocks = chars(near_at), signed_chars(tables_at), columns // ROTATED_INPUTS
+    # Scratch of thread ``part``, float32; columns are TOGETHER at most:
+    # t (columns,)              the targets of the row
+    # e (columns,)              its errors, where a block is done
+    # kept (CANDIDATES, 128)    the block's errors with each scale
+    # pairs (CANDIDATES, 64)    its codes with each scale, as `round_pair` returns them
+    # sums (CANDIDATES,)        the sum of its squared errors with each scale, weighted
     scratch = scratch_at + 4 * part * (SCRATCH + 2 * TOGETHER)
     t, e = floats(scratch), floats(scratch + 4 * columns)
     kept, pairs = scratch + 8 * columns, scratch + 8 * columns + 4 * ROTATED_INPUTS * CANDIDATES

@@ -166,7 +166,7 @@ class WeightStore:
 
 
 class Rounding(Protocol):
-    """A way to round weights, which hands each linear layer on to ``write`` in place of `build`.
+    """A way to round weights. `build` calls it once; it calls ``write`` for every linear layer, in order.
 
     note: the text that store.json keeps of it. weights: the checkpoint's, with an identity that tells of the
     rounding.

@@ -1,6 +1,6 @@
 """Products of activations with weights: quantized ones, those of chosen experts, and float32.
 
-The terms are those of `gemm`. Weights of 4 or 8 bits are read as the store has them; activations are rounded
+The terms are those of `gemm`. Weights of 2 to 8 bits are read as the store has them; activations are rounded
 to bytes, row by row. Products of bytes are summed in int32 over a unit, then multiplied by both scales in float32.
 Up to GEMV_ROWS rows take the steps of one row, in tiles of OUTPUTS outputs: a token's logits do not depend on what
 else is computed with it. More rows go through panels.
@@ -77,7 +77,8 @@ class QuantizedWeights(NamedTuple):
         layout, kind, own = self.layout, self.block_type, (self.codes, self.scales, self.offsets, self.zeros)
         corrections = self.offsets is not None or self.zeros is not None
         if corrections and not layout.has_corrections:
-            raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
+            accepted = "whole numbers of 4 bits, or of 8 in blocks of 16"
+            raise ValueError(f"weights in {layout} with zero points or offsets; accepted: {accepted}")
         blocks = self.codes.shape[1] // kind.n_bytes * GROUPS if kind else self.codes.shape[1]
         codes, *others = (0 if each is None else address_of(each) for each in own)
         correction = CORRECTION.address if corrections or (kind and kind.has_offsets) else 0
@@ -118,7 +119,7 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any, m:
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         layout, (p, x, row, block, m) = layout_of(product), args
         blocks, sums = fields(b, p, "blocks", "sums")
-        # Blocks behind the last one have a sum of 0, which goes where x was: they are padding in scratch.
+        # Padding blocks have no place in `sums`: their 0 is written over their own scratch.
         sum_at = b.select(b.icmp_signed("<", block, blocks), emit.at(b, sums, (m, blocks, 4), (block, 4)), x)
         write = functools.partial(_emit_quantized_block, layout)
         emit.call_internal(b, "quantize_block", write, x, row, block, sum_at)

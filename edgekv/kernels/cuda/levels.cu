@@ -22,7 +22,8 @@ __device__ __forceinline__ u32 scale_at(const void* scales, i64 i) { return ROTA
 
 __device__ __forceinline__ float scale_of(u32 bits) { return __uint_as_float(ROTATED ? bits << 16 : bits); }
 
-// Rotates 128 inputs, of which lane u of eight gives 4 (u + 8 k) + i in x[k][i], and gets rotated_at(u, k) + i, over ROOT, there.
+// Rotates the 128 inputs that eight lanes hold. Before: x[k][i] of lane u is input 4 (u + 8 k) + i. After: output rotated_at(u, k) + i,
+// still to be multiplied by ROOT.
 __device__ __forceinline__ void rotate_sixteen(float (*x)[4])
 {
     const u32 flips[] = {FLIPS};
@@ -50,8 +51,13 @@ __device__ __forceinline__ void rotate_sixteen(float (*x)[4])
 __device__ __forceinline__ int rotated_at(int u, int k) { return u % 2 * 32 + u / 2 * 4 + k % 2 * 16 + k / 2 * 64; }
 
 // A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
-// an input and of the one 64 further. Entry e, or e / 4 for 5 bits, is that of a byte of the first plane, of which 2 and 3 bits take
-// as many bits of each half; for 5 bits, bits 0 and 1 of e are the highest ones of both codes.
+// an input and of its partner, the one 64 further. The entry's number is a byte of the first plane: its low half belongs to the input,
+// its high half to the partner. Codes of 2 and 3 bits use the lower 2 bits of each half; with 3 bits, the third is put above them. With
+// 5 bits, two more bits, the codes' highest, are appended below. Bits of x, the input's code, and of p, the partner's (-: no matter):
+//
+//     bit of the number    9   8   7   6   5   4   3   2   1   0
+//     3 bits                       -   p2  p1  p0  -   x2  x1  x0
+//     5 bits               p3  p2  p1  p0  x3  x2  x1  x0  p4  x4
 #define PER_BYTE (WEIGHT_BITS == 5 ? 4 : 1)  // entries
 #define ENTRIES (256 * PER_BYTE)
 

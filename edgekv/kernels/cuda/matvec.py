@@ -14,7 +14,8 @@ from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, leve
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
 COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # in a row, of 16 bytes each: programs are compiled for these
-MOST_CHUNKS = {2: 224, 4: 352, 8: 352}  # by `Matrix.first_plane_bits`: inputs of a row have to fit shared memory
+# By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
+MOST_CHUNKS = {2: 224, 4: 352, 8: 352}
 TABLE_BYTES = {2: 1 << 15, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}  # by bits: of the table of levels, in shared memory
 
 

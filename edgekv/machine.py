@@ -7,8 +7,8 @@ import pathlib
 import platform
 import re
 import resource
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from importlib import metadata
 from typing import Any
@@ -72,35 +72,17 @@ def available_memory_bytes(root: Root = "/") -> int:
 
 
 @functools.cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="blas")
+def _thread_pools() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
-_blas_lock = threading.Lock()
-_blas_limits: dict[object, dict[str, int]] = {}  # before any `blas_threads`, by library; then of each open one
+def blas_threads(n: int) -> AbstractContextManager[object]:
+    """Returns a context in which NumPy's matrix products use ``n`` threads.
 
-
-@contextlib.contextmanager
-def blas_threads(n: int) -> Iterator[None]:
-    """Makes NumPy's matrix products, in all threads, use ``n`` threads within the with statement.
-
-    So one pool works at a time: BLAS has all cores in a prompt, and one in decoding. Of several that overlap, the
-    one that began last counts; when all have ended, the number is as before.
+    So one pool works at a time: BLAS has all cores in a prompt, and one in decoding.
     """
-    own, pools = object(), _blas()
-    with _blas_lock:
-        if not _blas_limits:
-            _blas_limits[None] = {pool.filepath: pool.num_threads for pool in pools.lib_controllers}
-        _blas_limits[own] = {"blas": n}
-        pools.limit(limits=_blas_limits[own])
-    try:
-        yield
-    finally:
-        with _blas_lock:
-            del _blas_limits[own]
-            pools.limit(limits=list(_blas_limits.values())[-1])
-            if len(_blas_limits) == 1:
-                del _blas_limits[None]
+    result: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
+    return result
 
 
 def peak_rss_bytes() -> int:

@@ -5,12 +5,10 @@ import re
 import numpy as np
 import psutil
 import pytest
-from threadpoolctl import ThreadpoolController
 
 from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.machine import (
     available_memory_bytes,
-    blas_threads,
     format_bytes,
     machine_info,
     parse_bytes,
@@ -127,21 +125,3 @@ def test_bytes_for_people():
     for text in ("", "G", "-1", "1.5.5G", "1e9", "3X", "1 000"):
         with pytest.raises(ConfigError, match="accepted: bytes"):
             parse_bytes(text)
-
-
-def test_blas_threads_that_overlap_leave_the_number_as_it_was():
-    """Two models in threads begin and end in the order 1, 2, 1, 2, not as nested with statements do."""
-    pools = ThreadpoolController().select(user_api="blas")
-
-    def numbers():
-        return {library.num_threads for library in pools.lib_controllers}
-
-    with pools.limit(limits=3):
-        first, second = blas_threads(1), blas_threads(2)
-        for step, expected in ((first.__enter__, 1), (second.__enter__, 2)):
-            step()
-            assert numbers() == {expected}
-        first.__exit__(None, None, None)
-        assert numbers() == {2}
-        second.__exit__(None, None, None)
-        assert numbers() == {3}

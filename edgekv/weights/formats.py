@@ -21,7 +21,7 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
 from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, level_tables
 from edgekv.models.architecture import Architecture, Linear
 from edgekv.types import F32, I8, U8, Array
 from edgekv.weights import gaussian
@@ -79,7 +79,7 @@ class WeightFormat:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
         values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
         if not self.e2m1:
-            values -= arrays["zeros"][..., None] if self.zeros else np.float32(1 << (self.bits - 1))
+            values -= arrays["zeros"][..., None] if self.zeros else np.float32(code_of_zero(self.bits))
         values *= scales[..., None]
         if "offsets" in arrays:
             values += arrays["offsets"][..., None]
@@ -93,7 +93,7 @@ class WeightFormat:
         """Returns the numbers that codes stand for, times a block's scale."""
         if self.rotated:
             return level_tables(self.bits)
-        return E2M1_DOUBLED if self.e2m1 else (np.arange(1 << self.bits) - (1 << (self.bits - 1))).astype(np.int8)
+        return E2M1_DOUBLED if self.e2m1 else (np.arange(1 << self.bits) - code_of_zero(self.bits)).astype(np.int8)
 
     def of(self, linear: str) -> WeightFormat:
         """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
@@ -365,7 +365,7 @@ def _pairs(codes: U8) -> U8:
 
 def pack(centred: I8, bits: int) -> U8:
     """Packs whole numbers (r, blocks, block) around 0 into codes (r, blocks, block * bits / 8)."""
-    codes: U8 = (centred.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    codes: U8 = (centred.astype(np.int16) + code_of_zero(bits)).astype(np.uint8)
     return codes if bits == 8 else _pairs(codes)
 
 

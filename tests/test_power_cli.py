@@ -38,7 +38,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("steady")
 def test_live(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "--seconds", "0.3"]) == 0
+    assert main(["power", "--seconds", "1"]) == 0
     assert "rpi-pmic  4.00 W" in capsys.readouterr().out
 
 

@@ -16,11 +16,14 @@ from kernel_cases import pairs
 from safetensors.numpy import save_file
 
 from edgekv import Session
-from edgekv.checkpoint.gguf import KEPT
+from edgekv.checkpoint.gguf import KEPT, GgufTensor
+from edgekv.checkpoint.tensors import MappedFile
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import architecture, gguf_families
+from edgekv.types import F32
+from edgekv.weights.formats import FORMATS, pack
 from edgekv.weights.store import WeightStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -28,7 +31,6 @@ GOLDEN = json.loads((ROOT / "tests" / "golden" / "llama_cpp_demo.json").read_tex
 CONVERTED = json.loads((ROOT / "tests" / "golden" / "gguf.json").read_text())
 PLAIN = ["llama-tied-smollm", "llama-head-dim", "llama-biases", "rope-yarn", "gpt2"]
 QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
-ROUNDING = {"Q4_0": 0, "Q8_0": 0, "Q4_1": 3e-7}  # of the sums
 
 
 @pytest.mark.parametrize("name", golden_cases.GGUF_CASES)
@@ -116,7 +118,7 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
         np.testing.assert_array_equal(wider.matrix("0.up"), store.matrix("0.up"))
     whole = np.ascontiguousarray(Model.open(folder).weights.matrix("0.up"))
     theirs = gguf.quants.dequantize(gguf.quants.quantize(whole, TYPES[kind]), TYPES[kind])
-    np.testing.assert_allclose(store.matrix("0.up"), theirs, rtol=0, atol=ROUNDING[kind] * np.abs(theirs).max())
+    np.testing.assert_array_equal(store.matrix("0.up"), theirs)
 
 
 def widened(folder: pathlib.Path) -> None:
@@ -127,19 +129,58 @@ def widened(folder: pathlib.Path) -> None:
     save_file({n: golden_cases.draw("wide", n, s) for n, s in shapes.items()}, folder / "model.safetensors")
 
 
+def from_llama_cpp(kind: str, block: list[int], d: F32, low: F32) -> list[np.float32]:
+    """Returns a block's weights as dequantize_row_q4_1 and dequantize_row_q4_K of ggml-quants.c have them."""
+    if kind == "Q4_1":
+        return [*(d * (q & 15) + low for q in block[4:]), *(d * (q >> 4) + low for q in block[4:])]
+    weights, q, scale_min = list[np.float32](), block[16:], block[4:16]
+    for j in range(8):
+        scale, least = scale_min[j] & 63, scale_min[(j + 4) % 12] & 63
+        if j >= 4:
+            scale = scale_min[j + 4] & 15 | scale_min[j - 4] >> 6 << 4
+            least = scale_min[j + 4] >> 4 | scale_min[j] >> 6 << 4
+        d1, m1 = d * np.float32(scale), low * np.float32(least)
+        weights += [d1 * np.float32(byte >> 4 * (j % 2) & 15) - m1 for byte in q[32 * (j // 2) :][:32]]
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_weights_with_offsets_are_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
+    """To the bit, as they are read and as a store has them, of random blocks."""
+    rng, (weights, size) = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    raw, halves = rng.integers(0, 256, (400, size), np.uint8), rng.uniform(-1, 1, (400, 2)).astype(np.float16)
+    raw[:, :4] = halves.view(np.uint8)
+    raw.tofile(tmp_path / "blocks")
+    entry = dict.fromkeys(("table", "transposed", "interleaved_heads", "offset", "start"), 0)
+    entry |= {"kind": kind, "shape": (400, weights), "rows": 400, "nbytes": raw.nbytes}
+    tensor = GgufTensor(MappedFile(tmp_path / "blocks"), kind, entry)
+    blocks = zip(raw.tolist(), *halves.astype(np.float32).T, strict=True)
+    expected = np.array([from_llama_cpp(kind, *block) for block in blocks])
+    (codes, scales), form = tensor.blocks(0, 400), FORMATS["int4-32-offsets"]
+    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": tensor.offsets(0, 400)}
+    assert expected.dtype == np.float32
+    np.testing.assert_array_equal(tensor.read(), expected)
+    np.testing.assert_array_equal(form.decode(arrays, weights), expected)
+
+
 def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
-    """The library's values up to the rounding of a sum; products on every path, of a prompt and of a token."""
+    """The library's values to the bit; products on every path, of a prompt and of a token."""
     path, expected = write_k_quants(tmp_path, "Q4_K")
-    model, near = Model.open(path), 1e-6 * np.abs(expected).max()
+    model = Model.open(path)
     form = model.weight_format("auto")
     assert {form.of(name).name for name in model.arch.linears()} == {"int4-32-offsets"}
     assert model.weights_note(form) is None
     assert "int8-32" in str(model.weights_note(model.weight_format("int8-32")))
-    np.testing.assert_allclose(model.weights.matrix("0.down"), expected, atol=near, rtol=0)
     store = model.store(form)
-    np.testing.assert_allclose(store.matrix("0.down"), expected, atol=near, rtol=0)
+    for weights in (model.weights, store):
+        np.testing.assert_array_equal(weights.matrix("0.down"), expected)
     assert WeightStore(store.folder).form == form
     require_same_logits(model, range(41), device)
+    manifest = json.loads((store.folder / "store.json").read_text()) | {"format": 1}  # its offsets meant others
+    (store.folder / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"store format 1, this edgekv reads format 2; quantize the model"):
+        WeightStore(store.folder)
+    assert WeightStore(model.store(form).folder).form == form  # made again
 
 
 def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
@@ -154,8 +195,7 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     store = model.store(form)
     assert WeightStore(store.folder).form == form
     for name in ("0.qkv", "0.up"):
-        expected = model.weights.matrix(name)
-        assert np.linalg.norm(store.matrix(name) - expected) < 1e-6 * np.linalg.norm(expected)
+        np.testing.assert_array_equal(store.matrix(name), model.weights.matrix(name))
     kv, tokens = "dense:dtype=f32", list(range(41))
     ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
     assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06

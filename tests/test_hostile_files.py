@@ -63,6 +63,9 @@ def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path) ->
         (store / "store.json").write_text(json.dumps(changed))
         with pytest.raises(EdgeKVError):
             pytest.fail(f"{name}: {Model.open(store)}")
+    (store / "store.json").write_text(json.dumps(json.loads(manifest) | {"weights": "q9"}))
+    with pytest.raises(CheckpointError, match=r"weights 'q9' are unknown; accepted are f32, int8, .* quantize"):
+        Model.open(store)
     for text in ("[]", "{", "[" * 100_000, "\0", "3"):
         (store / "store.json").write_text(text)
         with pytest.raises(CheckpointError, match="not a weight store"):

@@ -51,10 +51,11 @@ def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int)
 def weights_of(
     rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str | None
 ) -> QuantizedWeights:
-    """Draws weights (rows, columns), with zero points or offsets of the size of the others."""
+    """Draws weights (rows, columns), with zero points, or with offsets that centre them about 0."""
     codes, scales = drawn(rng, layout, rows, columns)
     zeros = rng.integers(0, 16, scales.shape, np.uint8) if kind == "zeros" else None
-    offsets = rng.uniform(-8, 8, scales.shape).astype(np.float32) if kind == "offsets" else None
+    middle = -rng.uniform(0.25, 0.75, scales.shape).astype(np.float32) * (1 << layout.bits)
+    offsets = middle * scales if kind == "offsets" else None
     return QuantizedWeights(codes, scales, layout, offsets, zeros)
 
 

@@ -84,7 +84,8 @@ class GgufTensor(MappedTensor):
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
         """Returns codes (hi - lo, blocks, 32) and scales (hi - lo, blocks)."""
-        return blocks_of(self.raw_rows(lo, hi), self._type)[:2]
+        codes, scales, offsets = blocks_of(self.raw_rows(lo, hi), self._type)
+        return codes if offsets is None else codes - np.int8(8), scales
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
         return blocks_of(self.raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
@@ -107,7 +108,7 @@ class GgufTensor(MappedTensor):
 
 
 Blocks = tuple[I8, F32, F32 | None]
-"""Codes (r, blocks, 32), their scales (r, blocks), and offsets (r, blocks) to add; None: all 0."""
+"""Codes (r, blocks, 32), their scales (r, blocks), and offsets (r, blocks) to add to codes from 0 on, or None."""
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -116,21 +117,18 @@ def _half(blocks: U8, at: int) -> F32:
 
 
 def _nibbles(packed: U8) -> I8:
-    """Returns the low nibbles of all bytes, then the high ones, minus 8."""
-    codes: I8 = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8)
-    codes -= np.int8(8)
-    return codes
+    """Returns the low nibbles of all bytes, then the high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1).view(np.int8)
 
 
 def _q4_0(blocks: U8) -> Blocks:
     """Unpacks a half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, plus 8."""
-    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
+    return _nibbles(blocks[..., 2:]) - np.int8(8), _half(blocks, 0), None
 
 
 def _q4_1(blocks: U8) -> Blocks:
     """Unpacks a scale and a minimum, then nibbles as in Q4_0."""
-    scales = _half(blocks, 0)
-    return _nibbles(blocks[..., 4:]), scales, _half(blocks, 2) + 8 * scales
+    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
 def _q8_0(blocks: U8) -> Blocks:
@@ -148,7 +146,7 @@ def _q4_k(blocks: U8) -> Blocks:
     minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
     steps = _half(blocks, 0)[..., None] * scales
-    offsets = 8 * steps - _half(blocks, 2)[..., None] * minima
+    offsets = -_half(blocks, 2)[..., None] * minima
     rows = len(blocks)
     return codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1)
 

@@ -89,7 +89,7 @@ class Tensor(abc.ABC):
         return None
 
     def offsets(self, lo: int, hi: int) -> F32 | None:
-        """Returns offsets (rows, blocks) to add to codes times scales; None: 0."""
+        """Returns offsets (rows, blocks) added to scales times codes, which are 8 above those of `blocks`."""
         return None
 
     @abc.abstractmethod

@@ -51,7 +51,6 @@ class Weights(Protocol):
     def rows(self, table: str, ids: Ids) -> F32: ...
 
 
-OFFSET_BLOCK = FORMATS["int4-32-offsets"].block
 FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32"
 BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
@@ -194,21 +193,19 @@ class CheckpointWeights:
             yield f"{place}codes", taken[0]
             yield f"{place}scales", taken[1]
             if own.offsets:
-                yield f"{place}offsets", self.offsets(name, parts)
+                yield f"{place}offsets", self.offsets(name, taken[1], parts)
 
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
         """Returns the zero points (rows, blocks) of what `exact_codes` gives in a format with them."""
         zeros = np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts])
         return (zeros + code_of_zero(form.bits)).astype(np.uint8)
 
-    def offsets(self, name: str, parts: Sequence[WeightPart] | None = None) -> F32:
-        """Returns the offsets (rows, blocks) of what `exact_codes` gives in a format with them."""
-        found = []
-        for part in parts or self._linears[name].parts:
-            own = self._tensors[part.tensor].offsets(0, part.rows)
-            shape = part.rows, n_blocks(part.columns, OFFSET_BLOCK)
-            found.append(np.zeros(shape, np.float32) if own is None else own)
-        return np.concatenate(found)
+    def offsets(self, name: str, scales: F32, parts: Sequence[WeightPart] | None = None) -> F32:
+        """Returns offsets (rows, blocks) of what `exact_codes` gives with such scales, in a format with them."""
+        parts = parts or self._linears[name].parts
+        own = [self._tensors[part.tensor].offsets(0, part.rows) for part in parts]
+        others = np.split(-code_of_zero(4) * scales, np.cumsum([part.rows for part in parts[:-1]]))
+        return np.concatenate([b if a is None else a for a, b in zip(own, others, strict=True)])
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """Returns zero points (rows, blocks) in -8..7."""

@@ -37,7 +37,7 @@ class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
     zeros: each block stores its zero point (the code that means 0); without, that is half the range. offsets: each
-    block stores a float32 that is added to its weights. e2m1: codes are floating-point numbers (`E2M1_DOUBLED`).
+    block stores a float32 that is added to scale * code. e2m1: codes are floating-point numbers (`E2M1_DOUBLED`).
     rotated: codes are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept: rows are the bytes that a
     GGUF file has, blocks of the type of that name (`BLOCKS`).
     """
@@ -78,7 +78,7 @@ class WeightFormat:
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
         values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
-        if not self.e2m1:
+        if not self.e2m1 and "offsets" not in arrays:
             values -= arrays["zeros"][..., None] if self.zeros else np.float32(code_of_zero(self.bits))
         values *= scales[..., None]
         if "offsets" in arrays:

@@ -41,7 +41,7 @@ from edgekv.weights.formats import (
     token_bytes,
 )
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS_FILE = "weights.safetensors"
 BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
 Write = Callable[[str, "tuple[Codes, Array] | None"], None]
@@ -89,9 +89,11 @@ class WeightStore:
         version, name, linears = file.format, file.weights, file.linears
         self._identity, self._sha256 = file.identity, file.sha256
         self.config, self.calibration = file.config, file.calibration
-        if version != FORMAT or (name not in WEIGHTS and not linears):
-            what = f"store format {version} with weights {name!r}, this edgekv reads format {FORMAT}"
-            raise CheckpointError(f"{folder}: {what}; {hint}")
+        if version != FORMAT:
+            raise CheckpointError(f"{folder}: store format {version}, this edgekv reads format {FORMAT}; {hint}")
+        if name not in WEIGHTS and not linears:
+            what = f"weights {name!r} are unknown; accepted are {', '.join(WEIGHTS)}"
+            raise CheckpointError(f"{folder}/store.json: {what}; {hint}")
         self.arch = architecture(self.config)
         self._linears = self.arch.linears()
         try:
@@ -141,10 +143,10 @@ class WeightStore:
         return {part: self._tensors[f"{name}.{part}"].read() for part in parts}
 
     def shift(self, name: str) -> F32 | None:
-        """Returns what zero points or offsets add to each block's weights, (rows, blocks) float32, or None."""
+        """Returns what zero points or offsets add to scale * (code - 8), (rows, blocks) float32, or None."""
         arrays = self.arrays(name)
         if "offsets" in arrays:
-            return to_float32(arrays["offsets"])
+            return to_float32(code_of_zero(4) * arrays["scales"] + arrays["offsets"])
         if "zeros" not in arrays:
             return None
         shift: F32 = (code_of_zero(4) - arrays["zeros"].astype(np.float32)) * arrays["scales"]
@@ -271,7 +273,8 @@ def _write_weights(
                 if own.zeros:
                     write(f"{name}.zeros", weights.zero_points(name, own))
                 if own.offsets:
-                    write(f"{name}.offsets", weights.offsets(name) if taken else np.zeros_like(scales))
+                    offsets = weights.offsets(name, scales) if taken else -code_of_zero(own.bits) * scales
+                    write(f"{name}.offsets", offsets)
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)

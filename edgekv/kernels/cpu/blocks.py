@@ -1,8 +1,8 @@
 """Blocks of 256 weights of GGUF files, decoded a few outputs at a time into what products of `gemm` read.
 
-A type is a function that writes a block's codes and returns its scales and offsets: a weight is
-scale * (code - 128) + offset, the last two for each GROUP weights. Sources: llama.cpp's ggml/src/ggml-common.h
-(blocks, grid) and ggml-quants.c (dequantize_row_...).
+A type is a function that writes a block's codes and returns its scales and offsets, one for each GROUP weights: a
+weight is scale * code + offset, or without offsets scale * (code - 128). Sources: llama.cpp's
+ggml/src/ggml-common.h (blocks, grid) and ggml-quants.c (dequantize_row_...).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class BlockType(NamedTuple):
     def weights(self, blocks: U8) -> F32:
         """Returns the weights (rows, columns) float32 of blocks (rows, bytes)."""
         codes, scales, offsets = self.decode(blocks)
-        values: F32 = (codes.astype(np.int16) - CODE_OF_ZERO).astype(np.float32).reshape(*scales.shape, GROUP)
+        values: F32 = codes.astype(np.float32).reshape(*scales.shape, GROUP)
+        values -= np.float32(0 if self.has_offsets else CODE_OF_ZERO)
         values *= scales[..., None]
         if offsets is not None:
             values += offsets[..., None]
@@ -117,7 +118,7 @@ def q2_k(b: Any, block: Value, codes: Value) -> Scales:
     """Nibbles of 16 scales and 16 minima, 64 bytes of 2 bits, two half floats."""
     for i in range(8):
         two = _bits(b, _bytes(b, block, 16 + 32 * (i // 4), 32), i % 4 * 2, 2)
-        emit.store(b, _plus(b, two, CODE_OF_ZERO), codes, 32 * i)
+        emit.store(b, two, codes, 32 * i)
     both = _bytes(b, block, 0, 16)
     return _scaled(b, block, 80, _bits(b, both, 0, 4)), _scaled(b, block, 82, _bits(b, both, 4, 4), negative=True)
 
@@ -141,7 +142,7 @@ def q5_k(b: Any, block: Value, codes: Value) -> Scales:
     for i in range(8):
         four = _bits(b, _bytes(b, block, 48 + 32 * (i // 2), 32), i % 2 * 4, 4)
         fifth = _bits(b, _bytes(b, block, 16, 32), i, 1, to=4)
-        emit.store(b, _plus(b, b.or_(four, fifth), CODE_OF_ZERO), codes, 32 * i)
+        emit.store(b, b.or_(four, fifth), codes, 32 * i)
     first, second, third = (_bytes(b, block, offset, 4) for offset in (4, 8, 12))
     scales, minima = (
         emit.concatenate(b, _bits(b, six, 0, 6), b.or_(_bits(b, third, shift, 4), _bits(b, six, 6, 2, to=4)))

@@ -23,8 +23,8 @@ In a panel a lane is one output: four elements of a row, in every lane, times fo
 outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements
 at a time, which stay in the first cache while all rows pass.
 
-A zero point z adds (the code of zero - z) * scale to each weight of its block, an offset o adds o. `CORRECTION`
-adds that number times the sum of the rounded row's block, in float32, after the products of bytes.
+With corrections the zero point of all codes is 0: a block's own one, z, adds -z * scale to each of its weights, an
+offset o adds o. `CORRECTION` adds that times the sum of the rounded row's block, in float32, after the other sums.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ class CodeLayout(NamedTuple):
 
     @property
     def zero_point(self) -> int:
-        """The byte, as it is multiplied, that stands for 0; Arm multiplies signed bytes, also for 8 bits."""
-        if self.levels:
-            return -min(self.levels)
-        return 0 if emit.IS_ARM and self.bits == 8 else code_of_zero(self.bits)
+        """The byte, as it is multiplied, that stands for 0 where there are no corrections."""
+        return -min(self.levels) if self.levels else self.code_0 + code_of_zero(self.bits)
+
+    @property
+    def code_0(self) -> int:
+        """The byte, as it is multiplied, of the code 0; Arm multiplies signed bytes, also for 8 bits."""
+        return -code_of_zero(8) if emit.IS_ARM and self.bits == 8 else 0
 
     @property
     def scale_bytes(self) -> int:
@@ -632,7 +635,6 @@ def _emit_unit(
 
 TILES_AHEAD = 2  # whose scales are fetched
 _add_products = score_rows(4, alike=True, adds=True)
-CODE_OF_ZERO = np.int32(code_of_zero(4))  # no other codes have zero points of their own
 
 
 @emit.procedure
@@ -649,7 +651,7 @@ def _correct(output: int, n: int, memory: int, place: int) -> None:
     if p.zeros:
         zeros, scales, offsets = chars(p.zeros + first), floats(p.scales + 4 * first), memory
         for i in range(size):
-            put(floats(offsets), i, np.float32(CODE_OF_ZERO - np.int32(get(zeros, i))) * get(scales, i))
+            put(floats(offsets), i, -np.float32(get(zeros, i)) * get(scales, i))
     else:
         _fetch(offsets + 4 * size * TILES_AHEAD, 4 * size)
     _add_products(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)

@@ -118,18 +118,22 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any, m:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         layout, (p, x, row, block, m) = layout_of(product), args
-        blocks, sums = fields(b, p, "blocks", "sums")
+        blocks, sums, correction = fields(b, p, "blocks", "sums", "correction")
         # Padding blocks have no place in `sums`: their 0 is written over their own scratch.
         sum_at = b.select(b.icmp_signed("<", block, blocks), emit.at(b, sums, (m, blocks, 4), (block, 4)), x)
+        is_plain = b.icmp_signed("==", correction, emit.I64(0))
+        zero = b.select(is_plain, emit.I32(layout.zero_point), emit.I32(layout.code_0))
         write = functools.partial(_emit_quantized_block, layout)
-        emit.call_internal(b, "quantize_block", write, x, row, block, sum_at)
+        emit.call_internal(b, "quantize_block", write, x, row, block, sum_at, zero)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 4), build
 
 
-def _emit_quantized_block(layout: CodeLayout, b: Any, x: Value, row: Value, block: Value, sum_at: Value) -> None:
-    """Rounds one block; sum_at: where the sum of its elements goes, if the format has corrections."""
+def _emit_quantized_block(
+    layout: CodeLayout, b: Any, x: Value, row: Value, block: Value, sum_at: Value, zero: Value
+) -> None:
+    """Rounds one block; sum_at: where its elements' sum goes, for corrections; zero: the weights' zero point."""
     n = layout.block
     floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     emit.prefetch(b, emit.at(b, x, BLOCKS_AHEAD * 4 * n), 4 * n)
@@ -160,7 +164,7 @@ def _emit_quantized_block(layout: CodeLayout, b: Any, x: Value, row: Value, bloc
     if layout.has_corrections:
         emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), sum_at)
     sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
-    first = b.mul(total, emit.I32(-layout.zero_point))
+    first = b.mul(total, b.neg(zero))
     emit.store(b, b.insert_element(sums, first, emit.I32(0)), place, layout.sums_at)
     emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
 

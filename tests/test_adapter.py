@@ -15,7 +15,7 @@ from edgekv.checkpoint.adapter import Adapter
 from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, CheckpointError, ConfigError
-from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.formats import ModelFormat
 
 CASE = "llama31"  # 3 layers, 4 query heads
 TOKENS = golden_cases.tokens(CASE)[:40]
@@ -122,7 +122,7 @@ def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
     session = Session.load(base, kv="h1b", adapter=adapter)
     np.testing.assert_array_equal([cache.sketch.projection for cache in session.caches], learned["projection"])
     np.testing.assert_array_equal([cache.sketch.centre for cache in session.caches], learned["centre"])
-    store = Model.open(base).store(WEIGHTS["int8"]).folder
+    store = Model.open(base).store(ModelFormat("int8")).folder
     identities = [Model.open(path, adapter=adapter).identity for path in (base, store)]
     assert identities[0] == identities[1] != Model.open(base).identity
     for name, wrong in (("projection", learned["projection"][:2]), ("centre", learned["centre"][0])):
@@ -173,7 +173,7 @@ def test_a_store_takes_a_tau_but_no_weights(base: pathlib.Path, tmp_path: pathli
     with pytest.raises(ConfigError, match="belongs to the checkpoint"):
         Model.open(adapted, adapter=tau)
     stores = Model.open(adapted, adapter=weights).weights, Model.open(plain).weights
-    expected = Model.open(base, adapter=weights).store(WEIGHTS["int8"])
+    expected = Model.open(base, adapter=weights).store(ModelFormat("int8"))
     for layer in range(3):
         values, unadapted = (store.matrix(f"{layer}.qkv") for store in stores)
         np.testing.assert_array_equal(values, expected.matrix(f"{layer}.qkv"))

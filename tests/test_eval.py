@@ -37,7 +37,7 @@ from edgekv.eval.gate import (
 from edgekv.kvcache import CacheSpec
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer
-from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.formats import ModelFormat
 from edgekv.weights.random_weights import random_store
 
 SENTENCES = (
@@ -299,7 +299,7 @@ def test_a_text_without_sentences_has_places_too(text: str, demo: tuple[Decoder,
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        store = random_store(load_shape("tiny", 2), WEIGHTS["q4"])
+        store = random_store(load_shape("tiny", 2), ModelFormat("q4"))
     model = Model(store.folder, store.config, None, store)
     return find_device("cpu").decoder(model, store.form, 1200, 2, None)
 

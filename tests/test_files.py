@@ -37,7 +37,7 @@ from edgekv.files import (
     read_object,
     require_writable,
 )
-from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.formats import ModelFormat
 from edgekv.weights.random_weights import RandomWeights
 from edgekv.weights.store import WeightStore, build
 
@@ -279,7 +279,7 @@ def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
 
 def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: pathlib.Path) -> None:
     weights = RandomWeights(load_shape("tiny", 1))
-    build(weights, WEIGHTS["int8"], tmp_path / "store", None)
+    build(weights, ModelFormat("int8"), tmp_path / "store", None)
     assert WeightStore(tmp_path / "store").identity == weights.source.identity
     file = tmp_path / "store" / "weights.safetensors"
     data = bytearray(file.read_bytes())

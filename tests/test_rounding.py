@@ -26,7 +26,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64, U8
 from edgekv.weights import gaussian
-from edgekv.weights.formats import FORMATS, WeightFormat, bits_by_need, quantize
+from edgekv.weights.formats import ModelFormat, WeightFormat, bits_by_need, quantize
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.random_weights import random_store
@@ -294,7 +294,7 @@ def test_experts_are_rounded_by_their_own_inputs(tmp_path: pathlib.Path, monkeyp
         np.testing.assert_array_equal(stores[weights].matrix("0.router"), exact.weights.matrix("0.router"))
     assert {form for _, form in stores["q2.5"].form.linears} > {"f32", "q2", "q3"}
     tokens = rng.integers(32, model.config.vocab_size, 60)
-    plain = model.store(FORMATS["q3"])
+    plain = model.store(ModelFormat("q3"))
     logits = [
         Session.load(path, kv="dense:dtype=f32", weights=name).logits(tokens)
         for path, name in ((folder, "f32"), (plain.folder, "auto"), (stores["q3"].folder, "auto"))
@@ -350,7 +350,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     texts = {"short": b"Too short.", "bytes": b"\xff\xfe" * 9000, "long": PROSE.encode()}
     for name, data in texts.items():
         (tmp_path / name).write_bytes(data)
-    store = random_store(load_shape("tiny", 1), FORMATS["q4"]).folder
+    store = random_store(load_shape("tiny", 1), ModelFormat("q4")).folder
     for name, model, weights, part in (
         ("short", DEMO, "q4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "q4", "not UTF-8"),

@@ -13,7 +13,7 @@ from edgekv.machine import machine_info
 from edgekv.types import Threads
 from edgekv.weights import cpu as threads
 from edgekv.weights.cpu import CpuOps
-from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.formats import ModelFormat
 from edgekv.weights.random_weights import random_store
 from edgekv.weights.store import WeightStore
 
@@ -22,7 +22,7 @@ MODEL = "demo"
 
 @pytest.fixture
 def store() -> WeightStore:
-    return random_store(load_shape("tiny", 2), WEIGHTS["q4"])
+    return random_store(load_shape("tiny", 2), ModelFormat("q4"))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("weights", ["q4", "int8-32", "f32"])
 def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
     """One row is tried, and prompts whose rows are shared by several callers."""
-    store = random_store(load_shape("tiny", 2), WEIGHTS[weights])
+    store = random_store(load_shape("tiny", 2), ModelFormat(weights))
     arch, c, rng = store.arch, store.arch.config, np.random.default_rng(0)
     plain = CpuOps(store, Threads(1, 1))
     for n_threads in (Threads(2, 2), Threads(1, 4), Threads(2, 3)):

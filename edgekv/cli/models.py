@@ -54,7 +54,7 @@ from edgekv.kvcache.choice import AUTO, default_scheme, packed_presets, size_tex
 from edgekv.kvcache.registry import select_specs
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import FORMATS, OFFERED, mean_bits
+from edgekv.weights.formats import OFFERED, ModelFormat, mean_bits
 from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
@@ -163,11 +163,7 @@ def info_command(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
     stored_format = model.weight_format("auto")
-    forms = (
-        [stored_format]
-        if model.is_store
-        else list(dict.fromkeys([stored_format, *(FORMATS[name] for name in OFFERED)]))
-    )
+    forms = [stored_format] if model.is_store else list(dict.fromkeys([stored_format, *map(ModelFormat, OFFERED)]))
     kernels = [layer.kernel for layer in c.recurrences if layer is not None]
     recurrent = [f"{kernels.count(kernel)} {kernel}" for kernel in dict.fromkeys(kernels)]
     facts = {

@@ -22,7 +22,7 @@ from edgekv.text import Tokenizer
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import FORMATS, ROUTER, WeightFormat, bits_by_need, mean_bits, per_linear_format
+from edgekv.weights.formats import ROUTER, ModelFormat, bits_by_need, mean_bits
 from edgekv.weights.rounding import CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
@@ -49,8 +49,8 @@ class Calibration:
         weights: the format's name, also such as q3.6: `form` is then chosen here.
         """
         config, mean = model.config, mean_bits(weights)
-        form = FORMATS["q4"] if mean else model.weight_format(weights)
-        if not any(form.of(name).rotated for name in model.arch.linears()):
+        form = ModelFormat("q4") if mean else model.weight_format(weights)
+        if not any(piece.form.rotated for name in model.arch.linears() for piece in form.of(name).pieces):
             advice = "choose {weights:q4}, or leave {calibrate} out"
             raise _refusal(f"--weights {weights} is {form.name} for this model", advice)
         if not isinstance(model.weights, CheckpointWeights):
@@ -74,7 +74,7 @@ class Calibration:
             dataclasses.replace(model.weights.source, identify=lambda progress: identity), model.arch
         )
 
-    def __call__(self, form: WeightFormat, write: Write) -> None:
+    def __call__(self, form: ModelFormat, write: Write) -> None:
         """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
         decoder, n = self._decoder(CalibratingOps(self.weights, form, write)), self._windows.shape[1]
         with blas_threads(decoder.threads):
@@ -85,7 +85,7 @@ class Calibration:
         backend = CpuBackend(ops.weights, ops, numba_kernels(), all_cores())
         return Decoder(backend, self._windows.shape[1])
 
-    def _by_need(self, weights: CheckpointWeights, mean: float, progress: TaskProgress) -> WeightFormat:
+    def _by_need(self, weights: CheckpointWeights, mean: float, progress: TaskProgress) -> ModelFormat:
         """Returns the format of codes of ``mean`` bits."""
         linears = weights.arch.linears()
         sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
@@ -116,7 +116,7 @@ class Calibration:
                     for name, x in zip(changed, np.split(last, len(changed)), strict=True):
                         needs[name] = _divergence(exact, decoder.head(x[rows]))
         of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
-        return per_linear_format(f"q{mean}", {name: of_need.get(name, "f32") for name in linears})
+        return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
 
 
 def embedded(decoder: Decoder, windows: I64) -> F32:

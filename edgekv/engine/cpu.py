@@ -22,7 +22,7 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.checkpoint_weights import Weights
 from edgekv.weights.cpu import CpuOps, product_threads
-from edgekv.weights.formats import WeightFormat
+from edgekv.weights.formats import ModelFormat
 from edgekv.weights.ops import NumpyOps, WeightOps
 
 BLOCK_ROWS = 512  # query rows per block of a prompt's attention, all heads of a group together
@@ -46,7 +46,7 @@ class CpuBackend(Backend):
 
     @classmethod
     def open(
-        cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
+        cls, model: Model, form: ModelFormat, threads: int | None, progress: TaskProgress | None
     ) -> CpuBackend:
         kernels, store = numba_kernels(all_cores(threads)), model.store(form, progress)
         return cls(store, CpuOps(store, product_threads(store, threads)), kernels, all_cores(threads))
@@ -132,9 +132,9 @@ class NumpyBackend(CpuBackend):
 
     @classmethod
     def open(
-        cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
+        cls, model: Model, form: ModelFormat, threads: int | None, progress: TaskProgress | None
     ) -> NumpyBackend:
-        weights = model.weights if form.bits == 32 else model.store(form, progress)
+        weights = model.weights if form.name == "f32" else model.store(form, progress)
         return cls(weights, NumpyOps(weights), numpy_kernels(all_cores(threads)), all_cores(threads))
 
     @classmethod

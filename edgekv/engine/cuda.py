@@ -29,8 +29,8 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import CudaOps, DeviceFormat, DeviceWeights, no_lora
-from edgekv.weights.formats import WeightFormat
+from edgekv.weights.cuda import CudaOps, DeviceWeights, device_format, no_lora
+from edgekv.weights.formats import ModelFormat
 
 SCORES = 1 << 24  # float32 scores of a prompt in memory at once
 CHUNK_SHARE = 64  # a chunk's activations take at most this part of the card's memory: 1 / CHUNK_SHARE
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
     kernels: CudaKernels
     ops: CudaOps
     weights: DeviceWeights
-    held_format = staticmethod(DeviceFormat.made_from)
+    held_format = staticmethod(device_format)
     free_bytes = staticmethod(lambda: int(cupy_driver.require_cupy().cuda.runtime.memGetInfo()[0]))
 
     def __init__(self, weights: DeviceWeights, driver: Driver, threads: int) -> None:
@@ -109,7 +109,7 @@ class CudaBackend(Backend):
 
     @classmethod
     def open(
-        cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
+        cls, model: Model, form: ModelFormat, threads: int | None, progress: TaskProgress | None
     ) -> CudaBackend:
         require_layers(model.config)
         driver = Driver()

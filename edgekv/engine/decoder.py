@@ -25,7 +25,7 @@ from edgekv.models.config import ModelConfig
 from edgekv.models.rope import RopeConfig, frequencies
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.checkpoint_weights import Weights
-from edgekv.weights.formats import WeightFormat
+from edgekv.weights.formats import ModelFormat
 from edgekv.weights.ops import LoraDeltas, WeightOps
 
 CHUNK = 256  # tokens of a prompt per pass of a layer: bounds the activations
@@ -122,7 +122,7 @@ class Backend(abc.ABC):
     chunk: int = CHUNK
     keeps_kernels = False
     free_bytes: Callable[[], int] = staticmethod(lambda: available_memory_bytes())
-    held_format: Callable[[WeightFormat], WeightFormat] = staticmethod(lambda form: form)
+    held_format: Callable[[ModelFormat], ModelFormat] = staticmethod(lambda form: form)
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
@@ -143,12 +143,12 @@ class Backend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def open(cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None) -> Backend:
+    def open(cls, model: Model, form: ModelFormat, threads: int | None, progress: TaskProgress | None) -> Backend:
         """Loads the model's weights in a format. threads: None: all cores, for products as many as are fastest."""
 
     @classmethod
     def decoder(
-        cls, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
+        cls, model: Model, form: ModelFormat, capacity: int, threads: int | None, progress: TaskProgress | None
     ) -> Decoder:
         """Loads weights as `open` does; returns a decoder of conversations of up to ``capacity`` tokens."""
         return Decoder(cls.open(model, form, threads, progress), capacity)

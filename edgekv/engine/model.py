@@ -23,7 +23,7 @@ from edgekv.models.config import ModelConfig
 from edgekv.models.llava import image_token
 from edgekv.types import Path, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
+from edgekv.weights.formats import ModelFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.weights.ops import LoraDeltas, low_rank, low_rank_bytes
 from edgekv.weights.store import WeightStore, is_store, open_or_build
 
@@ -205,7 +205,7 @@ class Model:
             **{name: getattr(self.config, name) for name in names},
         }
 
-    def weight_format(self, name: str) -> WeightFormat:
+    def weight_format(self, name: str) -> ModelFormat:
         """Returns the weight format that ``name`` means for this model. Raises ConfigError (field weights)."""
         if isinstance(self.weights, CheckpointWeights):
             return weight_format(name, self.arch, self.weights.own_format)
@@ -219,7 +219,7 @@ class Model:
             )
         return self.weights.form
 
-    def weights_note(self, form: WeightFormat) -> str | None:
+    def weights_note(self, form: ModelFormat) -> str | None:
         """Returns a line on weights that this format quantizes a second time, or None."""
         lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else ()
         if not lost:
@@ -228,15 +228,15 @@ class Model:
         hint = "" if formats == "int8-32" else "; int8-32 loses least"
         return f"weights of type {', '.join(lost)} were quantized a second time, to {formats}{hint}"
 
-    def weights_bytes(self, form: WeightFormat) -> int:
+    def weights_bytes(self, form: ModelFormat) -> int:
         """Returns the bytes of a store in this format, which decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def idle_bytes(self, form: WeightFormat) -> int:
+    def idle_bytes(self, form: ModelFormat) -> int:
         """Returns the bytes of the experts that a token does not use, which stay in the mapped file."""
         return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def store(self, form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
+    def store(self, form: ModelFormat, progress: TaskProgress | None = None) -> WeightStore:
         """Opens the weights as a store; a checkpoint's is built in the cache folder at the first call."""
         if isinstance(self.weights, WeightStore):
             return self.weights

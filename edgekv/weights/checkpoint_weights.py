@@ -18,12 +18,13 @@ from edgekv.types import F32, Array
 from edgekv.weights.formats import (
     FORMATS,
     ITEM_BYTES,
-    MixedFormat,
+    MatrixFormat,
+    ModelFormat,
     WeightFormat,
     n_blocks,
     pack,
     pack_e2m1,
-    per_linear_format,
+    quantize,
 )
 
 Codes = npt.NDArray[np.uint8]
@@ -51,20 +52,17 @@ class Weights(Protocol):
     def rows(self, table: str, ids: Ids) -> F32: ...
 
 
+BLOCK_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
 FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32"
 BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
-    if exact is None or form.rotated:
-        return False
-    if form.bits == 32:
-        return True
+    if exact is None or form.bits == 32:
+        return exact is not None
     own = FORMATS[exact]
-    if isinstance(form, MixedFormat):
-        return any(own == piece for piece, _ in form.pieces)
-    if own.kept or form.kept:
+    if own.kept or form.kept or form.rotated:
         return own == form
     same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
     fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
@@ -122,11 +120,11 @@ class CheckpointWeights:
         return [self._tensors[part.tensor] for part in self._linears[name].parts]
 
     @property
-    def own_format(self) -> WeightFormat | None:
+    def own_format(self) -> ModelFormat | None:
         """The format of each linear layer of a file that is quantized already, else None."""
         if not self.kinds:
             return None
-        return per_linear_format(self._tensors.method, {name: self._own_format(name) for name in self._linears})
+        return ModelFormat(self._tensors.method, tuple((name, self._own_format(name)) for name in self._linears))
 
     def _own_format(self, name: str) -> str:
         """Returns the name of a linear layer's format: where parts are kept beside others, of both."""
@@ -136,13 +134,13 @@ class CheckpointWeights:
         is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms) and "f32" not in forms
         if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
             return _widest(set(forms))
-        rows = [part.rows for part in linear.parts[:period]]
-        return MixedFormat.of_pieces(list(zip(forms[:period], rows, strict=True))).name
+        return "+".join(f"{form}*{part.rows}" for form, part in zip(forms[:period], linear.parts, strict=False))
 
-    def requantized(self, form: WeightFormat) -> tuple[str, ...]:
+    def requantized(self, form: ModelFormat) -> tuple[str, ...]:
         """Returns the types of quantized tensors that have other blocks than ``form`` and lose by it."""
-        forms = ((part, form.of(name)) for name in self._linears for part in self._parts(name))
-        lost = {part.kind for part, own in forms if part.kind and not holds_exactly(part.exact_format, own)}
+        pieces = (piece for name in self._linears for piece in self._pieces(name, form.of(name)))
+        each = ((self._tensors[part.tensor], own) for own, _, parts in pieces for part in parts)
+        lost = {part.kind for part, own in each if part.kind and not holds_exactly(part.exact_format, own)}
         return tuple(sorted(lost))
 
     @property
@@ -150,23 +148,40 @@ class CheckpointWeights:
         """Types of the quantized tensors."""
         return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
-    def _pieces(self, name: str, form: WeightFormat) -> list[tuple[WeightFormat, Sequence[WeightPart]]]:
-        """Returns the formats of a linear layer's rows, and the parts that have each."""
-        parts = self._linears[name].parts
-        if not isinstance(form, MixedFormat):
-            return [(form, parts)]
-        return [(own, parts[i :: len(form.pieces)]) for i, (own, _) in enumerate(form.pieces)]
+    def _pieces(self, name: str, form: MatrixFormat) -> Iterator[tuple[WeightFormat, str, Sequence[WeightPart]]]:
+        """Yields the formats of a linear layer's rows, each with the prefix of its arrays and its parts."""
+        for i, piece in enumerate(form.pieces):
+            yield piece.form, piece.prefix, self._linears[name].parts[i :: len(form.pieces)]
 
-    def exact_codes(
-        self, name: str, form: WeightFormat, parts: Sequence[WeightPart] | None = None
-    ) -> tuple[Codes, F32] | None:
-        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None.
+    def stored_arrays(
+        self, name: str, form: MatrixFormat, rounded: tuple[Codes, Array] | None = None
+    ) -> Iterator[tuple[str, Array]]:
+        """Yields the arrays of a linear layer by part, as ``form.arrays`` names them, in order.
 
-        parts: those of the linear layer to look at; None: all.
+        rounded: codes (rows, blocks, bytes) and scales (rows, blocks). Without, weights that the file has in the
+        format are taken over, others are quantized.
         """
-        parts = parts or self._linears[name].parts
-        exact = (self._tensors[part.tensor].exact_format for part in parts)
-        if form.bits == 32 or form.kept or not all(holds_exactly(each, form) for each in exact):
+        for own, prefix, parts in self._pieces(name, form):
+            if own.bits == 32:
+                yield f"{prefix}weight", self.matrix(name)
+                continue
+            if own.kept:
+                rows = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
+                yield f"{prefix}blocks", np.concatenate(rows)
+                continue
+            taken = None if rounded else self.exact_codes(own, parts)
+            codes, scales = rounded or taken or self._quantized(own, parts)
+            yield f"{prefix}codes", codes
+            yield f"{prefix}scales", scales
+            if own.zeros:
+                zeros = np.concatenate([self._part_zeros(part, own) for part in parts]) + code_of_zero(own.bits)
+                yield f"{prefix}zeros", zeros.astype(np.uint8)
+            if own.offsets:
+                yield f"{prefix}offsets", self._offsets(parts if taken else (), scales)
+
+    def exact_codes(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, F32] | None:
+        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
+        if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
             return None
         taken: list[tuple[Codes, F32]] = []
         for part in parts:
@@ -180,32 +195,19 @@ class CheckpointWeights:
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
 
-    def kept_arrays(self, name: str, form: WeightFormat) -> Iterator[tuple[str, Array]]:
-        """Yields the arrays (rows, ...) of a linear layer in a kept or mixed format, as the file has them."""
-        for i, (own, parts) in enumerate(self._pieces(name, form)):
-            place = f"{i}." if isinstance(form, MixedFormat) else ""
-            if own.kept:
-                rows = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
-                yield f"{place}blocks", np.concatenate(rows)
-                continue
-            taken = self.exact_codes(name, own, parts)
-            assert taken is not None  # or the format would not be the file's own
-            yield f"{place}codes", taken[0]
-            yield f"{place}scales", taken[1]
-            if own.offsets:
-                yield f"{place}offsets", self.offsets(name, taken[1], parts)
+    def _quantized(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, Array]:
+        quantized = [quantize(rows, form) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*quantized, strict=True))
+        return codes, scales
 
-    def zero_points(self, name: str, form: WeightFormat) -> Codes:
-        """Returns the zero points (rows, blocks) of what `exact_codes` gives in a format with them."""
-        zeros = np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts])
-        return (zeros + code_of_zero(form.bits)).astype(np.uint8)
-
-    def offsets(self, name: str, scales: F32, parts: Sequence[WeightPart] | None = None) -> F32:
-        """Returns offsets (rows, blocks) of what `exact_codes` gives with such scales, in a format with them."""
-        parts = parts or self._linears[name].parts
-        own = [self._tensors[part.tensor].offsets(0, part.rows) for part in parts]
-        others = np.split(-code_of_zero(4) * scales, np.cumsum([part.rows for part in parts[:-1]]))
-        return np.concatenate([b if a is None else a for a, b in zip(own, others, strict=True)])
+    def _offsets(self, parts: Sequence[WeightPart], scales: Array) -> Array:
+        """Returns the offsets (rows, blocks) that go with the scales of what `exact_codes` gives."""
+        offsets, lo = -code_of_zero(4) * scales, 0
+        for part in parts:
+            own, lo = self._tensors[part.tensor].offsets(0, part.rows), lo + part.rows
+            if own is not None:
+                offsets[lo - part.rows : lo] = own
+        return offsets
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """Returns zero points (rows, blocks) in -8..7."""
@@ -221,7 +223,10 @@ class CheckpointWeights:
 
     def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
         """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``."""
-        for part in self._linears[name].parts:
+        return self._blocks(self._linears[name].parts, max_elements)
+
+    def _blocks(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
+        for part in parts:
             step = max(1, max_elements // part.columns)
             for lo in range(0, part.rows, step):
                 yield self._part_rows(part, lo, min(lo + step, part.rows))

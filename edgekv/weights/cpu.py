@@ -24,7 +24,7 @@ from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, I64, Array, Threads
-from edgekv.weights.formats import ROUTER, MixedFormat, WeightFormat
+from edgekv.weights.formats import FORMATS, ROUTER, ModelFormat, WeightFormat
 from edgekv.weights.ops import NumpyOps, apply_gate, groups
 from edgekv.weights.store import WeightStore
 
@@ -55,7 +55,7 @@ class CpuOps(NumpyOps):
         self._experts = {
             name: products(store, name, n)
             for name, n in experts.items()
-            if store.form.of(name).bits < 32 and least_outputs(store, name, n) >= OUTPUTS
+            if least_outputs(store, name, n) >= OUTPUTS
         }
         for name in experts if self._is_cold else ():
             self._advise(name, mmap.MADV_RANDOM)
@@ -92,8 +92,8 @@ class CpuOps(NumpyOps):
 
         A router computes each row as if it were alone, also in a prompt.
         """
-        store, bits = self._store, self._store.form.of(name).bits
-        if bits < 32 and least_outputs(store, name) >= OUTPUTS:
+        store = self._store
+        if least_outputs(store, name) >= OUTPUTS:
             return StoredLinear(products(store, name), store.bias(name))
         matrix = self._matrix(name)
         if name.endswith(ROUTER):
@@ -168,19 +168,19 @@ class CpuOps(NumpyOps):
 
 
 def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
-    """Returns the fewest outputs of a linear layer, or of an expert, that have a format of their own."""
-    form, rows = store.form.of(name), store.arch.linears()[name].rows
-    return min(form.rows(rows) if isinstance(form, MixedFormat) else [rows]) // n_experts
+    """Returns the fewest outputs of a linear layer, or of an expert, of a format in fewer than 32 bits; else 0."""
+    form, rows = store.form.of(name), store.arch.linears()[name].rows // n_experts
+    turn = [each.rows for each in form.pieces]
+    return 0 if form == FORMATS["f32"] else rows // sum(turn) * min(turn)
 
 
 def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[..., F32]:
     """Returns a linear layer in fewer than 32 bits, of one format or several: x (n, columns) -> (n, outputs)."""
-    form, arrays = store.form.of(name), store.arrays(name)
-    if not isinstance(form, MixedFormat):
-        return QuantizedMatmul(stored_weights(form, arrays), n_experts)
-    pieces = [(own, form.piece(arrays, i)) for i, (own, _) in enumerate(form.pieces)]
-    several = [QuantizedMatmul(stored_weights(*piece), n_experts) for piece in pieces]
-    return lambda *given: np.concatenate([product(*given) for product in several], axis=1)
+    pieces, arrays = store.form.of(name).pieces, store.arrays(name)
+    first, *others = (QuantizedMatmul(stored_weights(p.form, p.own(arrays)), n_experts) for p in pieces)
+    if not others:
+        return first
+    return lambda *given: np.concatenate([product(*given) for product in (first, *others)], axis=1)
 
 
 def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> QuantizedWeights:
@@ -267,7 +267,7 @@ def _best(
     return best
 
 
-def remembered(arch: Architecture, form: WeightFormat) -> Threads | None:
+def remembered(arch: Architecture, form: ModelFormat) -> Threads | None:
     """Returns what was measured on this machine for weights of this shape and format, None if nothing was."""
     entry = (MEMO.read() or {}).get(_key(arch, form))
     return entry and Threads(*entry)
@@ -281,7 +281,7 @@ def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
     return "attention_out", {"x": hidden, "attention": mixed}
 
 
-def _key(arch: Architecture, form: WeightFormat) -> str:
+def _key(arch: Architecture, form: ModelFormat) -> str:
     """Returns the machine and the shape of the block: models that share both take the same threads."""
     machine, c = machine_info(), arch.config
     name, (fused, mixed) = _block(arch)[0], arch.widths(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,16 @@ from edgekv.kernels.cuda.matvec import (
 )
 from edgekv.models.architecture import Architecture
 from edgekv.types import TaskProgress
-from edgekv.weights.formats import FORMATS, WeightFormat, quantize, specs_bytes, store_specs, token_bytes
+from edgekv.weights.formats import (
+    FORMATS,
+    MatrixFormat,
+    ModelFormat,
+    WeightFormat,
+    quantize,
+    specs_bytes,
+    store_specs,
+    token_bytes,
+)
 from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
@@ -46,25 +54,18 @@ def no_lora() -> ConfigError:
     return ConfigError("a GPU applies no LoRA at run time", field="loras", advice=advice)
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceFormat(WeightFormat):
-    """The format that weights of a store in the format ``stored`` have in the GPU's memory.
+def held_format(form: MatrixFormat) -> WeightFormat:
+    """Returns the format that a matrix of a store has in the GPU's memory.
 
     Blocks that are kept as a GGUF file has them become int8-32, zero points the float32 numbers that they add.
     """
+    own, *others = (piece.form for piece in form.pieces)
+    return FORMATS["int8-32" if others or own.kept else own.name.replace("-zeros", "-offsets")]
 
-    stored: WeightFormat = FORMATS["f32"]
 
-    @classmethod
-    def made_from(cls, stored: WeightFormat) -> DeviceFormat:
-        """Makes the format of the weights of a store."""
-        return cls(stored.name, stored.bits, stored.block, stored=stored)
-
-    def of(self, linear: str) -> WeightFormat:
-        form = self.stored.of(linear)
-        if form.kept:
-            return FORMATS["int8-32"]
-        return dataclasses.replace(form, zeros=False, offsets=True) if form.zeros else form
+def device_format(form: ModelFormat) -> ModelFormat:
+    """Returns the format that the weights of a store have in the GPU's memory."""
+    return ModelFormat(form.name, tuple((name, held_format(form.of(name)).name) for name, _ in form.linears))
 
 
 class DeviceWeights:
@@ -72,15 +73,14 @@ class DeviceWeights:
 
     def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
-        self.driver, held = driver, DeviceFormat.made_from(store.form)
-        specs = store_specs(store.arch, held, store.table_dtypes)
+        self.driver, specs = driver, store_specs(store.arch, device_format(store.form), store.table_dtypes)
         self.nbytes, self.token_bytes = specs_bytes(specs), token_bytes(store.arch, specs)
         self.matrix, self.bias, self.vector, self.array = store.matrix, store.bias, store.vector, store.array
         self.linears: dict[str, Matrix] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
-            form, arrays, shift = held.of(name), store.arrays(name), store.shift(name)
-            if store.form.of(name).kept:
+            form, arrays, shift = held_format(store.form.of(name)), store.arrays(name), store.shift(name)
+            if form.bits < 32 and "codes" not in arrays:
                 arrays = dict(zip(("codes", "scales"), quantize(store.matrix(name), form), strict=True))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]

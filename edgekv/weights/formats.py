@@ -1,4 +1,4 @@
-"""Weight formats: the arrays of each, hence exact bytes, and how blocks of weights are rounded.
+"""Weight formats of matrices and of models: the arrays of each, hence exact bytes, and how blocks are rounded.
 
 A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
 2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127. The layout is
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +33,22 @@ ROUTER = ".router"
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
+class Piece(NamedTuple):
+    """Rows of a matrix in one format: of every few rows in turn, ``rows``; their arrays' names have a prefix."""
+
+    form: WeightFormat
+    rows: int
+    prefix: str
+
+    def own(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the arrays (rows, ...) of these rows among those of the matrix, as `form` names them."""
+        named = ((part.removeprefix(self.prefix), part) for part in arrays if part.startswith(self.prefix))
+        return {own: arrays[part] for own, part in named}
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
+    """How a matrix of like rows is stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
     zeros: each block stores its zero point (the code that means 0); without, that is half the range. offsets: each
     block stores a float32 that is added to scale * code. e2m1: codes are floating-point numbers (`E2M1_DOUBLED`).
@@ -50,6 +64,11 @@ class WeightFormat:
     e2m1: bool = False
     rotated: bool = False
     kept: bool = False
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All rows."""
+        return (Piece(self, 1, ""),)
 
     def arrays(self, rows: int, columns: int) -> Specs:
         """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
@@ -95,72 +114,61 @@ class WeightFormat:
             return level_tables(self.bits)
         return E2M1_DOUBLED if self.e2m1 else (np.arange(1 << self.bits) - code_of_zero(self.bits)).astype(np.int8)
 
-    def of(self, linear: str) -> WeightFormat:
-        """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
-        return FORMATS["f32"] if linear.endswith(ROUTER) else self
-
 
 @dataclasses.dataclass(frozen=True)
-class MixedFormat(WeightFormat):
-    """A linear layer whose rows alternate between formats, e.g. 256 of Q2_K and 256 of IQ3_S for each expert.
+class MixedFormat:
+    """How a matrix is stored whose rows alternate between formats, e.g. 256 of Q2_K and 256 of IQ3_S an expert.
 
     Rows of one format are stored together; their arrays' names begin with the format's index: ``0.blocks``.
     """
 
-    pieces: tuple[tuple[WeightFormat, int], ...] = ()
-
-    @classmethod
-    def of_pieces(cls, pieces: Sequence[tuple[str, int]]) -> MixedFormat:
-        """Makes the format; pieces: names in FORMATS but f32, and rows. Raises ValueError for other names."""
-        if not all(name in FORMATS and name != "f32" and rows > 0 for name, rows in pieces):
-            raise ValueError(f"unknown formats among {pieces}")
-        name = "+".join(f"{name}*{rows}" for name, rows in pieces)
-        return cls(name, 8, 32, kept=True, pieces=tuple((FORMATS[each], rows) for each, rows in pieces))
-
-    @classmethod
-    def named(cls, name: str) -> MixedFormat:
-        """Returns the format of a name. Raises ValueError for what is none."""
-        pairs = (piece.rpartition("*") for piece in name.split("+"))
-        return cls.of_pieces([(form, int(rows)) for form, _, rows in pairs])
+    name: str
+    pieces: tuple[Piece, ...]
 
     def fits(self, linear: Linear) -> bool:
+        """Returns whether every expert has whole turns, of whole blocks."""
         rows = linear.rows // max(1, linear.n_experts)
-        return rows % sum(n for _, n in self.pieces) == 0 and all(form.fits(linear) for form, _ in self.pieces)
-
-    def rows(self, rows: int) -> list[int]:
-        """Returns how many of the rows have each format."""
-        return [rows // sum(n for _, n in self.pieces) * n for _, n in self.pieces]
+        return rows % sum(each.rows for each in self.pieces) == 0 and all(p.form.fits(linear) for p in self.pieces)
 
     def arrays(self, rows: int, columns: int) -> Specs:
-        pieces = enumerate(zip(self.pieces, self.rows(rows), strict=True))
-        specs = {i: form.arrays(n, columns) for i, ((form, _), n) in pieces}
-        return {f"{i}.{part}": spec for i, own in specs.items() for part, spec in own.items()}
-
-    def piece(self, arrays: Mapping[str, Array], i: int) -> dict[str, Array]:
-        """Returns the arrays (rows, ...) of one format."""
-        return {part.partition(".")[2]: each for part, each in arrays.items() if part.startswith(f"{i}.")}
+        """Returns dtype and shape of the arrays, as `WeightFormat.arrays` does."""
+        turns = rows // sum(each.rows for each in self.pieces)
+        specs = ((each.prefix, each.form.arrays(turns * each.rows, columns)) for each in self.pieces)
+        return {f"{prefix}{part}": spec for prefix, own in specs for part, spec in own.items()}
 
     def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
-        parts = [
-            form.decode(self.piece(arrays, i), columns).reshape(-1, n, columns)
-            for i, (form, n) in enumerate(self.pieces)
-        ]
-        return np.concatenate(parts, axis=1).reshape(-1, columns)
+        """Returns the weights (rows, columns) float32 that the arrays stand for."""
+        decoded = (p.form.decode(p.own(arrays), columns).reshape(-1, p.rows, columns) for p in self.pieces)
+        return np.concatenate(list(decoded), axis=1).reshape(-1, columns)
 
 
-def named_format(name: str) -> WeightFormat:
-    """Returns the format of a linear layer by its name. Raises ValueError for what is none."""
-    return FORMATS[name] if name in FORMATS else MixedFormat.named(name)
+MatrixFormat = WeightFormat | MixedFormat
+
+
+def matrix_format(name: str) -> MatrixFormat:
+    """Returns the format named q4, Q2_K*256+IQ3_S*256 or the like. Raises ValueError for what is no name."""
+    if name in FORMATS:
+        return FORMATS[name]
+    pairs = [piece.rpartition("*") for piece in name.split("+")]
+    if not all(form in FORMATS and form != "f32" and int(rows) > 0 for form, _, rows in pairs):
+        raise ValueError(f"unknown formats among {name}")
+    return MixedFormat(name, tuple(Piece(FORMATS[form], int(n), f"{i}.") for i, (form, _, n) in enumerate(pairs)))
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLinearFormat(WeightFormat):
-    """A format of several: ``linears`` names that of each linear layer (`named_format`)."""
+class ModelFormat:
+    """Which format each matrix of a model has: that of ``name``, or where they differ those that linears names.
 
+    linears: each linear layer and the name of its format (`matrix_format`); (): all have one of WEIGHTS.
+    """
+
+    name: str
     linears: tuple[tuple[str, str], ...] = ()
 
-    def of(self, linear: str) -> WeightFormat:
-        return super().of(linear) if linear.endswith(ROUTER) else named_format(dict(self.linears)[linear])
+    def of(self, linear: str) -> MatrixFormat:
+        """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
+        exact = linear.endswith(ROUTER)
+        return matrix_format("f32" if exact else dict(self.linears)[linear] if self.linears else self.name)
 
 
 FORMATS = {
@@ -173,6 +181,7 @@ FORMATS = {
         WeightFormat("int4-32", 4, 32),
         WeightFormat("int4-zeros", 4, 128, zeros=True),
         WeightFormat("int4-32-zeros", 4, 32, zeros=True),
+        WeightFormat("int4-offsets", 4, 128, offsets=True),  # in the memory of a GPU
         WeightFormat("int4-32-offsets", 4, 32, offsets=True),
         WeightFormat("fp4-32", 4, 32, e2m1=True),
         *(WeightFormat(f"q{bits}", bits, ROTATED_INPUTS, rotated=True) for bits in GAUSSIAN),
@@ -180,18 +189,13 @@ FORMATS = {
     )
 }
 TAKEN_OVER = "zeros", "offsets", "e2m1", "kept"
-WEIGHTS = {name: form for name, form in FORMATS.items() if not any(getattr(form, each) for each in TAKEN_OVER)}
+WEIGHTS = tuple(name for name, form in FORMATS.items() if not any(getattr(form, each) for each in TAKEN_OVER))
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""
 
 HEAD = ",head="
 MEAN = re.compile(r"q([2-5]\.[0-9]+)")
-
-
-def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
-    """Returns the format of linear layers that have one each; name: of the whole, as a checkpoint's method."""
-    return PerLinearFormat(name, 0, 0, linears=tuple(linears.items()))
 
 
 def mean_bits(name: str) -> float | None:
@@ -215,7 +219,7 @@ def bits_by_need(needs: Mapping[str, float], sizes: Mapping[str, int], mean: flo
     return bits
 
 
-def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
+def weight_format(name: str, arch: Architecture, own: ModelFormat | None = None) -> ModelFormat:
     """Returns the named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else q4.
 
     ``NAME,head=NAME`` gives the language-model head another one. own: the format of a file that is quantized
@@ -231,11 +235,11 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
     if head not in WEIGHTS:
         accepted = [f"{form.name}{HEAD}{each}" for each in OFFERED]
         raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
-    linears = {linear: form.of(linear).name for linear in arch.linears()}
-    return per_linear_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
+    linears = {linear: form.of(linear).name for linear in arch.linears()} | {"head": head}
+    return ModelFormat(f"{form.name}{HEAD}{head}", tuple(linears.items()))
 
 
-def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFormat:
+def _named(name: str, arch: Architecture, own: ModelFormat | None) -> ModelFormat:
     if own is not None and name in ("auto", own.name):
         return own
     if name == "auto":
@@ -248,10 +252,10 @@ def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFor
     if name not in WEIGHTS:
         accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
         raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
-    return WEIGHTS[name]
+    return ModelFormat(name)
 
 
-def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[str, str]) -> Specs:
+def store_specs(arch: Architecture, form: ModelFormat, table_dtypes: Mapping[str, str]) -> Specs:
     """Returns the store's tensors in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
     specs: Specs = {}
     for name, linear in arch.linears().items():

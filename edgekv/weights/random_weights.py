@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy as np
 from edgekv.checkpoint.checkpoint import Checkpoint
 from edgekv.checkpoint.tensors import DTYPES, Shape, Tensor, Tensors
 from edgekv.models import architecture
+from edgekv.models.architecture import WeightPart
 from edgekv.types import F32, Array, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes
-from edgekv.weights.formats import WeightFormat, store_specs
+from edgekv.weights.formats import ModelFormat, WeightFormat
 from edgekv.weights.store import WeightStore, open_or_build
 
 STD = 0.02  # of the weights, as models are initialised: activations stay in range
@@ -48,11 +50,11 @@ class RandomWeights(CheckpointWeights):
         drawn = {each: RandomTensor(path, each, shape, self._rng) for each, shape in arch.tensors().items()}
         super().__init__(Checkpoint(path, None, Tensors(drawn, ()), config, None, None, lambda _: name), arch)
 
-    def exact_codes(self, name: str, form: WeightFormat, parts: object = None) -> tuple[Codes, F32]:
+    def exact_codes(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, F32]:
         """Draws codes (rows, blocks, bytes) and scales (rows, blocks)."""
-        specs = store_specs(self.arch, form, self.table_dtypes)
-        (_, codes), (dtype, scales) = specs[f"{name}.codes"], specs[f"{name}.scales"]
-        step = STD / np.std(form.of(name).levels())  # gives uniform codes this deviation
+        specs = form.arrays(sum(part.rows for part in parts), parts[0].columns)
+        (_, codes), (dtype, scales) = specs["codes"], specs["scales"]
+        step = STD / np.std(form.levels())  # gives uniform codes this deviation
         return self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype])
 
     def vector(self, name: str) -> F32:
@@ -60,6 +62,6 @@ class RandomWeights(CheckpointWeights):
         return np.ones(self.arch.vectors()[name][1], np.float32)
 
 
-def random_store(config: dict[str, Any], form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
+def random_store(config: dict[str, Any], form: ModelFormat, progress: TaskProgress | None = None) -> WeightStore:
     """Opens a shape's store in the cache folder, made at the first call."""
     return open_or_build(RandomWeights(config), form, progress)

@@ -38,7 +38,7 @@ from edgekv.kernels.weight_codes import ROTATED_INPUTS, level_tables
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import ROUTER, WeightFormat
+from edgekv.weights.formats import ROUTER, ModelFormat
 from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, level_of, nearest, rotate, round_pair, rows_kernel
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
@@ -202,9 +202,11 @@ class CalibratingOps(StreamingOps):
     The head is rounded, but returns no outputs.
     """
 
-    def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
+    def __init__(self, weights: CheckpointWeights, form: ModelFormat, write: Write) -> None:
         super().__init__(weights)
-        self._checkpoint, self._form, self._write, self._rounds_experts = weights, form, write, False
+        self._checkpoint, self._write, self._rounds_experts = weights, write, False
+        pieces = ((name, piece.form) for name in self._linears for piece in form.of(name).pieces)
+        self._bits = {name: own.bits for name, own in pieces if own.rotated}
 
     def linear(self, x: F32, name: str) -> F32:
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
@@ -240,18 +242,17 @@ class CalibratingOps(StreamingOps):
 
         Returns None if its format is not one of rotated weights: it is then written as without a text.
         """
-        form = self._form.of(name)
-        if not form.rotated:
+        if name not in self._bits:
             self._write(name, None)
             return None
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return form.decode({"codes": codes, "scales": scales}, self._linears[name].columns)
+        return gaussian.decode(codes, scales, self._bits[name], self._linears[name].columns)
 
     def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of rows of a linear layer."""
         exact, own = map(rotate, np.split(x, 2))
-        rounder, products = Rounder(hessian(own), self._form.of(name).bits), cross_products(exact - own, own)
+        rounder, products = Rounder(hessian(own), self._bits[name]), cross_products(exact - own, own)
         for rows in map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS)):
             yield rounder.round(rows, output_correction(rounder, rows, *products))
 
@@ -259,7 +260,7 @@ class CalibratingOps(StreamingOps):
         """Yields codes and scales of each expert, rounded by its own inputs alone."""
         matrices = np.split(self.weights.matrix(name), self._linears[name].n_experts)
         for i, rotated in enumerate(map(rotate, matrices)):
-            rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._form.of(name).bits)
+            rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._bits[name])
             yield rounder.round(rotated, np.zeros_like(rotated))
 
 

@@ -31,11 +31,8 @@ from edgekv.types import F32, Array, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
 from edgekv.weights.formats import (
     WEIGHTS,
-    PerLinearFormat,
-    WeightFormat,
-    named_format,
-    per_linear_format,
-    quantize,
+    ModelFormat,
+    matrix_format,
     specs_bytes,
     store_specs,
     token_bytes,
@@ -43,7 +40,6 @@ from edgekv.weights.formats import (
 
 FORMAT = 2
 WEIGHTS_FILE = "weights.safetensors"
-BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
 Write = Callable[[str, "tuple[Codes, Array] | None"], None]
 """Takes each linear layer in the order of the store: its name, and its codes and scales; None: it makes them."""
 
@@ -53,7 +49,7 @@ def is_store(path: pathlib.Path) -> bool:
     return os.path.isfile(path / "store.json")
 
 
-def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
+def default_folder(identity: str, form: ModelFormat) -> pathlib.Path:
     """Returns the folder of a checkpoint's store among this user's caches, under XDG_CACHE_HOME (~/.cache)."""
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
@@ -99,13 +95,13 @@ class WeightStore:
         try:
             fits = linears is None or (
                 linears.keys() == self._linears.keys()
-                and all(named_format(linears[each]).fits(linear) for each, linear in self._linears.items())
+                and all(matrix_format(linears[each]).fits(linear) for each, linear in self._linears.items())
             )
         except ValueError:
             fits = False
         if not fits:
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
-        self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
+        self.form = ModelFormat(name, tuple((linears or {}).items()))
         self._tensors = Tensors.open(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._tensors[name].dtype for name in self.arch.tables()}
         specs = store_specs(self.arch, self.form, self.table_dtypes)
@@ -177,10 +173,10 @@ class Rounding(Protocol):
     note: str
     weights: CheckpointWeights
 
-    def __call__(self, form: WeightFormat, write: Write) -> None: ...
+    def __call__(self, form: ModelFormat, write: Write) -> None: ...
 
 
-def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: TaskProgress | None) -> WeightStore:
+def open_or_build(weights: CheckpointWeights, form: ModelFormat, progress: TaskProgress | None) -> WeightStore:
     """Opens the checkpoint's store in the default folder, after making it if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identify(progress), form)
     if is_store(folder):
@@ -197,7 +193,7 @@ def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: Task
 
 def build(
     weights: CheckpointWeights,
-    form: WeightFormat,
+    form: ModelFormat,
     folder: pathlib.Path,
     progress: TaskProgress | None,
     beside: Callable[[pathlib.Path], None] | None = None,
@@ -227,7 +223,7 @@ def build(
             manifest = {"format": FORMAT, "weights": form.name}
             name = cached_model_name(source.path) or source.path.name
             manifest |= {"identity": source.identity, "config": source.config, "name": name}
-            if isinstance(form, PerLinearFormat):
+            if form.linears:
                 manifest["linears"] = dict(form.linears)
             if rounding:
                 manifest["calibration"] = rounding.note
@@ -240,7 +236,7 @@ def build(
 
 def _write_weights(
     weights: CheckpointWeights,
-    form: WeightFormat,
+    form: ModelFormat,
     specs: dict[str, tuple[str, tuple[int, ...]]],
     path: pathlib.Path,
     progress: TaskProgress | None,
@@ -255,26 +251,12 @@ def _write_weights(
             writer.write(name, array)
             done += array.nbytes
             if progress:
-                progress("quantizing" if form.bits < 32 else "converting", done, total)
+                progress("converting" if form.name == "f32" else "quantizing", done, total)
 
         def write_linear(name: str, rounded: tuple[Codes, Array] | None = None) -> None:
             """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
-            own = form.of(name)
-            if own.bits == 32:
-                write(f"{name}.weight", weights.matrix(name))
-            elif own.kept:
-                for part, array in weights.kept_arrays(name, own):
-                    write(f"{name}.{part}", array)
-            else:
-                taken = None if rounded else weights.exact_codes(name, own)
-                codes, scales = rounded or taken or _quantized(weights, name, own)
-                write(f"{name}.codes", codes)
-                write(f"{name}.scales", scales)
-                if own.zeros:
-                    write(f"{name}.zeros", weights.zero_points(name, own))
-                if own.offsets:
-                    offsets = weights.offsets(name, scales) if taken else -code_of_zero(own.bits) * scales
-                    write(f"{name}.offsets", offsets)
+            for part, array in weights.stored_arrays(name, form.of(name), rounded):
+                write(f"{name}.{part}", array)
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)
@@ -289,9 +271,3 @@ def _write_weights(
         for names, read in others:
             for name in names:
                 write(name, read(name))
-
-
-def _quantized(weights: CheckpointWeights, name: str, form: WeightFormat) -> tuple[Codes, Array]:
-    parts = [quantize(block, form) for block in weights.blocks(name, BLOCK_ELEMENTS)]
-    codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return codes, scales

@@ -63,7 +63,7 @@ class Material:
 
     def __init__(self, folder: pathlib.Path, of_all: bool = True) -> None:
         self.of_all, self.schemes = of_all, SCHEMES if of_all else FEW_SCHEMES
-        self.weights = tuple(WEIGHTS) if of_all else ("f32", "int4")
+        self.weights = WEIGHTS if of_all else ("f32", "int4")
         self.tokenizer: Tokenizer = load_tokenizer(DEMO)
         self._checkpoints(folder)
         self._sessions(folder)

@@ -20,7 +20,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
 from edgekv.weights.cuda import KINDS, DeviceWeights
-from edgekv.weights.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
+from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, specs_bytes, store_specs
 from edgekv.weights.gaussian import DEVIATIONS
 
 REPEATS = 15
@@ -227,7 +227,7 @@ def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
     rows, columns = SHAPE
     x = gpu.normal(1, columns)
     for name in (*FORMS, "f16", "f32"):
-        form = WEIGHTS.get(name)
+        form = FORMATS.get(name)
         n_bytes = rows * columns * (2 if name == "f16" else 4)
         if form and form.bits < 32:
             n_bytes = specs_bytes(form.arrays(rows, columns))
@@ -269,12 +269,12 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
     """Yields (what, seconds, operations or bytes): widening codes, and the product of halves."""
     rows, columns = SHAPE
     for name in ("int4", "q4"):
-        w = random_matrix(gpu, WEIGHTS[name], rows, columns)
+        w = random_matrix(gpu, FORMATS[name], rows, columns)
 
         def step(w: Matrix = w) -> None:
             widen(gpu.driver, w, slice(0, rows), np.float16)
 
-        n_bytes = specs_bytes(WEIGHTS[name].arrays(rows, columns)) + 2 * rows * columns
+        n_bytes = specs_bytes(FORMATS[name].arrays(rows, columns)) + 2 * rows * columns
         yield f"{name} weights to halves", gpu.seconds(step), n_bytes
     half = (gpu.normal(*SHAPE) * STD).astype(np.float16)
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
@@ -288,13 +288,13 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
 class SyntheticWeights(DeviceWeights):
     """Random weights of a shape, drawn on the device."""
 
-    def __init__(self, gpu: Gpu, config: dict[str, Any], form: WeightFormat) -> None:
+    def __init__(self, gpu: Gpu, config: dict[str, Any], form: str) -> None:
         self.arch, self.driver = architecture(config), gpu.driver
-        specs = store_specs(self.arch, form, dict.fromkeys(self.arch.tables(), "F16"))
+        specs = store_specs(self.arch, ModelFormat(form), dict.fromkeys(self.arch.tables(), "F16"))
         tables = {name: specs[name] for name in self.arch.tables()}
         self.nbytes, self.token_bytes = specs_bytes(specs), specs_bytes(specs) - specs_bytes(tables)
         linears = self.arch.linears().items()
-        self.linears = {name: random_matrix(gpu, form, each.rows, each.columns) for name, each in linears}
+        self.linears = {name: random_matrix(gpu, FORMATS[form], each.rows, each.columns) for name, each in linears}
         self.vectors = {name: cupy.ones(size, np.float32) for name, (_, size) in self.arch.vectors().items()}
         drawn = {name: (gpu.normal(*shape) * STD).astype(np.float16) for name, (_, shape) in tables.items()}
         self.tables = {name: (table.view(np.uint16), KINDS["F16"]) for name, table in drawn.items()}
@@ -320,7 +320,7 @@ def end_to_end(
     gpu: Gpu, config: dict[str, Any], form: str, plan: Sequence[tuple[str, int]]
 ) -> Iterator[dict[str, Any]]:
     """Measures a shape with random weights: prompts, and steps of each (scheme, tokens in the cache)."""
-    weights = SyntheticWeights(gpu, config, WEIGHTS[form])
+    weights = SyntheticWeights(gpu, config, form)
     decoder = Decoder(CudaBackend(weights, gpu.driver, 1), max(depth for _, depth in plan) + 1024)
     for n in PROMPTS:
         yield {"scheme": "a prompt", "depth": n, "ms": prefill_seconds(gpu, decoder, n) * 1e3}

@@ -39,7 +39,7 @@ def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
     assert name == "q3"
     assert (
         reason
-        == "auto took q3: the smallest that passed your gate on this model at this length (edgekv eval --gate)"
+        == "kv auto took q3: the smallest that passed your gate on this model at this length (edgekv eval --gate)"
     )
 
 

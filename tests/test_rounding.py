@@ -345,6 +345,19 @@ def divergence(exact: F32, other: F32) -> float:
     return float((np.exp(p) * (p - q)).sum(1).mean())
 
 
+@pytest.mark.usefixtures("short")
+def test_a_weight_that_is_not_finite_is_named(
+    cut: pathlib.Path, text: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(cut, tmp_path / "m")
+    tensors, damaged = safetensors.numpy.load_file(cut / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    tensors[damaged][3, 5] = np.nan
+    safetensors.numpy.save_file(tensors, tmp_path / "m" / "model.safetensors")
+    arguments = ["quantize", str(tmp_path / "m"), "--weights", "q4", "--calibrate", str(text)]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert f"tensor '{damaged}' has a number that is not finite" in capsys.readouterr().err
+
+
 def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
     texts = {"short": b"Too short.", "bytes": b"\xff\xfe" * 9000, "long": PROSE.encode()}

@@ -186,9 +186,14 @@ class Terminal:
 
     def __init__(self, chat: Chat, arguments: argparse.Namespace, sampling: SamplingParams) -> None:
         self.chat, self.arguments, self.sampling, self._first = chat, arguments, sampling, sampling
-        self.max_new_tokens: int = arguments.max_new_tokens or answer_tokens(chat.session.plan.ctx)
+        self._length: int | None = arguments.max_new_tokens  # of an answer; None: `answer_tokens` of the context
         self._images: list[str] = []
         self._n_answers = 0
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of an answer at most."""
+        return self._length or answer_tokens(self.chat.session.plan.ctx)
 
     def run(self, messages: Iterable[str]) -> None:
         """Answers each message until the input ends or /exit comes. An error is printed, and the chat goes on."""
@@ -228,7 +233,7 @@ class Terminal:
                 interrupt.check()
                 bars.update("reading", done, total)
 
-            settings = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.arguments.stop}
+            settings = {LENGTH: self._length, "sampling": sampling, "stop": self.arguments.stop}
             try:
                 with contextlib.closing(begin(**settings, progress=progress)) as steps:
                     self._stream(steps, interrupt)
@@ -288,8 +293,6 @@ class Terminal:
         session = self.chat.session
         held = f"{session.n_held} of {session.plan.ctx} tokens, kv {session.plan.kv.short}"
         say(f"{text}: {len(self.chat.messages)} messages, {held}")
-        if self.max_new_tokens == answer_tokens(before.plan.ctx):  # the default
-            self.max_new_tokens = answer_tokens(session.plan.ctx)
         if session.plan.ctx < before.plan.ctx:
             say(f"(the file's context has {session.plan.ctx} tokens, this chat's had {before.plan.ctx})")
 
@@ -302,9 +305,8 @@ class Terminal:
 
     def set(self, text: str) -> None:
         """NAME NUMBER: temperature and so on, or NAME default, as at the start; alone it lists them"""
-        settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
-        n_tokens = self.arguments.max_new_tokens or answer_tokens(self.chat.session.plan.ctx)
-        defaults = {**self._first.as_dict(), LENGTH: n_tokens}
+        settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self._length}
+        defaults = {**self._first.as_dict(), LENGTH: self.arguments.max_new_tokens}
         if text:
             name, _, value = text.partition(" ")
             name = name.lstrip("-").replace("-", "_")
@@ -313,7 +315,8 @@ class Terminal:
             try:
                 is_default = value.strip() == "default"
                 settings[name] = defaults[name] if is_default else _read(name, value.strip(), settings[name])
-                self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
+                length = settings.pop(LENGTH)
+                self._length = None if length is None else checked_value(LENGTH, length, Count)
                 self.sampling = SamplingParams(**settings)
             except EdgeKVError as error:
                 raise EdgeKVError(error.render(lambda name, wrong: f"/set {name} {value}")) from None

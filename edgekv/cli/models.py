@@ -224,7 +224,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
         where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
     model, bound = _budget_model(arguments), list[str]()
     if (mean := mean_bits(options.weights)) and not model.is_store:
-        bound = [f"{options.weights} takes at most as much as q{math.ceil(mean)}"]
+        bound = [f"weights in {options.weights} take at most as much as in q{math.ceil(mean)}"]
         options = dataclasses.replace(options, weights=f"q{math.ceil(mean)}")
     plan = _plan(model, options, options.kv)
     notes = *bound, *plan.notes

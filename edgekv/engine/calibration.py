@@ -15,7 +15,7 @@ from edgekv.engine.cpu import CpuBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
-from edgekv.errors import ConfigError
+from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels import numba_kernels
 from edgekv.machine import all_cores, blas_threads
 from edgekv.text import Tokenizer
@@ -77,9 +77,13 @@ class Calibration:
     def __call__(self, form: ModelFormat, write: Write) -> None:
         """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
         decoder, n = self._decoder(CalibratingOps(self.weights, form, write)), self._windows.shape[1]
-        with blas_threads(decoder.threads):
-            x = embedded(decoder, self._windows)
-            decoder.head(decoder.read_together(np.concatenate([x, x]), n))
+        try:
+            with blas_threads(decoder.threads):
+                x = embedded(decoder, self._windows)
+                decoder.head(decoder.read_together(np.concatenate([x, x]), n))
+        except EdgeKVError:  # of activations that are not finite: where weights aren't, it is not the text
+            self.weights.require_finite()
+            raise
 
     def _decoder(self, ops: StreamingOps) -> Decoder:
         backend = CpuBackend(ops.weights, ops, numba_kernels(), all_cores())

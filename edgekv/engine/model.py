@@ -174,8 +174,9 @@ class Model:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """The types of a checkpoint's quantized weights, as their formats call them: "GPTQ 4-bit", "Q4_0"."""
-        return self.weights.kinds if isinstance(self.weights, CheckpointWeights) else ()
+        """The types of quantized weights, as their formats call them: "GPTQ 4-bit", "Q4_0"; of a store its own."""
+        kinds = self.weights.kinds if isinstance(self.weights, CheckpointWeights) else (self.weights.form.name,)
+        return tuple(kind for kind in kinds if kind != "f32")
 
     @property
     def calibration(self) -> str | None:

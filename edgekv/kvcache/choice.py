@@ -128,17 +128,13 @@ def choose(shape: ModelConfig, ctx: int, model_bytes: int, passed: Collection[st
     name = min(gated, key=sizes.__getitem__, default=default_scheme())
     exact = sizes["f16"]
     if exact - sizes.get(name, exact) < MIN_SAVING * (model_bytes + exact):
-        return CacheSpec.parse(
-            "f16"
-        ), f"auto took f16, which is exact; {name} would save less than a tenth of memory"
+        why = f"which is exact; {name} would save less than a tenth of memory"
+        return CacheSpec.parse("f16"), f"kv auto took f16, {why}"
     loss = published_results()["worst_kl"][name]
-    untested = f"nearly exact on every model measured (KL at most {loss:.4f} nats)"
-    why = (
-        "the smallest that passed your gate on this model at this length (edgekv eval --gate)"
-        if gated
-        else untested
-    )
-    return CacheSpec.parse(name), f"auto took {name}: {why}"
+    why = f"nearly exact on every model measured (KL at most {loss:.4f} nats)"
+    if gated:
+        why = "the smallest that passed your gate on this model at this length (edgekv eval --gate)"
+    return CacheSpec.parse(name), f"kv auto took {name}: {why}"
 
 
 def size_text(kv: str, nbytes: int, f16_bytes: int) -> str:

@@ -69,7 +69,7 @@ def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     return fits and own.block % form.block == 0
 
 
-def _widest(names: Collection[str]) -> str:
+def _common_format(names: Collection[str]) -> str:
     """Returns the narrowest format that holds the weights of all these formats, or nearly those of kept blocks."""
     if len(names) == 1:
         return next(iter(names))
@@ -133,7 +133,7 @@ class CheckpointWeights:
         is_exact = all(part.exact_format == part.nearest_format for part in self._parts(name))
         is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms) and "f32" not in forms
         if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
-            return _widest(set(forms))
+            return _common_format(set(forms))
         return "+".join(f"{form}*{part.rows}" for form, part in zip(forms[:period], linear.parts, strict=False))
 
     def requantized(self, form: ModelFormat) -> tuple[str, ...]:
@@ -239,6 +239,12 @@ class CheckpointWeights:
         """Returns a linear layer's biases (rows,) float32, or None."""
         biases = self._linears[name].biases
         return np.concatenate([to_float32(self._tensors[b].read()) for b in biases]) if biases else None
+
+    def require_finite(self) -> None:
+        """Reads all tensors. Raises CheckpointError for one with a number that is not finite."""
+        for name in self.arch.tensors():
+            if not np.isfinite(to_float32(self._tensors[name].read())).all():
+                raise self._tensors[name].error("has a number that is not finite; download the checkpoint again")
 
     def release(self, name: str) -> None:
         """Gives back the pages of a linear layer's tensors; the next access reads them again."""

@@ -26,7 +26,7 @@ from edgekv.weights.formats import ROUTER, ModelFormat, bits_by_need, mean_bits
 from edgekv.weights.rounding import CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
-VERSION = 4  # of the rounding: another one makes other weights
+VERSION = 5  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens of a window
 MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
 MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too

@@ -50,6 +50,7 @@ SCRATCH = (3 * ROTATED_INPUTS // 2 + 1) * CANDIDATES
 """Float32 that a thread needs beside two for each column: a block's errors and codes with each scale."""
 HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
+STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
 DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
 SAMPLE = 8  # one row of so many is enough to estimate what is chance
 
@@ -70,10 +71,11 @@ class Rounder:
     def __init__(self, hessian: F32, bits: int) -> None:
         self.bits, (self._order, self._blocks) = bits, pairs_order(hessian.diagonal())
         self._hessian = hessian[np.ix_(self._order, self._order)]
-        self._factor: F32 = np.linalg.cholesky(self._hessian)
+        self._factor = cholesky(self._hessian)
         diagonal = self._factor.diagonal().copy()
         self._weights = diagonal * diagonal
         self._factor /= diagonal
+        self._inverses = {lo: np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi, _ in self._panels()}
         self._tables = gaussian.FACTORS * np.float32(DEVIATIONS[bits]), nearest(bits), level_tables(bits)
 
     def round(self, rotated: F32, output_correction: F32) -> tuple[U8, Array]:
@@ -95,7 +97,7 @@ class Rounder:
             arrays = *self._tables, *changed, scratch
             _round_panel(len(w), ROW_WORK, *numbers, *arrays, n_threads=len(scratch))
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
-        self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
+        self._round_again(w, b, codes, scales, errors)
         ordered, ordered_scales = np.empty_like(codes), np.empty_like(scales)
         ordered[:, self._order], ordered_scales[:, self._blocks] = codes, scales
         packed = gaussian.pack(ordered.reshape(*scales.shape, ROTATED_INPUTS), self.bits)
@@ -109,8 +111,8 @@ class Rounder:
         """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""
         x: F32 = b.copy()
         for lo, hi, _ in reversed(list(self._panels())):
-            rest = x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T
-            x[:, lo:hi] = np.linalg.solve(self._factor[lo:hi, lo:hi], rest.T).T
+            x[:, lo:hi] -= x[:, :lo] @ self._factor[lo:hi, :lo].T
+            x[:, lo:hi] = x[:, lo:hi] @ self._inverses[lo].T
         return x
 
     def _panels(self) -> Iterator[tuple[int, int, slice]]:
@@ -120,17 +122,27 @@ class Rounder:
             last = min(first + blocks, n)
             yield first * ROTATED_INPUTS, last * ROTATED_INPUTS, slice(first, last)
 
-    def _round_again(self, w: F32, slopes: F32, codes: U8, scales: F32, errors: F32) -> None:
-        """Rounds all columns again; changes all arguments but w, which are in the order of H."""
+    def _round_again(self, w: F32, b: F32, codes: U8, scales: F32, errors: F32) -> None:
+        """Rounds all columns again; changes codes, scales and errors. All arguments are in the order of H."""
         for lo, hi, blocks in self._panels():
-            before = errors[:, lo:hi].copy()
+            slopes = errors @ self._hessian[:, lo:hi] + b[:, lo:hi]
             inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
-            views = (w[:, lo:hi], slopes[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi])
-            own, slope, *changed = map(np.ascontiguousarray, views)
-            arrays = own, slope, inner, *self._tables[1:], *changed
+            views = w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi]
+            own, *changed = map(np.ascontiguousarray, views)
+            arrays = own, slopes, inner, *self._tables[1:], *changed
             _round_panel_again(len(w), ROW_WORK, hi - lo, 1 << self.bits, *arrays)
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
-            slopes[:, :lo] += (errors[:, lo:hi] - before) @ self._hessian[lo:hi, :lo]
+
+
+def cholesky(h: F32) -> F32:
+    """Returns L (n, n), lower triangular, of h = L L^T, in products of many columns, faster than LAPACK's."""
+    factor = np.zeros_like(h)
+    for lo in range(0, len(h), TOGETHER):
+        hi = lo + TOGETHER
+        rest = h[lo:, lo:hi] - factor[lo:, :lo] @ factor[lo:hi, :lo].T
+        factor[lo:hi, lo:hi] = np.linalg.cholesky(rest[:TOGETHER])
+        factor[hi:, lo:hi] = rest[TOGETHER:] @ np.linalg.inv(factor[lo:hi, lo:hi]).T
+    return factor
 
 
 def hessian(x: F32) -> F32:
@@ -153,25 +165,17 @@ def hessian(x: F32) -> F32:
     return total
 
 
-def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
-    """Returns the mean outer product of the rows of lost and own (tokens, columns), as (columns, columns).
-
-    And half the difference between this mean over the first half of the tokens and over the second.
-    """
-    n, half = len(own), len(own) // 2
-    first, second = lost[:half].T @ own[:half], lost[half:].T @ own[half:]
-    return (first + second) / np.float32(n), (first - second) / np.float32(n)
-
-
-def output_correction(rounder: Rounder, rows: F32, mean: F32, half_difference: F32) -> F32:
+def output_correction(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
     """Returns `Rounder.round`'s correction b: rows (r, columns) then give for own what they do for own + lost.
 
-    mean, half_difference: the `cross_products` of lost and own; rounder has the hessian of own. b is the
-    least-squares change, times the share of it on which the two halves of the text agree: the rest is chance.
+    lost, own (tokens, columns); rounder has the hessian of own. b is the least-squares change, times the share of
+    it on which the two halves of the text agree: the rest is chance.
     """
-    both = rows @ mean
-    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ half_difference)
-    both *= np.float32(max(0.0, 1 - chance / whole) if whole > 0 else 0.0)
+    half, some = len(own) // 2, rows[::SAMPLE]
+    both: F32 = np.linalg.multi_dot([rows, lost.T, own])
+    difference = 2 * np.linalg.multi_dot([some, lost[:half].T, own[:half]]) - both[::SAMPLE]
+    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(difference)
+    both *= np.float32(max(0.0, 1 - chance / whole) / len(own) if whole > 0 else 0.0)
     return both
 
 
@@ -180,7 +184,7 @@ class StreamingOps(NumpyOps):
 
     def __init__(self, weights: CheckpointWeights) -> None:
         super().__init__(weights)
-        self.replaced: dict[str, F32] = {}
+        self._checkpoint, self.replaced = weights, dict[str, F32]()
 
     @contextlib.contextmanager
     def using(self, name: str, matrix: F32 | None) -> Iterator[None]:
@@ -194,6 +198,17 @@ class StreamingOps(NumpyOps):
     def _matrix(self, name: str) -> F32:
         return self.replaced[name] if name in self.replaced else self.weights.matrix(name)
 
+    def _stored_linear(self, x: F32, name: str) -> F32:
+        if name in self.replaced:
+            return super()._stored_linear(x, name)
+        y, at, bias = np.empty((len(x), self._linears[name].rows), np.float32), 0, self.weights.bias(name)
+        for rows in self._checkpoint.blocks(name, STREAMED):
+            np.matmul(x, rows.T, out=y[:, at : at + len(rows)])
+            at += len(rows)
+        if bias is not None:
+            y += bias
+        return y
+
 
 class CalibratingOps(StreamingOps):
     """Operators that round each linear layer when it is called, once, and hand it to ``write``.
@@ -204,7 +219,7 @@ class CalibratingOps(StreamingOps):
 
     def __init__(self, weights: CheckpointWeights, form: ModelFormat, write: Write) -> None:
         super().__init__(weights)
-        self._checkpoint, self._write, self._rounds_experts = weights, write, False
+        self._write, self._rounds_experts = write, False
         pieces = ((name, piece.form) for name in self._linears for piece in form.of(name).pieces)
         self._bits = {name: own.bits for name, own in pieces if own.rotated}
 
@@ -252,9 +267,9 @@ class CalibratingOps(StreamingOps):
     def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of rows of a linear layer."""
         exact, own = map(rotate, np.split(x, 2))
-        rounder, products = Rounder(hessian(own), self._bits[name]), cross_products(exact - own, own)
+        rounder, lost = Rounder(hessian(own), self._bits[name]), exact - own
         for rows in map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS)):
-            yield rounder.round(rows, output_correction(rounder, rows, *products))
+            yield rounder.round(rows, output_correction(rounder, rows, lost, own))
 
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of each expert, rounded by its own inputs alone."""

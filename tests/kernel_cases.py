@@ -19,7 +19,7 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.attend import readable
 from edgekv.kernels.cpu.loops import address_of, bind
 from edgekv.kvcache import schemes
-from edgekv.weights.formats import SHRINK, n_blocks
+from edgekv.weights.integers import SHRINK
 
 C = TypeVar("C")
 BASES = (Codec, import_module("edgekv.papers.retrieval").Index) if HAS_PAPERS else (Codec,)
@@ -178,10 +178,10 @@ def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
 
 
 def quantize_numpy(weight: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes as `edgekv.weights.formats.quantize` specifies."""
+    """Quantizes as `edgekv.weights.integers.quantize` specifies."""
     rows, columns = weight.shape
     zero, top = 1 << (bits - 1), (1 << bits) - 1
-    blocks = n_blocks(columns, block)
+    blocks = -(-columns // block)
     w = np.pad(weight, ((0, 0), (0, blocks * block - columns))).reshape(rows, blocks, block)
     peak = np.take_along_axis(w, np.abs(w).argmax(-1)[..., None], -1)[..., 0]  # signed
     best_error = np.full(peak.shape, np.inf, np.float32)

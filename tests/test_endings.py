@@ -112,8 +112,8 @@ from edgekv.kernels import kernel_cache
 with mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
     assert kernel_cache.folder() is None
 import numpy as np
-from edgekv.weights.formats import FORMATS, quantize
-codes, _ = quantize(np.arange(64, dtype=np.float32).reshape(4, 16), FORMATS["int8-32"])
+from edgekv.weights.formats import FORMATS
+codes, _ = FORMATS["int8-32"].quantize(np.arange(64, dtype=np.float32).reshape(4, 16))
 from edgekv.codecs.f16.cpu import KERNELS
 assert KERNELS["f16"].put.address
 print(codes.any())

@@ -23,7 +23,8 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import architecture, gguf_families
 from edgekv.types import F32
-from edgekv.weights.formats import FORMATS, pack
+from edgekv.weights.formats import FORMATS
+from edgekv.weights.integers import pack
 from edgekv.weights.store import WeightStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -29,7 +29,7 @@ TWO_THREADS = """
 import sys, threading, numba, numpy as np
 from edgekv.kernels import numba_kernels, threads
 from edgekv.kernels.cpu import launch
-from edgekv.weights.formats import FORMATS, quantize
+from edgekv.weights.formats import FORMATS
 from edgekv.weights.rounding import Rounder
 
 kernels = numba_kernels()
@@ -44,7 +44,7 @@ def attend():
         done.append(1)
 def build():
     for _ in range(15):
-        quantize(weight, FORMATS["int4-32"])
+        FORMATS["int4-32"].quantize(weight)
         rounder.round(rotated, rotated)
         done.append(1)
 def serial():

@@ -19,7 +19,7 @@ from edgekv.kernels.reference import hadamard
 from edgekv.kernels.weight_codes import FLIPS
 from edgekv.types import F32, U8, Array, Threads
 from edgekv.weights import gaussian
-from edgekv.weights.formats import WeightFormat, n_blocks
+from edgekv.weights.formats import WeightFormat
 from edgekv.weights.ops import ACTIVATIONS, LowRank, add_lora, clamped_gate
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
@@ -43,7 +43,7 @@ def rounded(x: F32, layout: CodeLayout) -> F32:
 
 def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int) -> tuple[U8, Array]:
     """Draws codes and scales of weights (rows, columns)."""
-    codes = rng.integers(0, 256, (rows, n_blocks(columns, layout.block), layout.block_bytes), np.uint8)
+    codes = rng.integers(0, 256, (rows, -(-columns // layout.block), layout.block_bytes), np.uint8)
     scales = rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
     return codes, scales.astype(BFLOAT16).view(np.uint16) if layout.rotated else scales
 

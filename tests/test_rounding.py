@@ -26,7 +26,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64, U8
 from edgekv.weights import gaussian
-from edgekv.weights.formats import ModelFormat, WeightFormat, bits_by_need, quantize
+from edgekv.weights.formats import ModelFormat, WeightFormat, bits_by_need
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.random_weights import random_store
@@ -57,7 +57,7 @@ def drawn(rows: int, columns: int, seed: int = 0) -> F32:
 )
 def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     w = drawn(12, columns)
-    codes, scales = quantize(w, WeightFormat("", bits, block))
+    codes, scales = WeightFormat("", bits, block).quantize(w)
     expected = quantize_numpy(w, bits, block)
     np.testing.assert_allclose(scales, expected[1], rtol=1e-4, atol=1e-7)
     ours, theirs = (decoded(*each, bits, block, columns) for each in ((codes, scales), expected))

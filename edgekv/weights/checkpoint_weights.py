@@ -15,17 +15,8 @@ from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, Array
-from edgekv.weights.formats import (
-    FORMATS,
-    ITEM_BYTES,
-    MatrixFormat,
-    ModelFormat,
-    WeightFormat,
-    n_blocks,
-    pack,
-    pack_e2m1,
-    quantize,
-)
+from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelFormat, WeightFormat
+from edgekv.weights.integers import pack
 
 Codes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
@@ -186,17 +177,17 @@ class CheckpointWeights:
         taken: list[tuple[Codes, F32]] = []
         for part in parts:
             codes, scales = self._tensors[part.tensor].blocks(0, part.rows)
-            n = n_blocks(part.columns, form.block)
+            n = form.n_blocks(part.columns)
             finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
             cut = codes.reshape(part.rows, -1, form.block)[:, :n]
             if form.zeros:
                 cut = cut + self._part_zeros(part, form)[..., None]
-            taken.append((pack_e2m1(cut) if form.e2m1 else pack(cut, form.bits), finer))
+            taken.append((pack(cut, form.bits, e2m1=form.e2m1), finer))
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
 
     def _quantized(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, Array]:
-        quantized = [quantize(rows, form) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
+        quantized = [form.quantize(rows) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*quantized, strict=True))
         return codes, scales
 
@@ -211,7 +202,7 @@ class CheckpointWeights:
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """Returns zero points (rows, blocks) in -8..7."""
-        n = n_blocks(part.columns, form.block)
+        n = form.n_blocks(part.columns)
         zeros = self._tensors[part.tensor].zero_points(0, part.rows)
         if zeros is None:
             return np.zeros((part.rows, n), np.int8)

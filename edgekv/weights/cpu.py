@@ -14,12 +14,7 @@ from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.kernels.cpu.gemm import DECODED, MXFP4, OUTPUTS, integer_layout, rotated_layout
-from edgekv.kernels.cpu.matmul import (
-    QuantizedMatmul,
-    QuantizedWeights,
-    float_matmul,
-    multiply_rows,
-)
+from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
 from edgekv.models.architecture import Architecture

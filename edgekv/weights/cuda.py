@@ -28,7 +28,6 @@ from edgekv.weights.formats import (
     MatrixFormat,
     ModelFormat,
     WeightFormat,
-    quantize,
     specs_bytes,
     store_specs,
     token_bytes,
@@ -81,7 +80,7 @@ class DeviceWeights:
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = held_format(store.form.of(name)), store.arrays(name), store.shift(name)
             if form.bits < 32 and "codes" not in arrays:
-                arrays = dict(zip(("codes", "scales"), quantize(store.matrix(name), form), strict=True))
+                arrays = dict(zip(("codes", "scales"), form.quantize(store.matrix(name)), strict=True))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
             if form.rotated and scales is not None:

@@ -1,8 +1,7 @@
-"""Weight formats of matrices and of models: the arrays of each, hence exact bytes, and how blocks are rounded.
+"""Weight formats of matrices and of models: the arrays of each, hence exact bytes.
 
-A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
-2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127. The layout is
-edgekv's own, once that of MatMulNBits.
+How codes are made and read: `edgekv.weights.integers`, `edgekv.weights.gaussian` and, of the blocks of GGUF files,
+`edgekv.kernels.cpu.blocks`.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ import numpy as np
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
-from edgekv.kernels import threads
 from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers
-from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, level_tables
 from edgekv.models.architecture import Architecture, Linear
 from edgekv.types import F32, I8, U8, Array
-from edgekv.weights import gaussian
-from edgekv.weights.gaussian import ROW_WORK, rows_kernel
+from edgekv.weights import gaussian, integers
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
@@ -65,6 +60,10 @@ class WeightFormat:
     rotated: bool = False
     kept: bool = False
 
+    def n_blocks(self, columns: int) -> int:
+        """Returns the number of blocks of a row."""
+        return -(-columns // self.block)
+
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """All rows."""
@@ -74,7 +73,7 @@ class WeightFormat:
         """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
         if self.bits == 32:
             return {"weight": ("F32", (rows, columns))}
-        blocks = n_blocks(columns, self.block)
+        blocks = self.n_blocks(columns)
         if self.kept:
             return {"blocks": ("U8", (rows, blocks * BLOCKS[self.name].n_bytes))}
         codes = rows, blocks, self.block * self.bits // 8
@@ -91,18 +90,15 @@ class WeightFormat:
             return to_float32(arrays["weight"])
         if self.kept:
             return BLOCKS[self.name].weights(arrays["blocks"])
-        codes, scales = arrays["codes"], arrays["scales"]
         if self.rotated:
-            return gaussian.decode(codes, scales, self.bits, columns)
-        if self.bits == 4:
-            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], self.block)
-        values: F32 = E2M1_DOUBLED[codes].astype(np.float32) if self.e2m1 else codes.astype(np.float32)
-        if not self.e2m1 and "offsets" not in arrays:
-            values -= arrays["zeros"][..., None] if self.zeros else np.float32(code_of_zero(self.bits))
-        values *= scales[..., None]
-        if "offsets" in arrays:
-            values += arrays["offsets"][..., None]
-        return values.reshape(len(codes), -1)[:, :columns]
+            return gaussian.decode(arrays["codes"], arrays["scales"], self.bits, columns)
+        return integers.decode(arrays, self.bits, columns, e2m1=self.e2m1)
+
+    def quantize(self, weight: F32) -> tuple[U8, Array]:
+        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) of weights (rows, columns)."""
+        if self.rotated:
+            return gaussian.quantize(weight, self.bits)
+        return integers.quantize(weight, self.bits, self.block)
 
     def fits(self, linear: Linear) -> bool:
         """Returns whether a linear layer consists of whole blocks, where only those can be stored."""
@@ -287,93 +283,3 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
             of_all = specs_bytes({key: spec for key, spec in specs.items() if key.startswith(f"{name}.")})
             nbytes += of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
     return nbytes
-
-
-# Rounding blocks of weights
-
-SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
-"""Scales to try, as factors of the one that puts the largest number at -8; below 0 of its opposite."""
-
-
-def n_blocks(columns: int, block: int) -> int:
-    """Returns the number of blocks of ``block`` inputs that ``columns`` take."""
-    return -(-columns // block)
-
-
-def quantize(weight: F32, form: WeightFormat) -> tuple[U8, Array]:
-    """Quantizes weight (r, k): codes (r, blocks, bytes) and scales (r, blocks), as `WeightFormat.arrays` has them.
-
-    The last block is padded with zeros. int4 puts the even element in the low nibble.
-    """
-    if form.rotated:
-        return gaussian.quantize(weight, form.bits)
-    shape = len(weight), n_blocks(weight.shape[1], form.block)
-    codes, scales = np.empty((*shape, form.block * form.bits // 8), np.uint8), np.empty(shape, np.float32)
-    shrink, n_threads = SHRINK if form.bits == 4 else SHRINK[:1], threads.count()
-    scratch = np.empty((n_threads, 2, form.block), np.float32)
-    numbers = weight.shape[1], shape[1], form.bits, form.block, len(shrink)
-    arrays = np.ascontiguousarray(weight), shrink, codes, scales, scratch
-    _quantize_rows(len(weight), ROW_WORK, *numbers, *arrays, n_threads=n_threads)
-    return codes, scales
-
-
-@rows_kernel
-def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
-    columns, n_blocks, bits, block, n_shrink = load_numbers(arguments, 5)
-    weight, shrink, codes_at, scales, scratch = load_numbers(arguments + 8 * 5, 5)
-    w, q = floats(scratch + 8 * part * block), floats(scratch + 8 * part * block + 4 * block)
-    zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
-    full = -zero if bits == 4 else zero - np.float32(1)
-    for i in range(first * n_blocks, last * n_blocks):
-        row, start = floats(weight + 4 * (i // n_blocks) * columns), i % n_blocks * block
-        codes, peak = chars(codes_at + i * (block * bits // 8)), np.float32(0)
-        for j in range(block):
-            put(w, j, get(row, start + j) if start + j < columns else np.float32(0))
-            if abs(get(w, j)) > abs(peak):
-                peak = get(w, j)
-        best, scale = np.float32(np.inf), np.float32(0)
-        for k in range(n_shrink):
-            d = peak * get(floats(shrink), k) / full
-            inverse = np.float32(1) / d if d != 0 else np.float32(0)
-            square, product = np.float32(0), np.float32(0)
-            for j in range(block):
-                level = min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top) - zero
-                put(q, j, level)
-                square += level * level
-                product += level * get(w, j)
-            if bits == 4:
-                d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
-            error = np.float32(0)
-            for j in range(block):
-                lost = get(w, j) - get(q, j) * d
-                error += lost * lost
-            if error < best:
-                best, scale = error, d
-        put(floats(scales), i, scale)
-        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-        for j in range(block):
-            put(q, j, min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top))
-        if bits == 4:
-            for j in range(block // 2):
-                put(codes, j, np.uint8(get(q, 2 * j)) | np.uint8(np.uint8(get(q, 2 * j + 1)) << 4))
-        else:
-            for j in range(block):
-                put(codes, j, np.uint8(get(q, j)))
-
-
-def _pairs(codes: U8) -> U8:
-    """Packs codes (..., n) two to a byte (..., n / 2), the even one in the low half."""
-    packed: U8 = codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
-    return packed
-
-
-def pack(centred: I8, bits: int) -> U8:
-    """Packs whole numbers (r, blocks, block) around 0 into codes (r, blocks, block * bits / 8)."""
-    codes: U8 = (centred.astype(np.int16) + code_of_zero(bits)).astype(np.uint8)
-    return codes if bits == 8 else _pairs(codes)
-
-
-def pack_e2m1(doubled: I8) -> U8:
-    """Packs numbers of `E2M1_DOUBLED` (r, blocks, block) into codes (r, blocks, block / 2)."""
-    codes = np.searchsorted(E2M1_DOUBLED[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)
-    return _pairs(codes.astype(np.uint8))

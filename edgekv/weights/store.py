@@ -29,14 +29,7 @@ from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.types import F32, Array, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
-from edgekv.weights.formats import (
-    WEIGHTS,
-    ModelFormat,
-    matrix_format,
-    specs_bytes,
-    store_specs,
-    token_bytes,
-)
+from edgekv.weights.formats import WEIGHTS, ModelFormat, matrix_format, specs_bytes, store_specs, token_bytes
 
 FORMAT = 2
 WEIGHTS_FILE = "weights.safetensors"

@@ -19,7 +19,8 @@ import numpy as np
 from edgekv.checkpoint.gguf import KEPT, LAYOUTS, NEAREST, GgufTensor
 from edgekv.checkpoint.tensors import MappedFile
 from edgekv.types import F32
-from edgekv.weights.formats import FORMATS, pack
+from edgekv.weights.formats import FORMATS
+from edgekv.weights.integers import pack
 
 COLUMNS = 512
 

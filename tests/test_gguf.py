@@ -157,8 +157,8 @@ def test_weights_with_offsets_are_llama_cpps(kind: str, tmp_path: pathlib.Path) 
     tensor = GgufTensor(MappedFile(tmp_path / "blocks"), kind, entry)
     blocks = zip(raw.tolist(), *halves.astype(np.float32).T, strict=True)
     expected = np.array([from_llama_cpp(kind, *block) for block in blocks])
-    (codes, scales), form = tensor.blocks(0, 400), FORMATS["int4-32-offsets"]
-    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": tensor.offsets(0, 400)}
+    (codes, scales, offsets), form = tensor.blocks(0, 400), FORMATS["int4-32-offsets"]
+    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
     assert expected.dtype == np.float32
     np.testing.assert_array_equal(tensor.read(), expected)
     np.testing.assert_array_equal(form.decode(arrays, weights), expected)

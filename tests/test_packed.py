@@ -41,8 +41,7 @@ def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> 
         with pytest.raises(CheckpointError, match="no blocks"):
             weight.blocks(0, 12)
         return
-    codes, scales = weight.blocks(0, 12)
-    zeros = weight.zero_points(0, 12)
+    codes, scales, zeros = weight.blocks(0, 12)
     assert (codes.shape[2], zeros is not None) == (FORMATS[exact].block, exact.endswith("zeros"))
     whole = codes.astype(int) + (0 if zeros is None else zeros[..., None])
     assert np.abs(whole + 0.5).max() < 2 ** (FORMATS[exact].bits - 1)

@@ -82,13 +82,9 @@ class GgufTensor(MappedTensor):
             return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
         return dequantize(raw, kind)
 
-    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
-        """Returns codes (hi - lo, blocks, 32) and scales (hi - lo, blocks)."""
+    def blocks(self, lo: int, hi: int) -> Blocks:
         codes, scales, offsets = blocks_of(self.raw_rows(lo, hi), self._type)
-        return codes if offsets is None else codes - np.int8(8), scales
-
-    def offsets(self, lo: int, hi: int) -> F32 | None:
-        return blocks_of(self.raw_rows(lo, hi), self._type)[2] if self._type in LAYOUTS else None
+        return codes if offsets is None else codes - np.int8(8), scales, offsets
 
     def raw_rows(self, lo: int, hi: int) -> U8:
         """Returns bytes (hi - lo, bytes of a row), in the checkpoint's order of rows.

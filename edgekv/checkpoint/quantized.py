@@ -184,8 +184,7 @@ class GroupedTensor(QuantizedTensor):
         scales: F32 = to_float32(np.ascontiguousarray(self._scales[lo:hi]))[:, self._columns[::step]]
         return scales
 
-    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
-        """Returns codes (hi - lo, blocks, block) and scales (hi - lo, blocks)."""
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32, Array | None]:
         if self.exact_format is None:
             return super().blocks(lo, hi)
         columns = self.shape[1]
@@ -194,13 +193,10 @@ class GroupedTensor(QuantizedTensor):
         for a in range(lo, hi, step):
             b = min(a + step, hi)
             codes[a - lo : b - lo, :columns] = self._codes(a, b)
-        return codes.reshape(hi - lo, n, self._block), np.ascontiguousarray(self._scaled(lo, hi, self._block))
-
-    def zero_points(self, lo: int, hi: int) -> I8 | None:
-        if self._zeros is None or not (self.exact_format or "").endswith("-zeros"):
-            return None
-        zeros: I8 = self._zeros[lo:hi][:, self._columns[:: self._block]].astype(np.int8)
-        return zeros
+        scales, zeros = np.ascontiguousarray(self._scaled(lo, hi, self._block)), None
+        if self._zeros is not None and self.exact_format.endswith("-zeros"):
+            zeros = self._zeros[lo:hi][:, self._columns[:: self._block]].astype(np.int8)
+        return codes.reshape(hi - lo, n, self._block), scales, zeros
 
 
 def unpack_words(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
@@ -341,17 +337,17 @@ class MxFp4Tensor(QuantizedTensor):
         super().__init__(parts, module, "MXFP4", shape, self._unpack, shared)
 
     def _unpack(self, lo: int, hi: int) -> F32:
-        whole, scales = self.blocks(lo, hi)
+        whole, scales, _ = self.blocks(lo, hi)
         values: F32 = (whole * scales[..., None]).reshape(hi - lo, -1)
         return values
 
-    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32, None]:
         """Returns twice the values (hi - lo, blocks, 32), and half their scales (hi - lo, blocks)."""
         packed = self._codes[lo:hi]
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], MX_BLOCK)
         exponents = np.minimum(self._exponents[lo:hi], MX_MOST).astype(np.int32) - MX_BIAS
         scales: F32 = np.ldexp(np.float32(1), exponents).astype(np.float32)
-        return E2M1_DOUBLED[codes], scales
+        return E2M1_DOUBLED[codes], scales, None
 
 
 def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:

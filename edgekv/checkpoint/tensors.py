@@ -76,21 +76,17 @@ class Tensor(abc.ABC):
         """Returns the bytes of a tensor of any type: (rows, columns) of one-byte types, (nbytes,) of others."""
         raise self.error("is not stored by itself")
 
-    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
-        """Returns rows lo..hi in ``exact_format``: codes (rows, blocks, block), scales (rows, blocks)."""
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32, Array | None]:
+        """Returns rows lo..hi in ``exact_format``: codes (rows, blocks, block), scales (rows, blocks), and None.
+
+        In place of None zero points -8..7 (rows, blocks) that were subtracted from 4-bit codes, or offsets to add
+        to scales times codes, which are 8 more than here.
+        """
         raise self.error("has no blocks of a weight format")
 
     def raw_rows(self, lo: int, hi: int) -> U8:
         """Returns bytes (hi - lo, bytes of a row), where ``exact_format`` is a type of the file's own blocks."""
         raise self.error("has no blocks that are kept as they are")
-
-    def zero_points(self, lo: int, hi: int) -> I8 | None:
-        """Returns zero points that `blocks` subtracted from 4-bit codes: (rows, blocks) in -8..7; None: 0."""
-        return None
-
-    def offsets(self, lo: int, hi: int) -> F32 | None:
-        """Returns offsets (rows, blocks) added to scales times codes, which are 8 above those of `blocks`."""
-        return None
 
     @abc.abstractmethod
     def release(self) -> None:

@@ -19,6 +19,8 @@ from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelForma
 from edgekv.weights.integers import pack
 
 Codes = npt.NDArray[np.uint8]
+Blocks = tuple[Codes, Array, Array | None]
+"""Codes (rows, blocks, bytes), scales (rows, blocks), and zero points or offsets as `Tensor.blocks` has them."""
 Ids = npt.NDArray[np.int64]
 
 
@@ -160,54 +162,34 @@ class CheckpointWeights:
                 rows = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
                 yield f"{prefix}blocks", np.concatenate(rows)
                 continue
-            taken = None if rounded else self.exact_codes(own, parts)
-            codes, scales = rounded or taken or self._quantized(own, parts)
-            yield f"{prefix}codes", codes
-            yield f"{prefix}scales", scales
+            found = [(*rounded, None)] if rounded else self.blocks_in(own, parts)
+            codes, scales, added = zip(*found, strict=True)
+            yield f"{prefix}codes", np.concatenate(codes)
+            yield f"{prefix}scales", np.concatenate(scales)
+            zero = code_of_zero(own.bits)
             if own.zeros:
-                zeros = np.concatenate([self._part_zeros(part, own) for part in parts]) + code_of_zero(own.bits)
-                yield f"{prefix}zeros", zeros.astype(np.uint8)
+                zeros = [np.zeros_like(a) if b is None else b for a, b in zip(scales, added, strict=True)]
+                yield f"{prefix}zeros", (np.concatenate(zeros) + zero).astype(np.uint8)
             if own.offsets:
-                yield f"{prefix}offsets", self._offsets(parts if taken else (), scales)
+                offsets = [-zero * a if b is None else b for a, b in zip(scales, added, strict=True)]
+                yield f"{prefix}offsets", np.concatenate(offsets)
 
-    def exact_codes(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, F32] | None:
-        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) that the file has in ``form``, or None."""
-        if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
-            return None
-        taken: list[tuple[Codes, F32]] = []
-        for part in parts:
-            codes, scales = self._tensors[part.tensor].blocks(0, part.rows)
-            n = form.n_blocks(part.columns)
-            finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
-            cut = codes.reshape(part.rows, -1, form.block)[:, :n]
-            if form.zeros:
-                cut = cut + self._part_zeros(part, form)[..., None]
-            taken.append((pack(cut, form.bits, e2m1=form.e2m1), finer))
-        packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
-        return packed, scales
-
-    def _quantized(self, form: WeightFormat, parts: Sequence[WeightPart]) -> tuple[Codes, Array]:
-        quantized = [form.quantize(rows) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
-        codes, scales = (np.concatenate(arrays) for arrays in zip(*quantized, strict=True))
-        return codes, scales
-
-    def _offsets(self, parts: Sequence[WeightPart], scales: Array) -> Array:
-        """Returns the offsets (rows, blocks) that go with the scales of what `exact_codes` gives."""
-        offsets, lo = -code_of_zero(4) * scales, 0
-        for part in parts:
-            own, lo = self._tensors[part.tensor].offsets(0, part.rows), lo + part.rows
-            if own is not None:
-                offsets[lo - part.rows : lo] = own
-        return offsets
-
-    def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
-        """Returns zero points (rows, blocks) in -8..7."""
-        n = form.n_blocks(part.columns)
-        zeros = self._tensors[part.tensor].zero_points(0, part.rows)
-        if zeros is None:
-            return np.zeros((part.rows, n), np.int8)
-        own = FORMATS[self._tensors[part.tensor].nearest_format]
-        return np.repeat(zeros, own.block // form.block, axis=1)[:, :n]
+    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> list[Blocks]:
+        """Returns parts in a format, rows in order: as the file has them, or quantized where it has not all so."""
+        tensors = [self._tensors[part.tensor] for part in parts]
+        if not all(holds_exactly(tensor.exact_format, form) for tensor in tensors):
+            return [(*form.quantize(rows), None) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
+        found = list[Blocks]()
+        for tensor, part in zip(tensors, parts, strict=True):
+            codes, scales, added = tensor.blocks(0, part.rows)
+            finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
+            codes = codes.reshape(part.rows, -1, form.block)[:, :n]
+            scales = np.repeat(scales, finer, axis=1)[:, :n]
+            added = None if added is None else np.repeat(added, finer, axis=1)[:, :n]
+            if form.zeros and added is not None:
+                codes = codes + added[..., None]
+            found.append((pack(codes, form.bits, e2m1=form.e2m1), scales, added))
+        return found
 
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))

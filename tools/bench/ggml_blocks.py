@@ -37,8 +37,8 @@ def stored(tensor: GgufTensor, n: int) -> F32:
     form = FORMATS[str(tensor.exact_format)]
     if form.kept:
         return form.decode({"blocks": tensor.raw_rows(0, n)}, COLUMNS)
-    codes, scales = tensor.blocks(0, n)
-    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": tensor.offsets(0, n)}
+    codes, scales, offsets = tensor.blocks(0, n)
+    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
     return form.decode({part: array for part, array in arrays.items() if array is not None}, COLUMNS)
 
 

@@ -184,7 +184,7 @@ def _write_byte_pairs(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
 
 K_BLOCK = 256
 HALVES = {"Q4_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q2_K": [-4, -2], "Q3_K": [-2]}
-HALVES |= {"Q4_1": [0, 2], "Q6_K": [-2], "IQ4_XS": [0], "IQ3_S": [0], "F16": [0]}  # where scale and least are
+HALVES |= {"Q6_K": [-2], "IQ4_XS": [0], "IQ4_NL": [0], "IQ3_S": [0], "F16": [0]}  # where scale and least are
 STEPS = {"Q3_K": 1e-3, "Q6_K": 1e-4, "IQ4_XS": 1e-4, "IQ3_S": 5e-4}  # scales; of others 2e-3
 
 

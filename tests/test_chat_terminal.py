@@ -168,6 +168,12 @@ def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str],
     assert shown[-4:] == [["3", "4"], ["3", "9"], ["40", "9"], ["40", "4"]]
     assert [line.endswith(" in place of the session that was there") for line in said[-4:-2]] == [False, True]
     assert said[-2:] == ["there is no system message"] * 2
+    terminal = Terminal(chat, argparse.Namespace(max_new_tokens=None, stop=[]), SamplingParams())
+    lengths = []
+    for line in ("/set top_k 3", "/set max_new_tokens 9", "/set top_k 4", "/set max_new_tokens default"):
+        terminal.run([line])
+        lengths.append(terminal.max_new_tokens)
+    assert lengths == [32, 9, 9, 32]  # half of the context
 
 
 def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:

@@ -208,6 +208,18 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
             WeightStore(store.folder)
 
 
+def test_a_part_that_is_quantized_again_beside_offsets(tmp_path: pathlib.Path) -> None:
+    """All of a fused projection is then, and its codes of 8 stand for 0 as they do without offsets."""
+    model = Model.open(write_k_quants(tmp_path, "Q4_K", {"gate_proj": "IQ4_NL"})[0])
+    form = model.weight_format("auto")
+    assert form.of("0.up").name == "int4-32-offsets"
+    assert "IQ4_NL" in str(model.weights_note(form))
+    store, expected = model.store(form), model.weights.matrix("0.up")
+    arrays = store.arrays("0.up")
+    np.testing.assert_array_equal(arrays["offsets"], -8 * arrays["scales"])
+    assert np.linalg.norm(store.matrix("0.up") - expected) < 0.1 * np.linalg.norm(expected)
+
+
 def test_a_lora_of_one_part(tmp_path: pathlib.Path) -> None:
     """A fused projection is stored in float32 where one of its parts is, beside others in blocks."""
     path, _ = write_k_quants(tmp_path, "Q6_K", {"v_proj": "F16"})

@@ -29,14 +29,14 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 class Piece(NamedTuple):
-    """Rows of a matrix in one format: of every few rows in turn, ``rows``; their arrays' names have a prefix."""
+    """Rows of a matrix that have one format: ``rows`` in every turn; their arrays' names begin with ``prefix``."""
 
     form: WeightFormat
     rows: int
     prefix: str
 
     def own(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the arrays (rows, ...) of these rows among those of the matrix, as `form` names them."""
+        """Returns the arrays (rows, ...) of these rows among those of the matrix, named as by `form.arrays`."""
         named = ((part.removeprefix(self.prefix), part) for part in arrays if part.startswith(self.prefix))
         return {own: arrays[part] for own, part in named}
 
@@ -66,7 +66,7 @@ class WeightFormat:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All rows."""
+        """The rows by format: all of them have this one."""
         return (Piece(self, 1, ""),)
 
     def arrays(self, rows: int, columns: int) -> Specs:

@@ -315,6 +315,17 @@ def test_whole_means_are_named_apart(cut: pathlib.Path, text: pathlib.Path) -> N
     assert len({each.weights.source.identity for each in rounded}) == 3
 
 
+def test_noise_is_like_rounding() -> None:
+    w = drawn(1000, 320)
+    w[:, 128:256] *= 9
+    for bits in (2, 3):
+        for q in (calibration.noisy(w, bits), gaussian.decode(*gaussian.quantize(w, bits), bits, 320)):
+            for part in (slice(0, 128), slice(128, 256)):  # each block by its own size
+                square = np.square(w[:, part]).sum()
+                shares = np.square(w - q)[:, part].sum() / square, 1 - (w * q)[:, part].sum() / square
+                np.testing.assert_allclose(shares, gaussian.ERRORS[bits], rtol=0.1)
+
+
 def test_windows_begin_as_prompts_do() -> None:
     tokenizer = open_tokenizer(Model.open(DEMO))
     for text in (PROSE, PROSE * 20):  # all of it is encoded, or windows from all over it

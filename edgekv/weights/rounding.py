@@ -83,7 +83,7 @@ class Rounder:
 
         output_correction: b (r, n); rotated + b H^-1 is rounded.
         """
-        w, b = np.ascontiguousarray(rotated[:, self._order]), output_correction[:, self._order]
+        w, b = rotated.take(self._order, 1), output_correction.take(self._order, 1)
         wanted = w + self._forward(b) / self._weights
         errors, codes = np.zeros_like(w), np.zeros(w.shape, np.uint8)
         scales = np.empty((len(w), len(self._blocks)), np.float32)
@@ -98,14 +98,12 @@ class Rounder:
             _round_panel(len(w), ROW_WORK, *numbers, *arrays, n_threads=len(scratch))
             codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
         self._round_again(w, b, codes, scales, errors)
-        ordered, ordered_scales = np.empty_like(codes), np.empty_like(scales)
-        ordered[:, self._order], ordered_scales[:, self._blocks] = codes, scales
-        packed = gaussian.pack(ordered.reshape(*scales.shape, ROTATED_INPUTS), self.bits)
-        return packed, ordered_scales.astype(BFLOAT16)
+        codes, scales = codes.take(np.argsort(self._order), 1), scales.take(np.argsort(self._blocks), 1)
+        return gaussian.pack(codes.reshape(*scales.shape, ROTATED_INPUTS), self.bits), scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
         """Returns the sum of b H^-1 b^T over the rows of b (r, columns): the most that b lowers the error."""
-        return float((np.square(self._forward(b[:, self._order])) / self._weights).sum(dtype=np.float64))
+        return float((np.square(self._forward(b.take(self._order, 1))) / self._weights).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
         """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""

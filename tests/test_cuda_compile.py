@@ -56,11 +56,11 @@ def programs() -> dict[Program, str]:
         **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in GAUSSIAN},
         **{rotated_program(bits): f"rotated, q{bits}" for bits in GAUSSIAN},
         **{
-            packed_program(bits, n, False, MOST_CHUNKS[bits], 8, 2): "tiled_linear"
+            packed_program(bits, n, False, MOST_CHUNKS[bits], 8): "tiled_linear"
             for bits, n in ((4, 32), (4, 128), (8, 32))
         },
         **{
-            packed_program(bits, 128, True, MOST_CHUNKS[bits // 2 * 2], 8, 2): f"tiled_linear, q{bits}"
+            packed_program(bits, 128, True, MOST_CHUNKS[bits // 2 * 2], 8): f"tiled_linear, q{bits}"
             for bits in GAUSSIAN
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},

@@ -128,6 +128,11 @@ inline void __syncthreads()
 {
     fibers::meet(fibers::at_barrier, fibers::barrier_round, fibers::live);
 }
+inline void meet(int number, int threads)
+{
+    static int arrived[16], rounds[16];
+    fibers::meet(arrived[number], rounds[number], threads);
+}
 template <class T> T __shfl_xor_sync(unsigned, T x, int lanes)
 {
     int w = fibers::current / 32, lane = fibers::current % 32;
@@ -230,7 +235,7 @@ inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, un
         }
 }
 inline unsigned shared_address(const void*) { return 0; }
-inline unsigned shared_word(const unsigned* array, unsigned at) { return array[at / 4]; }
+template <int OFFSET = 0> unsigned shared_word(const unsigned* array, unsigned at) { return array[(at + OFFSET) / 4]; }
 template <class A, class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     Factors mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};

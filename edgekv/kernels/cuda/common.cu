@@ -77,17 +77,6 @@ template <int N> __device__ __forceinline__ void load_words(const void* from, u3
     }
 }
 
-// Loads inputs k .. k + 3 of x, 0 from `columns` on.
-__device__ __forceinline__ void load_four(const float* x, int k, int columns, float* v)
-{
-    if (columns % 4 == 0 && k < columns) {
-        float4 a = *(const float4*)(x + k);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    } else {
-        UNROLL for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
-    }
-}
-
 // Two powers of two for sums over small codes. The bits of a code inside a word, read as a float, are the denormal number
 // code * 2 ** (position - 149). Multiplied by a weight times LIFT it needs no conversion; the sum is scaled back by
 // SINK * 2 ** -position. Codes must lie in the lowest 23 bits of the word.

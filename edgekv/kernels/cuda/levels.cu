@@ -22,33 +22,28 @@ __device__ __forceinline__ u32 scale_at(const void* scales, i64 i) { return ROTA
 
 __device__ __forceinline__ float scale_of(u32 bits) { return __uint_as_float(ROTATED ? bits << 16 : bits); }
 
-// Rotates the 128 inputs that eight lanes hold. Before: x[k][i] of lane u is input 4 (u + 8 k) + i. After: output rotated_at(u, k) + i,
-// still to be multiplied by ROOT.
-__device__ __forceinline__ void rotate_sixteen(float (*x)[4])
+// Rotates the 128 inputs that eight lanes hold; x[k][i] of lane u is input 4 (u + 8 k) + i, before and after. Outputs are still to be
+// multiplied by ROOT.
+__device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
 {
     const u32 flips[] = {FLIPS};
     int u = threadIdx.x % 8;
     UNROLL for (int k = 0; k < 4; ++k) {
-        float v[4];
-        UNROLL for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(__float_as_uint(x[k][i]) ^ (flips[k] >> 4 * u << (31 - i) & 1u << 31));
-        float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-        x[k][0] = a + c, x[k][1] = b + d, x[k][2] = a - c, x[k][3] = b - d;
+        u32 signs = flips[k] >> 4 * u;
+        UNROLL for (int i = 0; i < 4; ++i) x[k][i] = __uint_as_float(__float_as_uint(x[k][i]) ^ (signs << (31 - i) & 1u << 31));
     }
-    UNROLL for (int i = 0; i < 4; ++i) {
-        float a = x[0][i] + x[1][i], b = x[0][i] - x[1][i], c = x[2][i] + x[3][i], d = x[2][i] - x[3][i];
-        x[0][i] = a + c, x[1][i] = b + d, x[2][i] = a - c, x[3][i] = b - d;
-    }
-    UNROLL for (int n = 1; n < 8; n *= 2) {
-        UNROLL for (int i = 0; i < 8; ++i) {
-            float &first = x[i / 4 * 2][i % 4], &second = x[i / 4 * 2 + 1][i % 4];
-            float other = __shfl_xor_sync(ALL_LANES, u & n ? first : second, n);
-            float a = u & n ? other : first, b = u & n ? second : other;
-            first = a + b, second = a - b;
+    UNROLL for (int n = 1; n < 16; n *= 2) {
+        UNROLL for (int i = 0; i < 16; ++i) {
+            if (i & n) continue;
+            float &first = x[i / 4][i % 4], &second = x[(i + n) / 4][(i + n) % 4], a = first;
+            first = a + second, second = a - second;
         }
     }
+    UNROLL for (int n = 1; n < 8; n *= 2) {
+        float sign = u & n ? -1 : 1;
+        UNROLL for (int i = 0; i < 16; ++i) x[i / 4][i % 4] = sign * x[i / 4][i % 4] + __shfl_xor_sync(ALL_LANES, x[i / 4][i % 4], n);
+    }
 }
-
-__device__ __forceinline__ int rotated_at(int u, int k) { return u % 2 * 32 + u / 2 * 4 + k % 2 * 16 + k / 2 * 64; }
 
 // A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
 // an input and of its partner, the one 64 further. The entry's number is a byte of the first plane: its low half belongs to the input,
@@ -61,36 +56,42 @@ __device__ __forceinline__ int rotated_at(int u, int k) { return u % 2 * 32 + u 
 #define PER_BYTE (WEIGHT_BITS == 5 ? 4 : 1)  // entries
 #define ENTRIES (256 * PER_BYTE)
 
-template <int COPIES> __device__ void fill_levels(u32* table, int zero)
+// Fills TABLES of them, behind each other; words of the second one have the levels in their upper bytes.
+template <int COPIES, int TABLES = 1> __device__ __forceinline__ void fill_levels(u32* table, int zero)
 {
     const signed char* levels = (const signed char*)LEVEL_WORDS;
-    constexpr int AT_ONCE = min_of(COPIES, 4), BITS = WEIGHT_BITS % 16, MASK = (1 << BITS) - 1;
-    for (int i = AT_ONCE * threadIdx.x; i < ENTRIES * COPIES; i += AT_ONCE * blockDim.x) {
-        int e = i / COPIES, code = e / PER_BYTE, top = e % PER_BYTE;
+    constexpr int BITS = WEIGHT_BITS % 16, MASK = (1 << BITS) - 1;
+    for (int e = threadIdx.x; e < ENTRIES * TABLES; e += blockDim.x) {
+        int code = e % ENTRIES / PER_BYTE, top = e % PER_BYTE;
         int a = (code % 16 | top % 2 << 4) & MASK, b = (code / 16 | top / 2 << 4) & MASK;
-        u32 pair = (u8)(levels[b % 2 << BITS | a] + zero) | (u8)(levels[a % 2 << BITS | b] + zero) << 8;
+        u32 pair = ((u8)(levels[b % 2 << BITS | a] + zero) | (u8)(levels[a % 2 << BITS | b] + zero) << 8) << e / ENTRIES * 16;
         uint4 pairs = {pair, pair, pair, pair};
-        if (AT_ONCE == 4)
-            *(uint4*)(table + i) = pairs;
-        else
-            table[i] = pair;
+        u32* to = table + e * COPIES;
+        if (COPIES < 4) to[0] = pair;
+        UNROLL for (int i = 0; i < COPIES / 4; ++i) *(uint4*)(to + (i + e) * 4 % COPIES) = pairs;  // lanes write to different banks
     }
 }
 
-// Sets x[h] to the levels of inputs a, a + 64, a + 1 and a + 65 of a block, a = 4 q + 2 h, a byte each, from the words of the planes
-// that have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
-template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* table, u32 code, u32 second, int q, u32 (&x)[2])
+// Sets at[k] to the address of this lane's word for inputs a + k and a + k + 64 of a block, a = 4 q, from the words of the planes that
+// have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
+template <int COPIES> __device__ __forceinline__ void find_levels(const u32* table, u32 code, u32 second, int q, u32 (&at)[4])
 {
     constexpr int ENTRY = 4 * COPIES, STRIDE = ENTRY * PER_BYTE;  // bytes
     if (PLANE_BITS == 2) code >>= q / 8 * 2;
     if (WEIGHT_BITS == 3) code = code & 0x33333333 | second >> q / 4 << 2 & 0xcccccccc;
     u32 top = WEIGHT_BITS == 5 ? second >> q / 4 & 0x01010101 | second >> q / 4 >> 3 & 0x02020202 : 0;
-    u32 pair[4], copy = shared_address(table) + threadIdx.x % COPIES * 4;
+    u32 copy = shared_address(table) + threadIdx.x % COPIES * 4;
     UNROLL for (int k = 0; k < 4; ++k) {
-        u32 at = dot_bytes(code, min_of(STRIDE, 128) << 8 * k, copy);
-        if (STRIDE == 256) at = dot_bytes(code, 128u << 8 * k, at);
-        if (WEIGHT_BITS == 5) at = dot_bytes(top, ENTRY << 8 * k, at);
-        pair[k] = shared_word(table, at);
+        at[k] = dot_bytes(code, min_of(STRIDE, 128) << 8 * k, copy);
+        if (STRIDE == 256) at[k] = dot_bytes(code, 128u << 8 * k, at[k]);
+        if (WEIGHT_BITS == 5) at[k] = dot_bytes(top, ENTRY << 8 * k, at[k]);
     }
-    UNROLL for (int h = 0; h < 2; ++h) x[h] = permute_bytes(pair[2 * h], pair[2 * h + 1], 0x5410);
+}
+
+// Sets x[h] to the levels of inputs b, b + 64, b + 1 and b + 65, b = 4 q + 2 h, a byte each, for codes as `find_levels` takes them.
+template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* table, u32 code, u32 second, int q, u32 (&x)[2])
+{
+    u32 at[4];
+    find_levels<COPIES>(table, code, second, q, at);
+    UNROLL for (int h = 0; h < 2; ++h) x[h] = permute_bytes(shared_word(table, at[2 * h]), shared_word(table, at[2 * h + 1]), 0x5410);
 }

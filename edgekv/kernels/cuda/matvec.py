@@ -12,11 +12,12 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
+WARPS, WARPS_OF_TILE = 16, 8  # of a block of `packed_matvec`, and of those that share a tile of rows
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
-COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352)  # in a row, of 16 bytes each: programs are compiled for these
+COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # of 16 bytes in a row, for which programs are compiled
 # By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
-MOST_CHUNKS = {2: 224, 4: 352, 8: 352}
-TABLE_BYTES = {2: 1 << 15, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}  # by bits: of the table of levels, in shared memory
+MOST_CHUNKS = {2: 224, 4: 448, 8: 448}
+TABLE_BYTES = 1 << 16  # of the tables of levels, in shared memory
 
 
 class Matrix(NamedTuple):
@@ -86,8 +87,8 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
     """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
-    is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None
-    return is_packed and w.chunks <= MOST_CHUNKS[w.first_plane_bits]
+    is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None and w.columns % 4 == 0
+    return is_packed and w.chunks <= MOST_CHUNKS[w.first_plane_bits] and w.data.nbytes < 1 << 32
 
 
 def packed_matvec(
@@ -106,13 +107,11 @@ def packed_matvec(
     """
     n, outputs = x.size // w.columns, w.rows if gate is None else w.rows // 2
     tiles = -(-outputs // (16 if gate is None else 8))  # of 16 rows
-    # Warps of a block and blocks of a multiprocessor: more warps where a block has few tiles.
-    warps, blocks = (8, 2) if tiles >= 4 * driver.multiprocessors else (16, 1)
-    grid = min(tiles, driver.multiprocessors * blocks), n
-    warps = min(warps, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
-    program = packed_program(*w.form, w.chunks, warps, blocks)
-    shared = TABLE_BYTES[w.bits] if w.rotated else 0
-    launch = Launch(program, "tiled_matvec", grid, 32 * warps, early=True, shared=shared)
+    warps = min(WARPS_OF_TILE, 1 << (-(-w.chunks // 8)).bit_length() - 1)  # each has 128 bytes of a row
+    grid = min(tiles, driver.multiprocessors), n
+    program = packed_program(*w.form, w.chunks, warps)
+    shared = TABLE_BYTES if w.rotated else 0
+    launch = Launch(program, "tiled_matvec", grid, 32 * WARPS, early=True, shared=shared)
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
     added = w.bias, onto, weight, float(eps), -1 if gate is None else gate
@@ -133,10 +132,10 @@ def rotated_program(bits: int) -> Program:
 
 
 @functools.cache
-def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int, blocks: int) -> Program:
-    """Returns tiled_linear.cu for weights of this form; ``chunks``: chunks of 16 bytes in a row."""
+def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int) -> Program:
+    """Returns tiled_linear.cu for weights of this form; chunks: of 16 bytes in a row; warps: for a tile."""
     size = next(size for size in COMPILED_CHUNKS if size >= chunks)
-    sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_BLOCK", warps), ("BLOCKS_AT_ONCE", blocks)
+    sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_TILE", warps), ("WARPS_OF_BLOCK", WARPS)
     return Program(("levels", "tiled_linear"), (*_form_macros(bits, block, rotated), *sizes))
 
 

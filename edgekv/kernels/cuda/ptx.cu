@@ -51,13 +51,16 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 order)
 // Returns where an array of shared memory lies there.
 __device__ __forceinline__ u32 shared_address(const void* array) { return (u32)__cvta_generic_to_shared(array); }
 
-// Returns the word of an array at an address in shared memory.
-__device__ __forceinline__ u32 shared_word(const u32* array, u32 at)
+// Returns the word of an array OFFSET bytes behind an address in shared memory.
+template <int OFFSET = 0> __device__ __forceinline__ u32 shared_word(const u32* array, u32 at)
 {
     u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at));
+    asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(at), "n"(OFFSET));
     return x;
 }
+
+// Waits until `threads` threads of a block, whole warps, have come to its barrier of this number, 0 to 15; 0 is __syncthreads's, too.
+__device__ __forceinline__ void meet(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 
 // For blocks of matrix products on tensor cores, from sm_75 on.
 #if __CUDA_ARCH__ >= 750

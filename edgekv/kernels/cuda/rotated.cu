@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotate(const void* x, int 
     rotate_sixteen(v);
     if (block >= blocks) return;
     UNROLL for (int k = 0; k < 4; ++k) {
-        i64 at = to + rotated_at(u, k);
+        i64 at = to + 4 * (u + 8 * k);
         if (halves) {
             u16* half = (u16*)y + at;
             UNROLL for (int i = 0; i < 4; ++i) half[i] = finite_half(v[k][i] * ROOT);

@@ -1,8 +1,8 @@
 // Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
 // BLOCK_INPUTS to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
 // of 16 bits, two digits of 8, with a unit for each chunk's inputs, or each block's of rotated ones. A chunk is 16 bytes of a row, a
-// span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. WARPS_OF_BLOCK warps share a tile's spans,
-// at most MAX_SPANS. A warp multiplies a span, which its lanes read, by inputs in shared memory in two steps, k = 0 and 1:
+// span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. A team of WARPS_OF_TILE warps shares a
+// tile's spans, at most MAX_SPANS. A warp multiplies a span, which its lanes read, by inputs in shared memory in two steps, k = 0 and 1:
 //
 //     rows     chunks 0, 1    2, 3    4, 5    6, 7   |   columns        0     1     2     3     4     5     6     7
 //     0, 8     lane 0         1       2       3      |   chunk k        high  low   0     0     0     0     0     0
@@ -16,11 +16,14 @@
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / PLANE_BITS)       // times 16 bytes of digits to a chunk and digit
 #define SCALES (BLOCK_INPUTS >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
+#define TEAMS (WARPS_OF_BLOCK / WARPS_OF_TILE)
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
 #define GROUP (ROTATED ? 4 : 1)       // fours of inputs that a thread puts into shared memory together
 #define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * GROUP))  // fours that it reads at once
-#define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of the table of levels, which lanes read without conflicts
+#define EVEN (BLOCK_INPUTS / PER_LOAD % 2 == 0)  // whether rows have even numbers of chunks
+#define TABLES (ROTATED && WEIGHT_BITS != 5 ? 2 : 1)  // of levels: the second one's are in the upper bytes of its words
+#define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of a table, which lanes read without conflicts
 
 struct Chunk {
     float unit;
@@ -66,52 +69,80 @@ __device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
     }
 }
 
+// Loads inputs k .. k + 3 of x, 0 from `columns` on, whole fours.
+__device__ __forceinline__ void load_four(const float* x, int k, int columns, float (&v)[4])
+{
+    float4 a = {0, 0, 0, 0};
+    if (k < columns) a = *(const float4*)(x + k);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+}
+
+// Where a lane's two rows of a tile begin, in bytes of the weights and in scales.
+struct Rows {
+    u32 weights[2], scales[2];
+};
+
 // 32 bytes of each of a lane's two rows.
 struct Piece {
     u32 words[2][2][4];  // row, chunk
     u32 second[2][4];    // the second plane of a row's block
     u32 scale[2][SCALES];  // as stored, so that nothing waits for them before they are used
 
-    __device__ __forceinline__ void load(const u8* weights, const void* scales, const int (&row)[2], int chunks, int blocks, int at)
+    // Reads chunks `at` and at + 1.
+    __device__ __forceinline__ void load(const u8* weights, const void* scales, const Rows& rows, u32 chunks, u32 at)
     {
+        at = min_of(at, chunks - (EVEN ? 2 : 1));
+        u32 next = EVEN || at + 1 < chunks ? 1 : 0, block = HAS_SECOND_PLANE * (at / PLANE_BITS);
         UNROLL for (int r = 0; r < 2; ++r) {
-            const u8* from = weights + ((i64)row[r] * (chunks + HAS_SECOND_PLANE * blocks) + HAS_SECOND_PLANE * (min_of(at, chunks - 1) / PLANE_BITS)) * 16;
-            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(from + min_of(at + h, chunks - 1) * 16, words[r][h]);
-            if (HAS_SECOND_PLANE) load_words<4>(from + (min_of(at, chunks - 1) / PLANE_BITS + 1) * PLANE_BITS * 16, second[r]);
-            UNROLL for (int h = 0; h < SCALES; ++h)
-                scale[r][h] = scale_at(scales, (i64)row[r] * blocks + min_of(at + h, chunks - 1) * PER_LOAD / BLOCK_INPUTS);
+            u32 from = rows.weights[r] + (at + block) * 16;
+            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + (from + h * next * 16), words[r][h]);
+            if (HAS_SECOND_PLANE) load_words<4>(weights + (rows.weights[r] + ((block + 1) * PLANE_BITS + block) * 16), second[r]);
+            UNROLL for (int h = 0; h < SCALES; ++h) scale[r][h] = scale_at(scales, rows.scales[r] + (at + h * next) * PER_LOAD / BLOCK_INPUTS);
         }
     }
 
     // Adds the products with a span's digits, those of this lane's column, to sum[r].
     __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, bool has_part, const Chunk* chunk, float (&sum)[2]) const
     {
+        int c[2][4];
         UNROLL for (int k = 0; k < 2; ++k) {
-            Chunk input = chunk[k];
-            int c[4] = {0, input.offset, 0, input.offset};
+            UNROLL for (int n = 0; n < 4; ++n) c[k][n] = ROTATED || n % 2 == 0 ? 0 : chunk[k].offset;
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 uint4 b = {0, 0, 0, 0};
                 if (has_part) b = digits[(k * HALVES + h) * 8];
                 UNROLL for (int i = 0; i < 2; ++i) {
-                    int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
-                    u32 x[2][2];
-                    UNROLL for (int r = 0; r < 2; ++r) {
-                        const u32* word = words[r][k];
+                    u32 x[2][2 * TABLES];
+                    UNROLL for (int r = 0; r < 2; ++r) decode(table, r, k, h, i, x[r]);
+                    UNROLL for (int n = 0; n < TABLES; ++n) {
+                        u32 a[4] = {x[0][n], x[1][n], x[0][TABLES + n], x[1][TABLES + n]};
                         if (ROTATED)
-                            decode_levels<COPIES>(table, word[t], second[r][t], q, x[r]);
-                        else if (WEIGHT_BITS == 8)
-                            x[r][0] = word[2 * i], x[r][1] = word[2 * i + 1];
+                            multiply_levels(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
                         else
-                            x[r][0] = word[t] & 0x0f0f0f0f, x[r][1] = word[t] >> 4 & 0x0f0f0f0f;
+                            multiply_bytes(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
                     }
-                    u32 a[4] = {x[0][0], x[1][0], x[0][1], x[1][1]};
-                    if (ROTATED)
-                        multiply_levels(c, a, i ? b.z : b.x, i ? b.w : b.y);
-                    else
-                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
                 }
             }
-            UNROLL for (int r = 0; r < 2; ++r) sum[r] += (float)(256 * c[2 * r] + c[2 * r + 1]) * (input.unit * scale_of(scale[r][k % SCALES]));
+        }
+        UNROLL for (int n = 0; n < 4; ++n) c[0][n] += ROTATED ? c[1][n] : 0;  // both chunks of one block
+        UNROLL for (int k = 0; k < (ROTATED ? 1 : 2); ++k) {
+            UNROLL for (int r = 0; r < 2; ++r) sum[r] += (float)(256 * c[k][2 * r] + c[k][2 * r + 1]) * (chunk[k].unit * scale_of(scale[r][k % SCALES]));
+        }
+    }
+
+    // Sets x to the two words of chunk k of row r that product i of half h takes. With two tables these are four: the lower and the
+    // upper bytes of the first word, and of the second one, with 0 in their other bytes.
+    __device__ __forceinline__ void decode(const u32* table, int r, int k, int h, int i, u32 (&x)[2 * TABLES]) const
+    {
+        int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
+        u32 word = words[r][k][t], at[4];
+        if (ROTATED) find_levels<COPIES>(table, word, second[r][t], q, at);
+        UNROLL for (int n = 0; n < 2; ++n) {
+            if (TABLES == 2)
+                x[2 * n % (2 * TABLES)] = shared_word(table, at[2 * n]), x[(2 * n + 1) % (2 * TABLES)] = shared_word<4 * ENTRIES * COPIES>(table, at[2 * n + 1]);
+            else if (ROTATED)
+                x[n] = permute_bytes(shared_word(table, at[2 * n]), shared_word(table, at[2 * n + 1]), 0x5410);
+            else
+                x[n] = WEIGHT_BITS == 8 ? words[r][k][2 * i + n] : word >> 4 * n & 0x0f0f0f0f;
         }
     }
 };
@@ -141,7 +172,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
 }
 
 // Rotates the 16 inputs of group u of a row, and puts them in their places.
-__device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (*x)[4])
+__device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (&x)[4][4])
 {
     rotate_sixteen(x);
     float largest = fmaxf(fmaxf(largest_of(x[0], 8), largest_of(x[1], 8)), fmaxf(largest_of(x[2], 8), largest_of(x[3], 8)));
@@ -151,7 +182,7 @@ __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, 
         UNROLL for (int i = 0; i < 4; i += 2) {
             u32 whole[4];
             UNROLL for (int n = 0; n < 4; ++n) whole[n] = two_digits(x[k + n % 2 * 2][i + n / 2], inverse);
-            put_digits(staged, u / 8 * 32 + (rotated_at(u % 8, k) + i) / 2, whole);
+            put_digits(staged, u / 8 * 32 + 2 * (u % 8 + 8 * k) + i / 2, whole);
         }
     }
     Chunk chunk = {largest * (ROOT / LARGEST), 0};
@@ -161,50 +192,68 @@ __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, 
 // y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias, onto and norm may be null. With a norm x[n, k] is
 // times norm[k], over the root of the mean square of x[n] plus eps. With a gate of 0 or more, y[n, r] is the activation of that
 // number of row r's sum, times row `rows` + r's. Grid (any, n).
-extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
+extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK)
 tiled_matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
              const float* x, int rows, int columns, int blocks, float* y)
 {
     __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8];
     __shared__ Chunk chunk_of[MAX_SPANS * 8];
-    __shared__ float parts[2][WARPS_OF_BLOCK][16];
-    int chunks = blocks * BLOCK_INPUTS / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int i = lane / 4, j = lane % 4;
+    __shared__ float sums[TEAMS][2][WARPS_OF_TILE][16], squares[WARPS_OF_BLOCK];
+    int chunks = blocks * BLOCK_INPUTS / PER_LOAD, spans = divide_up(chunks, 8), fours = spans * 8 * FOURS;
+    int lane = threadIdx.x % 32, i = lane / 4, j = lane % 4, team = threadIdx.x / (32 * WARPS_OF_TILE), warp = threadIdx.x / 32 % WARPS_OF_TILE;
     bool gated = gate >= 0;
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
-    int tile = blockIdx.x, span = warp, next_tile = tile, next_span = warp;  // the next to compute, and the next to read
+    int stride = gridDim.x * TEAMS, tile = team * gridDim.x + blockIdx.x, span = warp;  // the next to compute
+    int next_tile = tile, next_span = span;  // the next to read
     Piece ring[AHEAD];
-    int row[2], fours = spans * 8 * FOURS;
+    Rows from;
+    auto find_rows = [&](int tile) {
+        UNROLL for (int r = 0; r < 2; ++r) {
+            u32 row = min_of(tile * outputs + i + r * second, last);
+            from.weights[r] = row * (chunks + HAS_SECOND_PLANE * blocks) * 16, from.scales[r] = row * blocks;
+        }
+    };
+    find_rows(next_tile);
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     DYNAMIC_SHARED(uint4, memory, 1 << 12);
     u32* table = (u32*)memory;
     let_next_begin();
     UNROLL for (int a = 0; a < AHEAD; ++a) {
-        row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
-        if (next_tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);
-        next_span += WARPS_OF_BLOCK;
-        if (next_span >= spans) next_span = warp, next_tile += gridDim.x;
+        if (next_tile < tiles) ring[a].load(weights, scales, from, chunks, 8 * next_span + 2 * j);
+        next_span += WARPS_OF_TILE;
+        if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
     }
-    if (ROTATED) fill_levels<COPIES>(table, 0);
-    wait_for_inputs();
+    if (ROTATED) fill_levels<COPIES, TABLES>(table, 0);
     float v[BATCH][4], weight[BATCH][4], square = 0;
-    for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
-        UNROLL for (int k = 0; k < BATCH; ++k) {
-            load_four(x, 4 * four_at(base, k), columns, v[k]);
-            if (norm) load_four(norm, 4 * four_at(base, k), columns, weight[k]);
+    auto load_norm = [&](int base) {
+        UNROLL for (int k = 0; k < BATCH; ++k) load_four(norm, 4 * four_at(base, k), columns, weight[k]);
+    };
+    bool ahead = BATCH <= 4;  // while registers last
+    if (norm && ahead) load_norm(0);
+    wait_for_inputs();
+    for (int base = 0; group_at(base, 0) - lane < fours / GROUP; base += BATCH * 32 * WARPS_OF_BLOCK) {
+        UNROLL for (int k = 0; k < BATCH; ++k) load_four(x, 4 * four_at(base, k), columns, v[k]);
+        if (norm && (base || !ahead)) load_norm(base);
+        if (norm) {
+            UNROLL for (int k = 0; k < BATCH; ++k) {
+                UNROLL for (int i = 0; i < 4; ++i) square += v[k][i] * v[k][i], v[k][i] *= weight[k][i];
+            }
         }
         UNROLL for (int k = 0; k < BATCH; ++k) {
-            UNROLL for (int i = 0; i < 4; ++i) {
-                square += v[k][i] * v[k][i];
-                if (norm) v[k][i] *= weight[k][i];
-            }
             if (!ROTATED) put_four((u8*)staged, chunk_of, four_at(base, k), fours, v[k]);
-            if (ROTATED && k % 4 == 3) put_rotated((u8*)staged, chunk_of, group_at(base, k), fours, v + k - 3);
+            if (ROTATED && k % 4 == 3 && group_at(base, k) - lane < fours / GROUP)
+                put_rotated((u8*)staged, chunk_of, group_at(base, k), fours, *(float (*)[4][4])(v + k - 3));
         }
     }
-    float factor = norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
+    if (norm) squares[threadIdx.x / 32] = lane_sum(square);
     __syncthreads();
+    square = 0;
+    if (norm) {
+        UNROLL for (int w = 0; w < WARPS_OF_BLOCK; ++w) square += squares[w];
+    }
+    float factor = norm ? 1 / sqrtf(square / columns + eps) : 1;
 
+    float(*parts)[WARPS_OF_TILE][16] = sums[team];
     bool has_part = i / 2 == j;  // whether this lane's chunk is in its column
     int turn = 0, k = lane % 16;
     float sum[2] = {}, added = 0, residual = 0;  // bias and residual, which the warp that adds them reads ahead
@@ -219,30 +268,27 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 adds = false;
             }
             ring[a].multiply(table, staged + i + span * 2 * HALVES * 8, has_part, chunk_of + 8 * span + 2 * j, sum);
-            if (next_tile < tiles) {
-                row[0] = min_of(next_tile * outputs + i, last), row[1] = min_of(next_tile * outputs + i + second, last);
-                ring[a].load(weights, scales, row, chunks, blocks, 8 * next_span + 2 * j);
-            }
-            next_span += WARPS_OF_BLOCK;
-            if (next_span >= spans) next_span = warp, next_tile += gridDim.x;
-            span += WARPS_OF_BLOCK;
+            if (next_tile < tiles) ring[a].load(weights, scales, from, chunks, 8 * next_span + 2 * j);
+            next_span += WARPS_OF_TILE;
+            if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
+            span += WARPS_OF_TILE;
             if (span < spans) continue;
             sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);
             if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
-            __syncthreads();
-            if (warp == turn % WARPS_OF_BLOCK) {
+            meet(team, 32 * WARPS_OF_TILE);
+            if (warp == turn % WARPS_OF_TILE) {
                 int first = tile * outputs;
                 float total = 0;
-                UNROLL for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
-                    if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
+                UNROLL for (int w = 0; w < WARPS_OF_TILE; w += 2)
+                    if (w + lane / 16 < WARPS_OF_TILE) total += parts[turn % 2][w + lane / 16][k];
                 total = (total + __shfl_xor_sync(ALL_LANES, total, 16)) * factor + added;
                 float up = __shfl_xor_sync(ALL_LANES, total, 8);
                 if (gated) total = activate(total, gate) * up;
                 if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
             }
             sum[0] = sum[1] = 0, ++turn;
-            span = warp, tile += gridDim.x;
-            adds = warp == turn % WARPS_OF_BLOCK && tile < tiles;
+            span = warp, tile += stride;
+            adds = warp == turn % WARPS_OF_TILE && tile < tiles;
         }
     }
 }

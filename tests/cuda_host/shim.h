@@ -20,9 +20,9 @@
 #define __launch_bounds__(...)
 #define __restrict__
 
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
-struct float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 static dim3 gridDim, blockDim, blockIdx, threadIdx;
 

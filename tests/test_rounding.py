@@ -365,9 +365,11 @@ def test_a_weight_that_is_not_finite_is_named(
     tensors, damaged = safetensors.numpy.load_file(cut / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
     tensors[damaged][3, 5] = np.nan
     safetensors.numpy.save_file(tensors, tmp_path / "m" / "model.safetensors")
-    arguments = ["quantize", str(tmp_path / "m"), "--weights", "q4", "--calibrate", str(text)]
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert f"tensor '{damaged}' has a number that is not finite" in capsys.readouterr().err
+    arguments = ["quantize", str(tmp_path / "m"), "--output", str(tmp_path / "out"), "--weights"]
+    for more in (["q4", "--calibrate", str(text)], ["q4"], ["int8"]):
+        assert main([*arguments, *more]) == 2
+        assert f"tensor '{damaged}' has a number that is not finite" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

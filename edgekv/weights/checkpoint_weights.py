@@ -195,14 +195,19 @@ class CheckpointWeights:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
 
     def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
-        """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``."""
+        """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``.
+
+        Raises CheckpointError for a number that is not finite.
+        """
         return self._blocks(self._linears[name].parts, max_elements)
 
     def _blocks(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
         for part in parts:
             step = max(1, max_elements // part.columns)
             for lo in range(0, part.rows, step):
-                yield self._part_rows(part, lo, min(lo + step, part.rows))
+                rows = self._part_rows(part, lo, min(lo + step, part.rows))
+                self._check_finite(part.tensor, rows)
+                yield rows
 
     def matrix(self, name: str) -> F32:
         """Returns a linear layer's weights (rows, columns) float32."""
@@ -216,8 +221,11 @@ class CheckpointWeights:
     def require_finite(self) -> None:
         """Reads all tensors. Raises CheckpointError for one with a number that is not finite."""
         for name in self.arch.tensors():
-            if not np.isfinite(to_float32(self._tensors[name].read())).all():
-                raise self._tensors[name].error("has a number that is not finite; download the checkpoint again")
+            self._check_finite(name, to_float32(self._tensors[name].read()))
+
+    def _check_finite(self, tensor: str, weights: F32) -> None:
+        if not np.isfinite(weights).all():
+            raise self._tensors[tensor].error("has a number that is not finite; download the checkpoint again")
 
     def release(self, name: str) -> None:
         """Gives back the pages of a linear layer's tensors; the next access reads them again."""

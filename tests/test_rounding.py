@@ -319,7 +319,8 @@ def test_noise_is_like_rounding() -> None:
     w = drawn(1000, 320)
     w[:, 128:256] *= 9
     for bits in (2, 3):
-        for q in (calibration.noisy(w, bits), gaussian.decode(*gaussian.quantize(w, bits), bits, 320)):
+        calibration.add_noise(noisy := w.copy(), bits)
+        for q in (noisy, gaussian.decode(*gaussian.quantize(w, bits), bits, 320)):
             for part in (slice(0, 128), slice(128, 256)):  # each block by its own size
                 square = np.square(w[:, part]).sum()
                 shares = np.square(w - q)[:, part].sum() / square, 1 - (w * q)[:, part].sum() / square

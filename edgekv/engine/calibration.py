@@ -1,7 +1,7 @@
 """Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`, in bits by need.
 
-What a linear layer needs is the KL of the model with that layer alone as good as in 3 bits (`noisy`), on a part of
-the text.
+What a linear layer needs is the KL of the model with that layer alone as good as in 3 bits (`add_noise`), on a
+part of the text.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import ROUTER, ModelFormat, bits_by_need, mean_bits
-from edgekv.weights.rounding import CalibratingOps, StreamingOps
+from edgekv.weights.rounding import STREAMED, CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
-VERSION = 5  # of the rounding: another one makes other weights
+VERSION = 6  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens of a window
 MAX_TOKENS, MIN_TOKENS = 32768, 4096  # of all windows
 MAX_WORK = 6144 * 1_000_000_000  # tokens times weights, so that a large model takes minutes, too
-NEED_WINDOW, NEED_TOKENS = 256, (256, 1024)  # tokens of a window, and least and most of all windows
+NEED_WINDOW, NEED_TOKENS = 1024, (256, 4096)  # tokens of a window, and least and most of all windows
 NEED_WORK = 8_000 * 1_000_000_000  # tokens times weights, over all passes
 NEED_BITS = 3
 LOGITS = 1 << 24  # float32 that KL is computed of
@@ -110,7 +110,8 @@ class Calibration:
                 changed = dict[str, F32]()  # what leaves the layer with one of its matrices in few bits
                 for name in names:
                     progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
-                    with ops.using(name, noisy(weights.matrix(name), NEED_BITS)):
+                    add_noise(matrix := weights.matrix(name), NEED_BITS)
+                    with ops.using(name, matrix):
                         if name == "head":
                             needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
                             continue
@@ -129,19 +130,20 @@ def embedded(decoder: Decoder, windows: I64) -> F32:
     return np.concatenate([decoder.embed(window, 0) for window in windows])
 
 
-def noisy(matrix: F32, bits: int) -> F32:
-    """Returns weights (rows, columns) with random errors like those of `gaussian.quantize`, in much less time.
+def add_noise(matrix: F32, bits: int) -> None:
+    """Adds random errors like those of `gaussian.quantize`, in less time, to weights (rows, columns).
 
     Weights rounded with the least squared error, E times their square, are not correlated with their errors: they
     are 1 - E times the exact ones, plus noise with a square of E (1 - E) times theirs.
     """
-    columns, error = matrix.shape[1], gaussian.ERRORS[bits]
-    squares = np.add.reduceat(np.square(matrix), np.arange(0, columns, ROTATED_INPUTS), axis=1)
-    widths = np.sqrt(squares * np.float32(12 * error * (1 - error) / ROTATED_INPUTS))  # of a uniform distribution
-    noise: F32 = np.random.default_rng(0).random(matrix.shape, np.float32) - np.float32(0.5)
-    noise *= np.repeat(widths, ROTATED_INPUTS, axis=1)[:, :columns]
-    noise += matrix * np.float32(1 - error)
-    return noise
+    columns, error, rng = matrix.shape[1], gaussian.ERRORS[bits], np.random.default_rng(0)
+    for rows in np.array_split(matrix, -(-matrix.size // STREAMED)):
+        squares = np.add.reduceat(np.square(rows), np.arange(0, columns, ROTATED_INPUTS), axis=1)
+        widths = np.sqrt(squares * np.float32(12 * error * (1 - error) / ROTATED_INPUTS))  # of even distributions
+        noise = rng.random(rows.shape, np.float32) - np.float32(0.5)
+        noise *= np.repeat(widths, ROTATED_INPUTS, axis=1)[:, :columns]
+        rows *= np.float32(1 - error)
+        rows += noise
 
 
 def log_softmax(logits: F32) -> F32:

@@ -18,12 +18,12 @@ import numpy as np
 
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.compile import FAST, fast_jit, inline_jit
+from edgekv.kernels.cpu.compile import FAST, inline_jit
 from edgekv.kernels.cpu.launch import RangeKernel
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
-from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.loops import chars, floats, load_numbers
+from edgekv.kernels.cpu.scalar import clamp, get, put, where
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
-from edgekv.types import F32, I8, U8, Array
+from edgekv.types import F32, U8, Array
 
 DEVIATIONS = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}
 """By bits, the best scale of `GAUSSIAN` levels for a deviation of 1."""
@@ -87,16 +87,17 @@ def unpack(packed: U8, bits: int) -> U8:
 
 
 @functools.cache
-def nearest(bits: int) -> U8:
-    """Returns (2, 2, 4 REACH): for own parity, partner's parity and half step, the code with the nearest level."""
+def nearest(bits: int) -> tuple[U8, F32]:
+    """Returns the nearest codes and their levels (2, 2, 4 REACH), by own and partner's parity and half step."""
     tables, half_steps = level_tables(bits), np.arange(-2 * REACH, 2 * REACH)
-    found = np.empty((2, 2, 4 * REACH), np.uint8)
+    found, levels_found = np.empty((2, 2, 4 * REACH), np.uint8), np.empty((2, 2, 4 * REACH), np.float32)
     for own in range(2):
         for partner in range(2):
             codes = np.arange(own, 1 << bits, 2)
             levels = tables[partner, codes].astype(np.int64)
-            found[own, partner] = codes[np.searchsorted(levels[:-1] + levels[1:], half_steps, side="right")]
-    return found
+            places = np.searchsorted(levels[:-1] + levels[1:], half_steps, side="right")
+            found[own, partner], levels_found[own, partner] = codes[places], levels[places]
+    return found, levels_found
 
 
 def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
@@ -107,55 +108,49 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
     rotated = rotate(weight)
     shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
     codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
-    arrays = rotated, FACTORS * np.float32(DEVIATIONS[bits]), nearest(bits), level_tables(bits), codes, scales
-    _quantize_rows(len(weight), ROW_WORK, shape[1], len(FACTORS), 1 << bits, *arrays, n_threads=threads.count())
+    arrays = rotated, FACTORS * np.float32(DEVIATIONS[bits]), *nearest(bits), codes, scales
+    _quantize_rows(len(weight), ROW_WORK, shape[1], len(FACTORS), *arrays, n_threads=threads.count())
     scales[~np.isfinite(rotated.reshape(*codes.shape).sum(axis=2))] = 0
     return pack(codes, bits), scales.astype(BFLOAT16)
 
 
-@fast_jit
-def place_of(x: np.float32) -> int:
-    """Returns the place of a number, in steps, in `nearest`."""
-    half_steps = np.floor(np.float32(2) * x) + np.float32(2 * REACH)
-    place = int(min(max(half_steps, np.float32(0)), np.float32(4 * REACH - 1)))
-    return place & (4 * REACH - 1)  # whatever NaN has become
-
-
 @inline_jit
-def level_of(code: int, partner: int, tables: I8, n_codes: int) -> np.float32:
-    """Returns the level of a code with a partner."""
-    level: np.float32 = np.float32(get(tables, (partner & 1) * n_codes + code))
-    return level
+def place_of(x: np.float32) -> np.float32:
+    """Returns the place of a number, in steps, in `nearest`, when its fraction is cut off."""
+    place: np.float32 = clamp(np.float32(2) * x + np.float32(2 * REACH), np.float32(0), np.float32(4 * REACH - 1))
+    return place
 
 
 @inline_jit
 def round_pair(
-    x: np.float32, y: np.float32, share: np.float32, heavy: np.float32, near: U8, tables: I8, n_codes: int
-) -> int:
-    """Returns the codes of two partners, 256 * that of y + that of x, that are next to x and y, in steps.
+    x: np.float32, y: np.float32, share: np.float32, heavy: np.float32, near: U8, levels: F32
+) -> tuple[int, int, np.float32, np.float32]:
+    """Returns the codes of two partners that are next to x and y, in steps, and their levels, x's first.
 
-    share: x's target grows by share times y's rounding error. heavy: weight of y's squared error; x's is 1.
+    share: x's target grows by share times y's rounding error. heavy: weight of y's squared error; x's is 1. near,
+    levels: `nearest`.
     """
-    at_x, at_y, best, codes = place_of(x), place_of(y), np.float32(np.inf), 0
+    at_x, at_y, best = place_of(x), int(place_of(y)), np.float32(np.inf)
+    best_at_x, best_odd = np.float32(0), np.float32(0)
     for odd in range(4):
         odd_x, odd_y = odd & 1, odd >> 1
-        code_y = np.int32(get(near, (2 * odd_y + odd_x) * 4 * REACH + at_y))
-        lost_y = y - level_of(code_y, odd_x, tables, n_codes)
+        lost_y = y - get(levels, (2 * odd_y + odd_x) * 4 * REACH + at_y)
         if share != 0:
             at_x = place_of(x + share * lost_y)
-        code_x = np.int32(get(near, (2 * odd_x + odd_y) * 4 * REACH + at_x))
-        lost_x = x + share * lost_y - level_of(code_x, odd_y, tables, n_codes)
+        lost_x = x + share * lost_y - get(levels, (2 * odd_x + odd_y) * 4 * REACH + int(at_x))
         error = lost_x * lost_x + heavy * lost_y * lost_y
-        if error < best:
-            best, codes = error, 256 * code_y + code_x
-    return codes
+        is_less = error < best
+        best_at_x, best_odd = where(is_less, at_x, best_at_x), where(is_less, np.float32(odd), best_odd)
+        best = where(is_less, error, best)
+    odd_x, odd_y = int(best_odd) & 1, int(best_odd) >> 1
+    of_x, of_y = (2 * odd_x + odd_y) * 4 * REACH + int(best_at_x), (2 * odd_y + odd_x) * 4 * REACH + at_y
+    return get(near, of_x), get(near, of_y), get(levels, of_x), get(levels, of_y)
 
 
 @rows_kernel
 def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
-    n_blocks, n_factors, n_codes = load_numbers(arguments, 3)
-    weight, factors, near_at, tables_at, codes_at, scales = load_numbers(arguments + 8 * 3, 6)
-    near, tables = chars(near_at), signed_chars(tables_at)
+    n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_numbers(arguments, 8)
+    near, levels, one = chars(near_at), floats(levels_at), np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):
         w, codes, square = (
             floats(weight + 4 * ROTATED_INPUTS * i),
@@ -172,15 +167,13 @@ def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
             square, product = np.float32(0), np.float32(0)
             for j in range(HALF):
                 x, y = get(w, j), get(w, j + HALF)
-                both = round_pair(x * inverse, y * inverse, np.float32(0), np.float32(1), near, tables, n_codes)
-                code_x, code_y = both & 255, both >> 8
-                level_x = level_of(code_x, code_y, tables, n_codes)
-                level_y = level_of(code_y, code_x, tables, n_codes)
+                found = round_pair(x * inverse, y * inverse, np.float32(0), one, near, levels)
+                code_x, code_y, level_x, level_y = found
                 square += level_x * level_x + level_y * level_y
                 product += level_x * x + level_y * y
                 if k == n_factors:
-                    put(codes, j, np.uint8(code_x))
-                    put(codes, j + HALF, np.uint8(code_y))
+                    put(codes, j, code_x)
+                    put(codes, j + HALF, code_y)
             # product^2 / square is how much these codes lessen the error at their best scale.
             if product * product > most * square:
                 most, scale = product * product / square, product / square

@@ -25,6 +25,7 @@ Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -32,23 +33,22 @@ import numpy as np
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers, signed_chars
+from edgekv.kernels.cpu.compile import inline_jit
+from edgekv.kernels.cpu.loops import chars, floats, load_numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.weight_codes import ROTATED_INPUTS, level_tables
+from edgekv.kernels.weight_codes import ROTATED_INPUTS
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import ROUTER, ModelFormat
-from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, level_of, nearest, rotate, round_pair, rows_kernel
+from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, nearest, rotate, round_pair, rows_kernel
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
-TOGETHER = 256  # columns between two matrix products
+N = ROTATED_INPUTS  # columns of a block
+TOGETHER = 256  # of a Cholesky factor, between two products
 CANDIDATES = len(gaussian.FACTORS)
-LANES = 16  # float32 that a processor may multiply at once
-SCRATCH = (3 * ROTATED_INPUTS // 2 + 1) * CANDIDATES
-"""Float32 that a thread needs beside two for each column: a block's errors and codes with each scale."""
-HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
+SCRATCH = (3 * N // 2 + 3) * CANDIDATES  # float32 that a thread needs
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
 STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
 DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
@@ -75,8 +75,9 @@ class Rounder:
         diagonal = self._factor.diagonal().copy()
         self._weights = diagonal * diagonal
         self._factor /= diagonal
-        self._inverses = {lo: np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi, _ in self._panels()}
-        self._tables = gaussian.FACTORS * np.float32(DEVIATIONS[bits]), nearest(bits), level_tables(bits)
+        self._spans = [(lo, lo + ROTATED_INPUTS) for lo in range(0, len(hessian), ROTATED_INPUTS)]
+        self._inverses = [np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi in self._spans]
+        self._tables = gaussian.FACTORS * np.float32(DEVIATIONS[bits]), *nearest(bits)
 
     def round(self, rotated: F32, output_correction: F32) -> tuple[U8, Array]:
         """Rounds rotated weights (r, n) to codes and scales, as `gaussian.quantize` does.
@@ -84,21 +85,24 @@ class Rounder:
         output_correction: b (r, n); rotated + b H^-1 is rounded.
         """
         w, b = rotated.take(self._order, 1), output_correction.take(self._order, 1)
-        wanted = w + self._forward(b) / self._weights
-        errors, codes = np.zeros_like(w), np.zeros(w.shape, np.uint8)
-        scales = np.empty((len(w), len(self._blocks)), np.float32)
-        scratch = np.empty((threads.count(), SCRATCH + 2 * TOGETHER), np.float32)
-        for lo, hi, blocks in self._panels():
-            targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
-            inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
-            views = w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi]
-            own, *changed = map(np.ascontiguousarray, views)
-            numbers = hi - lo, 1 << self.bits, targets, own, inner, self._weights[lo:hi]
-            arrays = *self._tables, *changed, scratch
-            _round_panel(len(w), ROW_WORK, *numbers, *arrays, n_threads=len(scratch))
-            codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
-        self._round_again(w, b, codes, scales, errors)
-        codes, scales = codes.take(np.argsort(self._order), 1), scales.take(np.argsort(self._blocks), 1)
+        wanted, last_first = w + self._forward(b) / self._weights, list(enumerate(self._spans))[::-1]
+        errors, codes = np.empty_like(w), np.empty(w.shape, np.uint8)
+        scales = np.empty((len(self._spans), len(w)), np.float32)
+        scratch = np.empty((threads.count(), SCRATCH), np.float32)
+        for again, (i, (lo, hi)) in itertools.product((False, True), last_first):
+            own, *changed = (np.ascontiguousarray(each[:, lo:hi]) for each in (w, codes, errors))
+            if again:
+                slopes = errors @ self._hessian[:, lo:hi] + b[:, lo:hi]
+                inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
+                arrays = own, slopes, inner, *self._tables[1:], *changed, scales[i]
+                _round_block_again(len(w), ROW_WORK, *arrays)
+            else:
+                targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
+                inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
+                arrays = own, targets, inner, self._weights[lo:hi], *self._tables, *changed, scales[i], scratch
+                _round_block(len(w), ROW_WORK, *arrays, n_threads=len(scratch))
+            codes[:, lo:hi], errors[:, lo:hi] = changed
+        codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
         return gaussian.pack(codes.reshape(*scales.shape, ROTATED_INPUTS), self.bits), scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
@@ -108,28 +112,9 @@ class Rounder:
     def _forward(self, b: F32) -> F32:
         """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""
         x: F32 = b.copy()
-        for lo, hi, _ in reversed(list(self._panels())):
-            x[:, lo:hi] -= x[:, :lo] @ self._factor[lo:hi, :lo].T
-            x[:, lo:hi] = x[:, lo:hi] @ self._inverses[lo].T
+        for (lo, hi), inverse in zip(self._spans, self._inverses, strict=True):
+            x[:, lo:hi] = (x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T) @ inverse.T
         return x
-
-    def _panels(self) -> Iterator[tuple[int, int, slice]]:
-        """Yields columns lo to hi and their blocks, the last ones first."""
-        n, blocks = len(self._blocks), TOGETHER // ROTATED_INPUTS
-        for first in range((n - 1) // blocks * blocks, -1, -blocks):
-            last = min(first + blocks, n)
-            yield first * ROTATED_INPUTS, last * ROTATED_INPUTS, slice(first, last)
-
-    def _round_again(self, w: F32, b: F32, codes: U8, scales: F32, errors: F32) -> None:
-        """Rounds all columns again; changes codes, scales and errors. All arguments are in the order of H."""
-        for lo, hi, blocks in self._panels():
-            slopes = errors @ self._hessian[:, lo:hi] + b[:, lo:hi]
-            inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
-            views = w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi]
-            own, *changed = map(np.ascontiguousarray, views)
-            arrays = own, slopes, inner, *self._tables[1:], *changed
-            _round_panel_again(len(w), ROW_WORK, hi - lo, 1 << self.bits, *arrays)
-            codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
 
 
 def cholesky(h: F32) -> F32:
@@ -150,10 +135,7 @@ def hessian(x: F32) -> F32:
     Raises EdgeKVError where x is not finite.
     """
     n, columns = x.shape
-    total = np.zeros((columns, columns), np.float32)
-    for a in range(0, n, HESSIAN_ROWS):
-        part = x[a : a + HESSIAN_ROWS]
-        total += part.T @ part
+    total: F32 = x.T @ x
     diagonal = total.diagonal() / np.float32(max(1, n))
     mean = float(diagonal.mean(dtype=np.float64))
     if not np.isfinite(mean):
@@ -199,13 +181,9 @@ class StreamingOps(NumpyOps):
     def _stored_linear(self, x: F32, name: str) -> F32:
         if name in self.replaced:
             return super()._stored_linear(x, name)
-        y, at, bias = np.empty((len(x), self._linears[name].rows), np.float32), 0, self.weights.bias(name)
-        for rows in self._checkpoint.blocks(name, STREAMED):
-            np.matmul(x, rows.T, out=y[:, at : at + len(rows)])
-            at += len(rows)
-        if bias is not None:
-            y += bias
-        return y
+        parts, bias = [x @ rows.T for rows in self._checkpoint.blocks(name, STREAMED)], self.weights.bias(name)
+        y: F32 = np.concatenate(parts, axis=1)
+        return y if bias is None else y + bias
 
 
 class CalibratingOps(StreamingOps):
@@ -278,120 +256,113 @@ class CalibratingOps(StreamingOps):
 
 
 @rows_kernel
-def _round_panel(first: int, last: int, part: int, arguments: int) -> None:
-    """Rounds rows of a panel; factor[j, i]: the weight of the error of column i > j in the target of j."""
-    columns, n_codes, targets_at, weight_at, factor_at, weights_at = load_numbers(arguments, 6)
-    factors_at, near_at, tables_at = load_numbers(arguments + 8 * 6, 3)
-    codes_at, scales_at, errors_at, scratch_at = load_numbers(arguments + 8 * 9, 4)
-    factor, weights, factors = floats(factor_at), floats(weights_at), floats(factors_at)
-    near, tables, n_blocks = chars(near_at), signed_chars(tables_at), columns // ROTATED_INPUTS
-    # Scratch of thread ``part``, float32; columns are TOGETHER at most:
-    # t (columns,)              the targets of the row
-    # e (columns,)              its errors, where a block is done
-    # kept (CANDIDATES, 128)    the block's errors with each scale
-    # pairs (CANDIDATES, 64)    its codes with each scale, as `round_pair` returns them
+def _round_block(first: int, last: int, part: int, arguments: int) -> None:
+    """Rounds rows of a block; factor[j, i]: the weight of the error of column i > j in the target of j."""
+    weight_at, targets_at, factor_at, weights_at, factors_at, near_at, levels_at = load_numbers(arguments, 7)
+    codes_at, errors_at, scales_at, scratch_at = load_numbers(arguments + 8 * 7, 4)
+    weights, factors, near, levels = floats(weights_at), floats(factors_at), chars(near_at), floats(levels_at)
+    # Scratch of thread ``part``, float32:
+    # kept (CANDIDATES, 128)    a row's errors with each scale
+    # pairs (CANDIDATES, 64)    its codes with each scale, x's + 256 times y's
     # sums (CANDIDATES,)        the sum of its squared errors with each scale, weighted
-    scratch = scratch_at + 4 * part * (SCRATCH + 2 * TOGETHER)
-    t, e = floats(scratch), floats(scratch + 4 * columns)
-    kept, pairs = scratch + 8 * columns, scratch + 8 * columns + 4 * ROTATED_INPUTS * CANDIDATES
-    sums = floats(pairs + 2 * ROTATED_INPUTS * CANDIDATES)
+    # aims (2, CANDIDATES)      the targets of a pair with each scale
+    kept = scratch_at + 4 * part * SCRATCH
+    pairs, sums = floats(kept + 4 * N * CANDIDATES), floats(kept + 6 * N * CANDIDATES)
+    aims = floats(kept + 6 * N * CANDIDATES + 4 * CANDIDATES)
     for r in range(first, last):
-        targets, weight = floats(targets_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
-        codes, errors = chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)
-        for b in range(n_blocks - 1, -1, -1):
-            lo, hi = b * ROTATED_INPUTS, (b + 1) * ROTATED_INPUTS
-            square = np.float32(0)
-            for j in range(lo, hi):
-                total = get(targets, j)
-                for i in range(hi, columns):
-                    total += get(e, i) * get(factor, j * columns + i)
-                put(t, j, total)
-                square += total * total
-            deviation = np.sqrt(square / np.float32(ROTATED_INPUTS))
+        t, weight, errors = (
+            floats(targets_at + 4 * N * r),
+            floats(weight_at + 4 * N * r),
+            floats(errors_at + 4 * N * r),
+        )
+        codes, square = chars(codes_at + N * r), np.float32(0)
+        for j in range(N):
+            square += get(t, j) * get(t, j)
+        deviation = np.sqrt(square / np.float32(N))
+        for s in range(CANDIDATES):
+            put(sums, s, np.float32(0))
+            for j in range(N):
+                put(floats(kept + 4 * N * s), j, np.float32(0))
+        for j in range(N - 2, -1, -2):
+            of_x, of_y, heavy = floats(factor_at + 4 * N * j), floats(factor_at + 4 * N * (j + 1)), get(weights, j)
+            share, heaviness = get(of_x, j + 1), get(weights, j + 1) / heavy
+            for s in range(CANDIDATES):  # apart from the next loop, for a processor that looks ahead
+                own, x, y = floats(kept + 4 * N * s), get(t, j), get(t, j + 1)
+                for i in range(N):  # errors before j are 0
+                    x += get(own, i) * get(of_x, i)
+                    y += get(own, i) * get(of_y, i)
+                put(aims, s, x)
+                put(aims, s + CANDIDATES, y)
             for s in range(CANDIDATES):
-                put(sums, s, np.float32(0))
-                for j in range(ROTATED_INPUTS):
-                    put(floats(kept + 4 * s * ROTATED_INPUTS), j, np.float32(0))
-            for j in range(hi - 2, lo - 1, -2):
-                shares = factor_at + 4 * (j * columns + lo)
-                of_x, of_y = floats(shares), floats(shares + 4 * columns)
-                share, heavy = get(of_x, j + 1 - lo), get(weights, j)
-                heaviness = get(weights, j + 1) / heavy
-                known = (j + 2 - lo) // LANES * LANES  # errors before are 0
-                for s in range(CANDIDATES):
-                    own, x, y = floats(kept + 4 * s * ROTATED_INPUTS), get(t, j), get(t, j + 1)
-                    for i in range(known, ROTATED_INPUTS):
-                        x += get(own, i) * get(of_x, i)
-                        y += get(own, i) * get(of_y, i)
-                    step = deviation * get(factors, s)
-                    inverse = np.float32(1) / step if step != 0 else np.float32(0)
-                    x += (get(weight, j + 1) - y) * share
-                    pair = round_pair(x * inverse, y * inverse, share, heaviness, near, tables, n_codes)
-                    level_x = step * level_of(pair & 255, pair >> 8, tables, n_codes)
-                    level_y = step * level_of(pair >> 8, pair & 255, tables, n_codes)
-                    lost_y = y - level_y
-                    lost_x = x + share * lost_y - level_x
-                    put(floats(pairs), s * (ROTATED_INPUTS // 2) + (j - lo) // 2, np.float32(pair))
-                    put(own, j - lo, get(weight, j) - level_x)
-                    put(own, j + 1 - lo, get(weight, j + 1) - level_y)
-                    put(sums, s, get(sums, s) + heavy * (lost_x * lost_x + heaviness * lost_y * lost_y))
-            best = 0
-            for s in range(1, CANDIDATES):
-                best = s if get(sums, s) < get(sums, best) else best
-            put(floats(scales_at), r * n_blocks + b, deviation * get(factors, best))
-            for j in range(lo, hi):
-                pair = int(get(floats(pairs), best * (ROTATED_INPUTS // 2) + (j - lo) // 2))
-                put(codes, j, np.uint8(pair >> 8 if j & 1 else pair & 255))
-                put(e, j, get(floats(kept), best * ROTATED_INPUTS + j - lo))
-                put(errors, j, get(e, j))
+                own, x, y = floats(kept + 4 * N * s), get(aims, s), get(aims, s + CANDIDATES)
+                step = deviation * get(factors, s)
+                inverse = np.float32(1) / step if step != 0 else np.float32(0)
+                x += (get(weight, j + 1) - y) * share
+                found = round_pair(x * inverse, y * inverse, share, heaviness, near, levels)
+                code_x, code_y, level_x, level_y = found
+                lost_y = y - step * level_y
+                lost_x = x + share * lost_y - step * level_x
+                put(pairs, (s * N + j) // 2, np.float32(np.int32(code_x) + 256 * np.int32(code_y)))
+                put(own, j, get(weight, j) - step * level_x)
+                put(own, j + 1, get(weight, j + 1) - step * level_y)
+                put(sums, s, get(sums, s) + heavy * (lost_x * lost_x + heaviness * lost_y * lost_y))
+        best = 0
+        for s in range(1, CANDIDATES):
+            best = s if get(sums, s) < get(sums, best) else best
+        put(floats(scales_at), r, deviation * get(factors, best))
+        for j in range(N):
+            pair = int(get(pairs, (best * N + j) // 2))
+            put(codes, j, np.uint8(pair >> 8 if j & 1 else pair & 255))
+            put(errors, j, get(floats(kept), best * N + j))
 
 
 @rows_kernel
-def _round_panel_again(first: int, last: int, part: int, arguments: int) -> None:
-    """Rounds rows of a panel again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
-    columns, n_codes, weight_at, slopes_at, hessian_at, near_at, tables_at = load_numbers(arguments, 7)
-    codes_at, scales_at, errors_at = load_numbers(arguments + 8 * 7, 3)
-    hessian, near, tables = floats(hessian_at), chars(near_at), signed_chars(tables_at)
-    n_blocks = columns // ROTATED_INPUTS
+def _round_block_again(first: int, last: int, part: int, arguments: int) -> None:
+    """Rounds rows of a block again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
+    weight_at, slopes_at, hessian_at, near_at, levels_at = load_numbers(arguments, 5)
+    codes_at, errors_at, scales_at = load_numbers(arguments + 8 * 5, 3)
+    hessian, near, levels, scales = floats(hessian_at), chars(near_at), floats(levels_at), floats(scales_at)
     for r in range(first, last):
-        slope, weight = floats(slopes_at + 4 * r * columns), floats(weight_at + 4 * r * columns)
-        codes, errors = chars(codes_at + r * columns), floats(errors_at + 4 * r * columns)
-        for b in range(n_blocks - 1, -1, -1):
-            lo, hi, before = b * ROTATED_INPUTS, (b + 1) * ROTATED_INPUTS, get(floats(scales_at), r * n_blocks + b)
-            if before == 0:
-                continue
-            gain, square, inverse = np.float32(0), np.float32(0), np.float32(1) / before
-            for j in range(lo, hi):
-                product, level = np.float32(0), (get(weight, j) - get(errors, j)) * inverse
-                for i in range(lo, hi):
-                    product += get(hessian, j * columns + i) * (get(weight, i) - get(errors, i))
-                gain += get(slope, j) * level
-                square += product * inverse * level
-            scale = before + gain / square if square > 0 else before
-            put(floats(scales_at), r * n_blocks + b, scale)
-            inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-            for is_coded in (False, True):  # first, the same codes with the new scale
-                for j in range(lo, hi, 2):
-                    lost_x, lost_y = get(errors, j), get(errors, j + 1)
-                    if is_coded:
-                        of_x, of_y = get(hessian, j * columns + j), get(hessian, (j + 1) * columns + j + 1)
-                        share = get(hessian, j * columns + j + 1) / of_x
-                        left = of_y - share * share * of_x  # y's part of H, less what x makes up for
-                        change = (get(slope, j + 1) - share * get(slope, j)) / left
-                        y = get(weight, j + 1) - lost_y + change
-                        x = get(weight, j) - lost_x + get(slope, j) / of_x - share * change
-                        pair = round_pair(x * inverse, y * inverse, share, left / of_x, near, tables, n_codes)
-                        put(codes, j, np.uint8(pair & 255))
-                        put(codes, j + 1, np.uint8(pair >> 8))
-                    code_x, code_y = int(get(codes, j)), int(get(codes, j + 1))
-                    lost_x = get(weight, j) - scale * level_of(code_x, code_y, tables, n_codes)
-                    lost_y = get(weight, j + 1) - scale * level_of(code_y, code_x, tables, n_codes)
-                    by_x, by_y = lost_x - get(errors, j), lost_y - get(errors, j + 1)
-                    put(errors, j, lost_x)
-                    put(errors, j + 1, lost_y)
-                    if by_x != 0 or by_y != 0:
-                        for i in range(hi):  # later columns are done
-                            added = by_x * get(hessian, j * columns + i) + by_y * get(
-                                hessian, (j + 1) * columns + i
-                            )
-                            put(slope, i, get(slope, i) + added)
+        slope, weight, errors = (
+            floats(slopes_at + 4 * N * r),
+            floats(weight_at + 4 * N * r),
+            floats(errors_at + 4 * N * r),
+        )
+        codes, gain, square = chars(codes_at + N * r), np.float32(0), np.float32(0)
+        for j in range(N):
+            product, value = np.float32(0), get(weight, j) - get(errors, j)
+            for i in range(N):
+                product += get(hessian, N * j + i) * (get(weight, i) - get(errors, i))
+            gain += get(slope, j) * value
+            square += product * value
+        factor = np.float32(1) + (gain / square if square > 0 else np.float32(0))
+        scale = get(scales, r) * factor
+        put(scales, r, scale)
+        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+        for j in range(0, N, 2):  # the same codes with the new scale
+            x, y = get(weight, j) - get(errors, j), get(weight, j + 1) - get(errors, j + 1)
+            _set_pair(j, x * factor, y * factor, hessian, weight, errors, slope)
+        for j in range(0, N, 2):
+            of_x, of_y = get(hessian, N * j + j), get(hessian, N * (j + 1) + j + 1)
+            share = get(hessian, N * j + j + 1) / of_x
+            left = of_y - share * share * of_x  # y's part of H, less what x makes up for
+            change = (get(slope, j + 1) - share * get(slope, j)) / left
+            y = get(weight, j + 1) - get(errors, j + 1) + change
+            x = get(weight, j) - get(errors, j) + get(slope, j) / of_x - share * change
+            found = round_pair(x * inverse, y * inverse, share, left / of_x, near, levels)
+            if found[0] != get(codes, j) or found[1] != get(codes, j + 1):
+                put(codes, j, found[0])
+                put(codes, j + 1, found[1])
+                _set_pair(j, scale * found[2], scale * found[3], hessian, weight, errors, slope)
+
+
+@inline_jit
+def _set_pair(j: int, x: np.float32, y: np.float32, hessian: F32, weight: F32, errors: F32, slope: F32) -> None:
+    """Rounds weights j and j + 1 to x and y: sets their errors and all slopes."""
+    lost_x, lost_y = get(weight, j) - x, get(weight, j + 1) - y
+    by_x, by_y = lost_x - get(errors, j), lost_y - get(errors, j + 1)
+    put(errors, j, lost_x)
+    put(errors, j + 1, lost_y)
+    for i in range(N):
+        added = by_x * get(hessian, N * j + i) + by_y * get(hessian, N * (j + 1) + i)
+        put(slope, i, get(slope, i) + added)

@@ -67,6 +67,12 @@ def clamp(context: Any, x: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic
+def where(context: Any, condition: Any, a: Any, b: Any) -> Any:
+    """Returns the float32 a where the condition holds, else b, without a jump that could be predicted wrongly."""
+    return types.float32(types.boolean, types.float32, types.float32), lambda _, llvm, __, args: llvm.select(*args)
+
+
+@intrinsic
 def count_ones(context: Any, word: Any) -> Any:
     """Returns the number of 1 bits of a uint64, as uint64."""
 

@@ -16,37 +16,18 @@ from edgekv.models import architecture
 N_TOKENS, VOCAB = 48, 96
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
 GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": VOCAB,
-    "n_positions": 64,
-    "n_embd": 48,
-    "n_layer": 3,
-    "n_head": 3,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
+    "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 3,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope",
@@ -57,15 +38,10 @@ LONGROPE = {
 
 V5 = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
 GEMMA3 = V5 | {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 20,
-    "sliding_window": 12,
+    "model_type": "gemma3_text", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 24,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20, "sliding_window": 12,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 GEMMA2 = {k: v for k, v in GEMMA3.items() if k != "rope_theta"} | {"model_type": "gemma2", "num_hidden_layers": 3}
 PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": 0}
 PHI_LONG = LONGROPE | {"type": "longrope"}
@@ -81,70 +57,35 @@ GRANITE = LLAMA | {"model_type": "granite", "num_key_value_heads": 2}
 MINISTRAL3 = V5 | {"model_type": "ministral3", "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0}
 BETA = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 12}
 GROWING = {
-    "rope_type": "yarn",
-    "rope_theta": 20000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.3,
-}
+    "rope_type": "yarn", "rope_theta": 20000.0, "factor": 8.0, "original_max_position_embeddings": 8,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
 QWEN3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
-}
+    "model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True,
+}  # fmt: skip
 MIXTRAL = LLAMA | {
-    "model_type": "mixtral",
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+    "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 GPT_OSS = V5 | {
-    "model_type": "gpt_oss",
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 12,
-    "pad_token_id": 0,
+    "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "sliding_window": 12, "pad_token_id": 0,
     "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 20000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 16,
+        "rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 16,
     },
-}
+}  # fmt: skip
 
 LFM2 = {
-    "model_type": "lfm2",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 132,
-    "block_multiple_of": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "full_attn_idxs": [1, 3],
-}
+    "model_type": "lfm2", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 132,
+    "block_multiple_of": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "full_attn_idxs": [1, 3],
+}  # fmt: skip
 QWEN3_5 = V5 | {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 40,
-    "linear_num_key_heads": 2,
+    "model_type": "qwen3_5_text", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 40, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-}
+}  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
     "llama1": LLAMA,
@@ -166,27 +107,18 @@ CASES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
     "gemma2": GEMMA2 | {"query_pre_attn_scalar": 1},
-    "gemma2-options": GEMMA2
-    | {
-        "query_pre_attn_scalar": 1,
-        "attn_logit_softcapping": 1.5,
-        "final_logit_softcapping": None,
+    "gemma2-options": GEMMA2 | {
+        "query_pre_attn_scalar": 1, "attn_logit_softcapping": 1.5, "final_logit_softcapping": None,
         "attention_bias": True,
         "layer_types": ["full_attention", "full_attention", "sliding_attention"],
     },
     "gemma3": GEMMA3,
-    "gemma3-options": GEMMA3
-    | {
-        "sliding_window_pattern": 2,
-        "rope_theta": 50000.0,
-        "rope_local_base_freq": 500.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "final_logit_softcapping": 2.0,
-        "attention_bias": True,
-        "tie_word_embeddings": False,
+    "gemma3-options": GEMMA3 | {
+        "sliding_window_pattern": 2, "rope_theta": 50000.0, "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 2.0,
+        "attention_bias": True, "tie_word_embeddings": False,
     },
-    "gemma3-v5-parameters": GEMMA3
-    | {
+    "gemma3-v5-parameters": GEMMA3 | {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 30000.0},
@@ -196,24 +128,15 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3": PHI3 | {"sliding_window": 20},
     "phi3-partial": PHI3 | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
     "phi3-longrope": PHI3 | {"original_max_position_embeddings": 32, "rope_scaling": PHI_LONG},
-    "phi3-longrope-partial": PHI3
-    | {
-        "partial_rotary_factor": 0.5,
-        "original_max_position_embeddings": 64,
-        "max_position_embeddings": 256,
+    "phi3-longrope-partial": PHI3 | {
+        "partial_rotary_factor": 0.5, "original_max_position_embeddings": 64, "max_position_embeddings": 256,
         "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0, 1.1, 1.3, 2.0],
-            "long_factor": [2.0, 3.0, 5.0, 9.0],
+            "type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [2.0, 3.0, 5.0, 9.0],
         },
     },
     "smollm3": SMOLLM3 | {"num_hidden_layers": 5, "tie_word_embeddings": True},
-    "smollm3-options": SMOLLM3
-    | {
-        "no_rope_layers": [0, 1, 0],
-        "use_sliding_window": True,
-        "sliding_window": 10,
-        "attention_bias": True,
+    "smollm3-options": SMOLLM3 | {
+        "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 10, "attention_bias": True,
         "mlp_bias": True,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     },
@@ -225,85 +148,50 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3-sliding": MINISTRAL3
     | {"sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0} | BETA},
     "qwen3-moe": QWEN3_MOE,
-    "qwen3-moe-options": QWEN3_MOE
-    | {
-        "num_hidden_layers": 5,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [1],
-        "attention_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 12,
-        "tie_word_embeddings": True,
+    "qwen3-moe-options": QWEN3_MOE | {
+        "num_hidden_layers": 5, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [1],
+        "attention_bias": True, "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": True,
     },
     "mixtral": MIXTRAL,
-    "mixtral-options": MIXTRAL
-    | {
-        "num_local_experts": 3,
-        "num_experts_per_tok": 1,
-        "head_dim": 24,
-        "sliding_window": 12,
-        "hidden_act": "gelu",
-        "tie_word_embeddings": True,
+    "mixtral-options": MIXTRAL | {
+        "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 24, "sliding_window": 12,
+        "hidden_act": "gelu", "tie_word_embeddings": True,
     },
     "gpt-oss": GPT_OSS,
-    "gpt-oss-options": GPT_OSS
-    | {
+    "gpt-oss-options": GPT_OSS | {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"],
-        "attention_bias": False,
-        "swiglu_alpha": 1.3,
-        "swiglu_limit": 0.5,
-        "tie_word_embeddings": True,
+        "attention_bias": False, "swiglu_alpha": 1.3, "swiglu_limit": 0.5, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "lfm2": LFM2,
-    "lfm2-options": LFM2
-    | {
-        "layer_types": ["full_attention", "conv", "conv", "full_attention"],
-        "conv_bias": True,
-        "conv_L_cache": 4,
-        "block_ffn_dim_multiplier": 1.3,
-        "tie_word_embeddings": False,
+    "lfm2-options": LFM2 | {
+        "layer_types": ["full_attention", "conv", "conv", "full_attention"], "conv_bias": True,
+        "conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
     },
-    "lfm2-published": {k: v for k, v in LFM2.items() if k != "intermediate_size"}
-    | {
-        "block_ff_dim": 96,
-        "block_auto_adjust_ff_dim": False,
-        "tie_embedding": True,
-        "norm_eps": 1e-4,
-        "conv_L_cache": 2,
-        "rope_theta": 1000000.0,
+    "lfm2-published": {k: v for k, v in LFM2.items() if k != "intermediate_size"} | {
+        "block_ff_dim": 96, "block_auto_adjust_ff_dim": False, "tie_embedding": True, "norm_eps": 1e-4,
+        "conv_L_cache": 2, "rope_theta": 1000000.0,
     },
     "qwen3_5": QWEN3_5,
-    "qwen3_5-options": QWEN3_5
-    | {
-        "full_attention_interval": 2,
-        "linear_conv_kernel_dim": 3,
-        "linear_value_head_dim": 64,
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
-        "attention_bias": True,
+    "qwen3_5-options": QWEN3_5 | {
+        "full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_value_head_dim": 64,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "attention_bias": True,
         "tie_word_embeddings": True,
         "rope_parameters": {
-            "rope_type": "linear",
-            "factor": 2.0,
-            "rope_theta": 20000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [3, 3, 2],
-            "mrope_interleaved": True,
+            "rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0, "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2], "mrope_interleaved": True,
         },
     },
-    "qwen3_5-layers": QWEN3_5
-    | {
+    "qwen3_5-layers": QWEN3_5 | {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "rope_theta": 5000.0,
     },
     "gpt2": GPT2,
     "gpt2-options": GPT2 | {"n_inner": 80, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True},
-}
+}  # fmt: skip
 
 GGUF_CASES: dict[str, dict[str, Any]] = {
     **{name: CASES[name] for name in ("llama31", "llama2-gqa", "qwen2", "qwen3", "granite")},
@@ -311,30 +199,20 @@ GGUF_CASES: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA2
     | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0},
     "gemma3": GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 24, "rope_theta": 50000.0},
-    "gemma3-options": GEMMA3
-    | {
-        "num_hidden_layers": 6,
-        "query_pre_attn_scalar": 24,
-        "rope_local_base_freq": 500.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "final_logit_softcapping": 2.0,
+    "gemma3-options": GEMMA3 | {
+        "num_hidden_layers": 6, "query_pre_attn_scalar": 24, "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 2.0,
         "tie_word_embeddings": False,
     },
     "smollm3": SMOLLM3 | {"num_hidden_layers": 5, "tie_word_embeddings": True},
     "olmo2": OLMO2,
     "granite-plain": GRANITE | {"attention_bias": True, "mlp_bias": True},
-}
+}  # fmt: skip
 GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "granite": "GraniteForCausalLM",
-}
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM",
+}  # fmt: skip
 """Models that llama.cpp's converter has written, tests/golden/gguf.json; what GGUF has no key for is as llama.cpp
 assumes it. And config.json's model_type -> what its ``architectures`` names, by which the converter chooses."""
 
@@ -393,13 +271,8 @@ def write_published_gpt2(shared: pathlib.Path, folder: pathlib.Path) -> Any:
     """Writes the checkpoint `tiny_random_gpt2` of the test material to a folder; returns its published results."""
     arrays = np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz")
     config = {
-        "model_type": "gpt2",
-        "vocab_size": 1000,
-        "n_positions": 512,
-        "n_embd": 32,
-        "n_layer": 5,
-        "n_head": 4,
-    }
+        "model_type": "gpt2", "vocab_size": 1000, "n_positions": 512, "n_embd": 32, "n_layer": 5, "n_head": 4,
+    }  # fmt: skip
     contiguous = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
     save_file(contiguous, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

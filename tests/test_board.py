@@ -11,19 +11,7 @@ import pytest
 from edgekv.cli import main
 from edgekv.errors import ConfigError
 from edgekv.eval import board as measuring
-from edgekv.eval.board import (
-    FULL,
-    NO_TIME,
-    QUICK,
-    Bandwidth,
-    Board,
-    Decode,
-    Period,
-    Prompt,
-    Run,
-    page,
-    task_of,
-)
+from edgekv.eval.board import FULL, NO_TIME, QUICK, Bandwidth, Board, Decode, Period, Prompt, Run, page, task_of
 from edgekv.power import METERS, find_meter
 from edgekv.power.energy import PowerSampler, PowerSource
 

@@ -420,12 +420,9 @@ HEADS = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_di
 CACHE_CAPACITY = 150
 # Small windows and budgets, so that few tokens reach every part of a scheme.
 SMALL_SCHEMES = {
-    "kivi2": "kivi2:residual_length=32",
-    "onebit": "onebit:residual_length=16",
-    "kvcomp": "kvcomp:residual_length=16,block=32",
-    "fier": "fier:k=32",
-    "quest": "quest:k=32",
-}
+    "kivi2": "kivi2:residual_length=32", "onebit": "onebit:residual_length=16",
+    "kvcomp": "kvcomp:residual_length=16,block=32", "fier": "fier:k=32", "quest": "quest:k=32",
+}  # fmt: skip
 CACHE_TOLERANCE = 2e-3  # that of the contract test of all schemes
 VARIANTS = [
     *(SMALL_SCHEMES.get(name, name) for name in ON_CUDA),

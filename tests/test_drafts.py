@@ -19,11 +19,8 @@ HEADS = (4, 2, 64)
 CAPACITY = 600
 BUDGETED = {"h2o", "tova", "mikv", "snapkv"}  # attention weights decide there what stays
 SMALL = dict.fromkeys(BUDGETED, "budget=200") | {
-    "streaming": "budget=450",
-    "fier": "k=64",
-    "quest": "k=64",
-    "onebit": "residual_length=64",
-}
+    "streaming": "budget=450", "fier": "k=64", "quest": "k=64", "onebit": "residual_length=64",
+}  # fmt: skip
 
 
 class Scripted(NGramDrafts):

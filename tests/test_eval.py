@@ -24,16 +24,7 @@ from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import CheckpointError
 from edgekv.eval.bench import BLOCKS, SchemeTimer, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate
-from edgekv.eval.gate import (
-    DEFAULT_SCHEMES,
-    GateLimits,
-    Prose,
-    Verdict,
-    gate,
-    judge,
-    make_haystack,
-    recommended,
-)
+from edgekv.eval.gate import DEFAULT_SCHEMES, GateLimits, Prose, Verdict, gate, judge, make_haystack, recommended
 from edgekv.kvcache import CacheSpec
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer

@@ -16,16 +16,7 @@ from helpers import raises
 from serving import DEMO, ROOT
 
 import edgekv
-from edgekv import (
-    CACHES,
-    CacheError,
-    CacheSpec,
-    SamplingParams,
-    Session,
-    SessionError,
-    plugin,
-    register,
-)
+from edgekv import CACHES, CacheError, CacheSpec, SamplingParams, Session, SessionError, plugin, register
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes

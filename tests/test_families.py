@@ -106,13 +106,9 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": picture()}}] if name == "llava" else []
     parts.append({"type": "text", "text": LONG})
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": parts}],
-        "max_tokens": 12,
-        "temperature": 0,
-        "return_progress": True,
-        "timings_per_token": True,
-        "stream_options": {"include_usage": True},
-    }
+        "messages": [{"role": "user", "content": parts}], "max_tokens": 12, "temperature": 0,
+        "return_progress": True, "timings_per_token": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
     alone, words = session.fork(), ("<image>\n" if name == "llava" else "") + LONG
     rendered = template_of(session).render([{"role": "user", "content": words}])
     prompt = alone.encode_prompt(rendered.removeprefix("<s>"), [Image.fromarray(PIXELS)] * (name == "llava"))

@@ -21,13 +21,10 @@ from edgekv.papers.evicting import EvictingCache, attention_received, budget_tok
 F32 = npt.NDArray[np.float32]
 G, GROUP, D = 2, 3, 24
 SCHEMES = {
-    "streaming": "streaming:budget=40,sink=3",
-    "h2o": "h2o:budget=40,recent=0.3",
-    "tova": "tova:budget=40",
-    "tova per head": "tova:budget=40,per_head=true",
-    "snapkv": "snapkv:budget=40,observe=8,interval=5,kernel=3",
+    "streaming": "streaming:budget=40,sink=3", "h2o": "h2o:budget=40,recent=0.3", "tova": "tova:budget=40",
+    "tova per head": "tova:budget=40,per_head=true", "snapkv": "snapkv:budget=40,observe=8,interval=5,kernel=3",
     "mikv": "mikv:budget=40,recent=0.3,bits=4",
-}
+}  # fmt: skip
 ALL = pytest.mark.parametrize("kv", SCHEMES.values(), ids=SCHEMES.keys())
 
 

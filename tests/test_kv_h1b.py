@@ -34,13 +34,7 @@ def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "kv",
-    [
-        "h1b:sketch_bits=64",
-        "h1b:sketch_bits=192",
-        "h1b:sketch_bits=512,keys_only=1",
-        "sign_keys",
-    ],
+    "kv", ["h1b:sketch_bits=64", "h1b:sketch_bits=192", "h1b:sketch_bits=512,keys_only=1", "sign_keys"]
 )
 def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, int, int]) -> None:
     n = 133

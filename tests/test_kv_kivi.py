@@ -34,12 +34,7 @@ def stored(k: F32, v: F32, n_packed: int, bits: int, group: int, vgroup: int) ->
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("bits", "window", "group", "vgroup", "n", "n_packed"),
-    [
-        (2, 128, 32, 0, 330, 192),
-        (2, 0, 32, 16, 191, 160),
-        (4, 64, 64, 0, 257, 192),
-        (2, 5, 128, 8, 262, 256),
-    ],
+    [(2, 128, 32, 0, 330, 192), (2, 0, 32, 16, 191, 160), (4, 64, 64, 0, 257, 192), (2, 5, 128, 8, 262, 256)],
 )
 def test_attention_is_that_of_the_stored_tokens(
     shape: tuple[int, int, int], bits: int, window: int, group: int, vgroup: int, n: int, n_packed: int

@@ -82,10 +82,7 @@ def test_without_a_limit_the_machine_decides(tmp_path, files):
     ("files", "cpu", "board"),
     [
         (
-            {
-                "proc/cpuinfo": "model\t: 1\nmodel name\t: ARMv8\n",
-                "proc/device-tree/model": "Jetson Nano\0",
-            },
+            {"proc/cpuinfo": "model\t: 1\nmodel name\t: ARMv8\n", "proc/device-tree/model": "Jetson Nano\0"},
             *("ARMv8", "Jetson Nano"),
         ),
         ({"proc/cpuinfo": "CPU part\t: 0xd0b\n\nModel\t\t: Raspberry Pi 5 B\n"}, None, "Raspberry Pi 5 B"),

@@ -240,10 +240,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "spans": put("spans", [[0, 5, "x"], [0, 5, "x"]]),
 }
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another model": (
-        {"identity": "0" * 16, "model": "other"},
-        "has the model other;",
-    ),
+    "another model": ({"identity": "0" * 16, "model": "other"}, "has the model other;"),
     "other weights": ({"weights": "int8"}, "has int8; leave `weights` out"),
     "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b': unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),

@@ -121,9 +121,7 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(kernel_cache, "remove_outdated", lambda folder, sources: None)
     monkeypatch.setattr(
-        compiling,
-        "compile_loop",
-        lambda *given: compiled.append(kernel_cache.sources()) or compile_loop(*given),
+        compiling, "compile_loop", lambda *given: compiled.append(kernel_cache.sources()) or compile_loop(*given)
     )
 
     def run(sources: str) -> None:

@@ -18,12 +18,9 @@ import vision_cases
 POSITIONS = 512
 WIDE = {"max_position_embeddings": POSITIONS, "sliding_window": 40}  # some tokens of a sliding layer are packed
 FAMILIES = {  # in the order of tests/test_families.py: what each is there for
-    "gemma3": "sliding layers",
-    "gemma2": "soft-capped scores, and sliding layers",
-    "lfm2": "recurrent layers",
-    "mixtral": "experts",
-    "llava": "pictures",
-}
+    "gemma3": "sliding layers", "gemma2": "soft-capped scores, and sliding layers", "lfm2": "recurrent layers",
+    "mixtral": "experts", "llava": "pictures",
+}  # fmt: skip
 OPTIONS = {"gemma3": {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}}
 CHARACTERS = [c for c in string.printable[:-5] + "\n" if c not in "`^~|"]
 NAMES = ["<unk>", "<s>", "</s>", *(c.translate({32: "Ġ", 10: "Ċ"}) for c in CHARACTERS)]

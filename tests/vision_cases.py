@@ -28,32 +28,21 @@ CONFIG: dict[str, Any] = {
     "model_type": "llava",
     "text_config": TEXT | {"bos_token_id": 1},
     "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": D_VISION,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "image_size": SIDE,
-        "patch_size": PATCH,
+        "model_type": "clip_vision_model", "hidden_size": D_VISION, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": SIDE, "patch_size": PATCH,
     },
-    "image_token_index": IMAGE_TOKEN,
-    "projector_hidden_act": "gelu",
-    "vision_feature_layer": -1,
+    "image_token_index": IMAGE_TOKEN, "projector_hidden_act": "gelu", "vision_feature_layer": -1,
     "vision_feature_select_strategy": "full",
-}
+}  # fmt: skip
 PREPROCESS: dict[str, dict[str, Any]] = {
     "llava-1.5": {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}, "resample": 3},
     "square": {
-        "size": {"height": 20, "width": 30},
-        "do_center_crop": False,
-        "resample": 2,
-        "image_mean": [0.5, 0.4, 0.3],
-        "image_std": [0.2, 0.3, 0.4],
-        "rescale_factor": 1 / 128,
+        "size": {"height": 20, "width": 30}, "do_center_crop": False, "resample": 2,
+        "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], "rescale_factor": 1 / 128,
     },
     "padded": {"size": {"shortest_edge": 11}, "crop_size": {"height": 17, "width": 32}, "resample": 3},
     "plain": {"do_resize": False, "crop_size": {"height": 30, "width": 13}, "do_normalize": False},
-}
+}  # fmt: skip
 SIZES = ((50, 41), (23, 90), (24, 24), (7, 5))  # height, width
 PROMPT = (1, 17, 4, IMAGE_TOKEN, 9, IMAGE_TOKEN, 33, 34, 60)
 

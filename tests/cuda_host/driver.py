@@ -25,16 +25,9 @@ SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
 OPTIONAL = re.compile(r"#ifdef (KEYS|VALUES|WIDTH)\n.*?\n#endif", re.DOTALL)
 FLAGS = (
-    "-std=c++17",
-    "-O1",
-    "-ffp-contract=off",
-    "-w",
-    "-fPIC",
-    "-fno-gnu-unique",
-    "-U_FORTIFY_SOURCE",
-    "-fsanitize=alignment",
-    "-fsanitize-undefined-trap-on-error",
-)
+    "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE",
+    "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+)  # fmt: skip
 
 
 class HostArray(np.lib.mixins.NDArrayOperatorsMixin):

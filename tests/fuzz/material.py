@@ -30,24 +30,11 @@ from edgekv.weights.store import build
 
 DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
 SCHEMES = (
-    "dense",
-    "onebit:residual_length=16",
-    "planes:k_bits=4,v_bits=4",
-    "planes:k_bits=2.5,v_bits=1.5,residual_length=16",
-    "int4",
-    "quest:k=32",
-    "tova:budget=100",
-    "h2o:budget=100",
-    "streaming:budget=100",
-    "kivi2:residual_length=16",
-    "kvcomp:residual_length=16,block=16",
-    "h1b",
-    "mikv:budget=60",
-    "fier:k=32",
-    "snapkv:budget=100",
-    "visual1",
-    "visual_planes",
-)
+    "dense", "onebit:residual_length=16", "planes:k_bits=4,v_bits=4",
+    "planes:k_bits=2.5,v_bits=1.5,residual_length=16", "int4", "quest:k=32", "tova:budget=100", "h2o:budget=100",
+    "streaming:budget=100", "kivi2:residual_length=16", "kvcomp:residual_length=16,block=16", "h1b",
+    "mikv:budget=60", "fier:k=32", "snapkv:budget=100", "visual1", "visual_planes",
+)  # fmt: skip
 FEW_SCHEMES = "dense", "onebit:residual_length=16", "planes:k_bits=4,v_bits=4", "kivi2", "h1b"
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20

@@ -272,12 +272,7 @@ def _lying(sessions: list[Saved], folder: pathlib.Path, rng: Random) -> Session:
     return _restored(folder, joined(content, entries, arrays), rng.choice(models))
 
 
-def _changed(
-    entry: dict[str, Any],
-    arrays: bytes,
-    change: Callable[[bytes, Random], bytes],
-    rng: Random,
-) -> bytes:
+def _changed(entry: dict[str, Any], arrays: bytes, change: Callable[[bytes, Random], bytes], rng: Random) -> bytes:
     """Returns the arrays with one of them changed, as many bytes as before."""
     a, b = entry["data_offsets"]
     changed = change(arrays[a:b], rng)[: b - a]

@@ -124,11 +124,7 @@ class Worker:
             self._buffer += piece
 
 
-def run(
-    cases: Iterable[Case],
-    seconds: float | None = None,
-    worker: Worker | None = None,
-) -> Tally:
+def run(cases: Iterable[Case], seconds: float | None = None, worker: Worker | None = None) -> Tally:
     """Runs all cases, or as many as ``seconds`` allow once the worker, by default a new one, is ready."""
     tally, own = Tally(), worker or Worker()
     begun = time.monotonic()

@@ -31,29 +31,15 @@ from .material import CTX, Material
 from .mutate import as_json, damaged, kind, mutated
 
 SNIPPETS = (
-    "{{ messages[0].content }}",
-    "{% for m in messages %}{{ m.role }}{% endfor %}",
-    "{{ 'x' * 10**10 }}",
+    "{{ messages[0].content }}", "{% for m in messages %}{{ m.role }}{% endfor %}", "{{ 'x' * 10**10 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-    "{{ 'a'.ljust(10**11) }}",
-    "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
-    "{{ lipsum(9**9) }}",
-    "{{ [].__class__ }}",
-    "{% set x = namespace(y=1) %}{% set x.y = x %}{{ x.y.y }}",
-    "{{ messages | tojson(indent=10**10) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 9**(9**9) }}",
-    "{{ raise_exception(messages) }}",
-    "{{ strftime_now('%' * 1000) }}",
-    "{% generation %}x{% endgeneration %}",
-    "{% include 'x' %}",
-    "{{ messages | batch(10**9, 0) | list }}",
-    "{{ undefined.x.y }}",
-    "{% if true %}",
-    "{% else %}",
-    "{{",
-    "(" * 300,
-)
+    "{{ 'a'.ljust(10**11) }}", "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}", "{{ lipsum(9**9) }}",
+    "{{ [].__class__ }}", "{% set x = namespace(y=1) %}{% set x.y = x %}{{ x.y.y }}",
+    "{{ messages | tojson(indent=10**10) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 9**(9**9) }}", "{{ raise_exception(messages) }}", "{{ strftime_now('%' * 1000) }}",
+    "{% generation %}x{% endgeneration %}", "{% include 'x' %}", "{{ messages | batch(10**9, 0) | list }}",
+    "{{ undefined.x.y }}", "{% if true %}", "{% else %}", "{{", "(" * 300,
+)  # fmt: skip
 
 
 @kind
@@ -90,20 +76,11 @@ def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 
 REQUEST: dict[str, Any] = {
-    "model": "m",
-    "temperature": 0.5,
-    "top_p": 1,
-    "top_k": 3,
-    "seed": 1,
-    "stop": ["x"],
-    "max_tokens": 3,
-    "stream": True,
-    "stream_options": {"include_usage": True},
+    "model": "m", "temperature": 0.5, "top_p": 1, "top_k": 3, "seed": 1, "stop": ["x"], "max_tokens": 3,
+    "stream": True, "stream_options": {"include_usage": True},
     "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
-    "logit_bias": {"5": 1},
-    "presence_penalty": 1,
-    "n": 1,
-}
+    "logit_bias": {"5": 1}, "presence_penalty": 1, "n": 1,
+}  # fmt: skip
 CHAT: dict[str, Any] = {
     **REQUEST,
     "messages": [
@@ -167,23 +144,10 @@ See: <tool_call>
 VALUES = (
     *("-1", "0", "1", "2", "3", "7", "16", "64", "100", "319", "1000000000", str(1 << 40), str(1 << 63), "1" * 30),
     *(
-        "nan",
-        "inf",
-        "-inf",
-        "-0.0",
-        "0.5",
-        "1e-9",
-        "1.5",
-        "1e300",
-        "true",
-        "x",
-        "",
-        " 1",
-        "1_0",
-        "0x10",
+        "nan", "inf", "-inf", "-0.0", "0.5", "1e-9", "1.5", "1e300", "true", "x", "", " 1", "1_0", "0x10",
         "\x1b[2J",
     ),
-)
+)  # fmt: skip
 
 
 @kind

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import pytest
 
-from edgekv import kernels
+from edgekv import __main__, kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import arrays, cpu, interface, reference, threads
 from edgekv.kernels.cpu import compile as jit
@@ -92,6 +92,16 @@ def test_heads_times_splits_divide_evenly(n_threads: int, use_threads: Callable[
 def test_settings_of_libgomp_are_not_left_in_the_environment() -> None:
     threads.configure()
     assert os.environ.get("GOMP_SPINCOUNT") == SPINCOUNT
+
+
+@pytest.mark.parametrize("own", [None, "20"])
+def test_the_command_line_bounds_how_long_blas_spins(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", own or "")
+    if own is None:
+        monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT")
+    monkeypatch.setattr("edgekv.cli.main", lambda on_import: on_import() and 0)
+    __main__.main()
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == (own or "16")
 
 
 @pytest.mark.parametrize(

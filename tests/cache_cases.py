@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +50,19 @@ def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap
     scores[:, (column > position) | (column <= position - (window or total))] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0).astype(float)
+
+
+def attend_last(cache: KVCache, tokens: Sequence[F32], n: int) -> F32:
+    """Returns the attention of the last n tokens at once, behind the others as a prompt."""
+    cache.prefill(*(x[:, :-n] for x in tokens))
+    type(cache).finish_prefill([cache])
+    return cache.attend(*(x[:, -n:] for x in tokens)).copy()
+
+
+def attend_singly(cache: KVCache, tokens: Sequence[F32], first: int = 0, stop: int | None = None) -> F32:
+    """Returns the attention of these tokens, which come one by one."""
+    span = range(first, tokens[0].shape[1] if stop is None else stop)
+    return np.concatenate([cache.attend(*(x[:, i : i + 1] for x in tokens)).copy() for i in span], axis=1)
 
 
 def relative(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> float:

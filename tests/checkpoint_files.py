@@ -6,21 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from edgekv.checkpoint.tensors import DTYPES
-from edgekv.errors import EdgeKVError
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
-
-
-def one_line(error: pytest.ExceptionInfo[EdgeKVError], *parts: object) -> None:
-    """Asserts that the message is one line and names every part."""
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
 
 
 def raw_file(path: Path, header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> Path:

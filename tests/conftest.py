@@ -4,15 +4,16 @@ import os
 import pathlib
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import golden_cases
 import pytest
 from cuda_cases import device  # noqa: F401
-from helpers import HAS_PAPERS
+from helpers import HAS_PAPERS, Cli
 from kernel_cases import use_threads, way  # noqa: F401
 from serving import Server
 
+from edgekv.cli import main
 from edgekv.files import cache_root
 from edgekv.kvcache import registry
 
@@ -24,9 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub for a mistyped path
-os.environ.setdefault(
-    "NUMBA_CACHE_DIR", str(cache_root() / "kernels")
-)  # what is compiled stays, see `private_cache`
+# What is compiled stays, see `private_cache`.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root() / "kernels"))
 
 # A copy without the papers: files that import one are left out, and a test that names a paper's scheme skips.
 if not HAS_PAPERS:
@@ -56,10 +56,37 @@ def shared() -> pathlib.Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sends the quantized stores that tests make to a temporary folder of the whole run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+        yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command here and returns what it printed, (out, err).
+
+    status 2: that is nothing but an error of one line, behind so many lines of notes.
+    """
+
+    def run(*arguments: object, status: int = 0, notes: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(list(map(str, arguments))) == status
+        said = capsys.readouterr()
+        if status == 2:
+            *before, error = said.err.splitlines()
+            assert (said.out, len(before), error[:15]) == ("", notes, "edgekv: error: "), said.err
+        return said
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stories(shared: pathlib.Path) -> pathlib.Path:
+    """A trained model of 260,000 weights."""
+    return shared / "models" / "stories260K"
 
 
 @pytest.fixture(scope="module")

@@ -247,11 +247,11 @@ def published(name: str) -> dict[str, np.ndarray]:
     return arrays | whole
 
 
-def write_checkpoint(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """Writes the case as an ordinary Hugging Face folder."""
+def write_checkpoint(name: str, folder: pathlib.Path, **changes: object) -> pathlib.Path:
+    """Writes the case as an ordinary Hugging Face folder. changes: other fields of its config."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published(name), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CASES[name]))
+    (folder / "config.json").write_text(json.dumps(CASES[name] | changes))
     return folder
 
 

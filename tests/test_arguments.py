@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import n_cached
+from helpers import n_cached, raises
 
 from edgekv import Chat, EdgeKVError, Embeddings, Sampler, SamplingParams, Session
 from edgekv.engine.loading import Options
@@ -88,13 +88,8 @@ def cases(table: dict[str, dict[str, tuple[Any, ...]]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def model(shared: pathlib.Path) -> pathlib.Path:
-    return shared / "models" / "stories260K"
-
-
-@pytest.fixture(scope="module")
-def session(model: pathlib.Path) -> Session:
-    session = Session.load(model, ctx=64, device="numpy", weights="f32")
+def session(stories: pathlib.Path) -> Session:
+    session = Session.load(stories, ctx=64, device="numpy", weights="f32")
     session.prefill("Once upon a time")
     session.memo["kept"] = [1]
     return session
@@ -116,9 +111,8 @@ def snapshot(session: Session) -> tuple[Any, ...]:
 def refuses(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
     before = snapshot(session)
     for value in values:
-        with pytest.raises(EdgeKVError) as caught:
+        with raises(EdgeKVError) as caught:
             call(**{**given, name: value})
-        assert "\n" not in str(caught.value), value
         assert len(str(caught.value)) < 6000
         assert snapshot(session) == before, value
 
@@ -149,17 +143,16 @@ def test_a_wrong_argument_of_a_chat(session: Session, method: str, name: str, va
 @pytest.mark.parametrize(("_", "name", "values"), cases({"params": SETTINGS}))
 def test_a_wrong_setting_is_named(_: str, name: str, values: tuple[Any, ...]) -> None:
     for value in values:
-        with pytest.raises(EdgeKVError) as caught:
+        with raises(EdgeKVError, field=name):
             SamplingParams(**{name: value})
-        assert caught.value.field == name
 
 
 @pytest.mark.parametrize(("_", "name", "values"), cases({"options": OPTIONS}))
-def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values: tuple[Any, ...]) -> None:
+def test_a_wrong_option_is_named(stories: pathlib.Path, _: str, name: str, values: tuple[Any, ...]) -> None:
     """The error has the option's name, or the file that it names."""
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
-            Session.load(model, **{"device": "numpy", name: value})
+            Session.load(stories, **{"device": "numpy", name: value})
         files = [
             each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, str)
         ]
@@ -167,15 +160,15 @@ def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values:
         assert caught.value.field == name or any(len(file) > 3 and file in said for file in files), (value, said)
 
 
-def test_what_is_no_setting_at_all(model: pathlib.Path, session: Session) -> None:
+def test_what_is_no_setting_at_all(stories: pathlib.Path, session: Session) -> None:
     for path in NO_PATH:
         for load in (lambda path=path: Session.load(path), lambda path=path: Session.restore(path, session)):
             with pytest.raises(EdgeKVError):
                 load()
     for wrong in (5, "x", {"ctx": 5}):
         calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-            (Session.load, {"path": model, "progress": wrong}),
-            (Session.restore, {"path": "a", "model": model, "progress": wrong}),
+            (Session.load, {"path": stories, "progress": wrong}),
+            (Session.restore, {"path": "a", "model": stories, "progress": wrong}),
             (Sampler, {"params": wrong, "vocab_size": 5}),
             (Sampler, {"params": SamplingParams(), "vocab_size": -1}),
             (Chat, {"session": wrong, "template": ChatTemplate.plain(session.require_tokenizer())}),
@@ -199,9 +192,8 @@ def test_what_is_named_wrong_is_named_in_the_error(session: Session) -> None:
         (lambda: session.rewind(1000), "n_tokens", f"n_tokens=1000: accepted: 0 to {len(session.tokens)}"),
         (lambda: chat.ask([{"role": "usr", "content": "a"}]), "text", "a list only for results .* has none$"),
     ):  # fmt: skip
-        with pytest.raises(EdgeKVError, match=said) as caught:
+        with raises(EdgeKVError, field=name, match=said):
             call()
-        assert caught.value.field == name
     assert snapshot(session) == before
     error = EdgeKVError("full", advice="or set {overflow:slide}")
     assert (error.advice, str(error)) == ("or set overflow='slide'", "full; or set overflow='slide'")

@@ -5,9 +5,10 @@ from typing import Any
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, Heads, attention, draw, relative
+from cache_cases import BACKENDS, Heads, attend_last, attend_singly, attention, draw, relative
 from helpers import SCHEMES
 
+from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
@@ -31,8 +32,7 @@ def make(
 
 
 def fill(cache: KVCache, heads: Heads, n: int, seed: int = 0) -> None:
-    q, k, v = draw(heads, n, seed)
-    cache.prefill(q, k, v)
+    cache.prefill(*draw(heads, n, seed))
     type(cache).finish_prefill([cache])
 
 
@@ -52,13 +52,10 @@ def test_numba_equals_its_numpy_specification(name: str, heads: Heads) -> None:
 @EACH_SHAPE
 @pytest.mark.parametrize("name", SCHEMES)
 def test_many_tokens_at_once_equal_single_steps(name: str, heads: Heads) -> None:
-    q, k, v = draw(heads, 200, 5)
-    whole, single = make(name, heads), make(name, heads)
-    fill(whole, heads, 100)
-    fill(single, heads, 100)
-    together = whole.attend(q, k, v).copy()
-    apart = [single.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1]).copy() for i in range(200)]
-    assert relative(together, np.concatenate(apart, axis=1)) < 2e-3
+    tokens, (whole, single) = draw(heads, 200, 5), (make(name, heads) for _ in range(2))
+    for each in (whole, single):
+        fill(each, heads, 100)
+    assert relative(whole.attend(*tokens).copy(), attend_singly(single, tokens)) < 2e-3
     assert whole.n_seen == single.n_seen == 300
     after = [cache.attend(*draw(heads, 1, 6)).copy() for cache in (whole, single)]
     assert relative(*after) < 2e-3
@@ -83,10 +80,8 @@ def test_a_short_context_is_close_to_exact(name: str) -> None:
 @EACH_SHAPE
 def test_dense_is_exact(heads: Heads, window: int | None) -> None:
     q, k, v = draw(heads, TOKENS)
-    cache = make("dense:dtype=f32", heads, window=window)
-    cache.prefill(q[:, :300], k[:, :300], v[:, :300])
-    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    assert relative(got, attention(q[:, 300:], k, v, window)) < 1e-5
+    got = attend_last(make("dense:dtype=f32", heads, window=window), (q, k, v), 30)
+    assert relative(got, attention(q[:, -30:], k, v, window)) < 1e-5
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -109,17 +104,14 @@ def test_compressed_means_smaller_and_different(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bytes_are_the_arrays_bytes_and_the_plan(name: str, heads: Heads) -> None:
     cache = make(name, heads)
-    assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values()) > 0
-    assert cache.nbytes <= cache.planned_bytes()
-    fill(cache, heads, 250)
-    assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values())
-    assert cache.nbytes <= cache.planned_bytes()
+    for n in (0, 250):
+        if n:
+            fill(cache, heads, n)
+        assert 0 < sum(array.nbytes for array in cache.arrays.values()) == cache.nbytes <= cache.planned_bytes()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_context_can_be_filled_to_the_last_token(name: str) -> None:
-    from edgekv.errors import CacheError
-
     heads = SHAPES["mha"]
     cache = make(name, heads, capacity=200)
     fill(cache, heads, 150)
@@ -144,19 +136,13 @@ def test_tiny_contexts(name: str, capacity: int) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_many_tokens_are_stored_without_a_copy_of_the_arrays(name: str) -> None:
     """Arrays stay where they are: the context is bounded at allocation, whatever arrives."""
-    n_heads, n_kv_heads, head_dim = 1, 1, 8
-    layer = Geometry(n_heads, n_kv_heads, head_dim, 200_000, layer=2, n_layers=4)
-    spec = CacheSpec.parse(name)
-    cache = spec.scheme(layer, spec.config)
-    cache.allocate(numba_kernels(None), Workspace())
-    rng = np.random.default_rng(0)
-    chunk = rng.standard_normal((1, 20_000, head_dim)).astype(np.float32)
+    cache = make(name, (1, 1, 8), capacity=200_000)
+    chunk = np.random.default_rng(0).standard_normal((1, 20_000, 8)).astype(np.float32)
     places = {key: array.ctypes.data for key, array in cache.arrays.items()}
     for _ in range(10):
         cache.append_prompt(chunk, chunk)
     assert cache.n_seen == 200_000
-    kept = {key: cache.arrays[key].ctypes.data for key in places if key in cache.arrays}
-    assert all(places[key] == place for key, place in kept.items())
+    assert all(places.get(key) in (None, array.ctypes.data) for key, array in cache.arrays.items())
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if issubclass(SCHEMES[name], SinkWindowCache)])

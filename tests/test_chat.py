@@ -14,10 +14,9 @@ import sys
 import threading
 
 import pytest
-from helpers import SESSION_KV, n_cached, raises
+from helpers import SESSION_KV, Cli, n_cached, raises
 
 from edgekv import SamplingParams, Session
-from edgekv.cli import main
 from edgekv.engine.chat import Chat, answer_ids
 from edgekv.errors import ConfigError, ContextError, SessionError
 from edgekv.text import load_tokenizer
@@ -40,20 +39,17 @@ TEMPLATES = {"tagged": TAGGED, "brackets": BRACKETS}
 
 
 @pytest.fixture(scope="module")
-def folder(shared: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(stories: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model whose answers end: every full stop is its end-of-text token."""
-    source, folder = shared / "models" / "stories260K", tmp_path_factory.mktemp("chat")
-    for path in source.iterdir():
-        if path.is_file():
-            shutil.copy(path, folder)
-    stop = load_tokenizer(source).encode("park.", bos=False)[-1]
+    folder = pathlib.Path(shutil.copytree(stories, tmp_path_factory.mktemp("chat") / "m"))
+    stop = load_tokenizer(stories).encode("park.", bos=False)[-1]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop], "do_sample": False}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TAGGED}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+def loaded(folder: pathlib.Path) -> Session:
     return Session.load(folder, ctx=512)
 
 
@@ -253,6 +249,7 @@ SPOKEN = """\
 {%- for call in message.tool_calls %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
 {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}<|assistant|>"""
 CLOCK = {"name": "clock", "parameters": {"properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}}
+TOOLS = [{"type": "function", "function": CLOCK}]
 
 
 @pytest.fixture(scope="module")
@@ -270,24 +267,15 @@ def calls(session: Session) -> SamplingParams:
 @pytest.mark.parametrize("template", [SPOKEN, TAGGED.replace("eos_token", "''")])
 def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Path) -> None:
     """By templates with and without tools: the call is data, its result is read, and a session file has both."""
-    talk = Chat(
-        demo.fork(),
-        ChatTemplate(template, demo.require_tokenizer()),
-        "A clerk.",
-        tools=[{"type": "function", "function": CLOCK}],
-        schema={"type": "object"},
-    )
+    written = ChatTemplate(template, demo.require_tokenizer())
+    talk = Chat(demo.fork(), written, "A clerk.", tools=TOOLS, schema={"type": "object"})
     assert text_of(talk.ask("How late is it?", max_new_tokens=100, sampling=calls(demo))) == ""
     (call,) = talk.tool_calls
     assert call["function"]["name"] == "clock"
     assert call["function"]["arguments"]["zone"] in ("UTC", "CET")
     result = {"role": "tool", "tool_call_id": call["id"], "content": "It is noon."}
-    for bad in (
-        [],
-        [result | {"tool_call_id": "x"}],
-        [result | {"content": 12}],
-        [{"role": "user", "content": ""}],
-    ):
+    user = {"role": "user", "content": ""}
+    for bad in ([], [result | {"tool_call_id": "x"}], [result | {"content": 12}], [user]):
         with raises(ConfigError, field="text", match=call["id"]):
             talk.ask(bad)
     talk.schema = None
@@ -295,12 +283,8 @@ def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Pa
     assert talk.session.report().prefill_tokens < 90  # all but the tools' declarations, at most
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
     text = demo.require_tokenizer().decode(talk.session.tokens)
-    assert (
-        text.index('"zone": {"enum"')
-        < text.index("How late is it?")
-        < text.index('"zone": "')
-        < text.index("noon")
-    )
+    places = [text.index(part) for part in ('"zone": {"enum"', "How late is it?", '"zone": "', "noon")]
+    assert places == sorted(places)
     assert talk.tool_calls == []
     talk.session.save(tmp_path / "talk")
     again = Chat(Session.restore(tmp_path / "talk", demo), talk.template)
@@ -324,7 +308,7 @@ def test_a_function_must_be_called(demo: Session) -> None:
 
 
 def test_a_call_that_is_cut_off_is_none(demo: Session) -> None:
-    talk = Chat(demo.fork(), tools=[{"type": "function", "function": CLOCK}], schema={"type": "object"})
+    talk = Chat(demo.fork(), tools=TOOLS, schema={"type": "object"})
     steps = list(talk.ask("How late is it?", max_new_tokens=14, sampling=calls(demo)))
     assert steps[-1].finish_reason == "length"
     assert talk.tool_calls == []
@@ -404,11 +388,8 @@ def test_a_template_that_changes_answers_is_obeyed(loaded: Session) -> None:
     """Reasoning that the template drops from earlier answers leaves the cache too."""
     tokenizer = loaded.require_tokenizer()
     encoder = ChatEncoder(ChatTemplate(REASONED, tokenizer), tokenizer)
-    messages = [
-        {"role": "user", "content": "Tom"},
-        {"role": "assistant", "content": "hmm</think>Lily"},
-        {"role": "user", "content": "Who"},
-    ]
+    talk = ("user", "Tom"), ("assistant", "hmm</think>Lily"), ("user", "Who")
+    messages = [{"role": role, "content": content} for role, content in talk]
     ids = encoder.ids(messages, lambda i: [5, 6, 7] if i == 1 else None)
     assert "hmm" not in tokenizer.decode(ids)
     assert ids == encoder.ids(messages, lambda i: None)
@@ -482,11 +463,9 @@ def test_load_takes_the_scheme_and_context_of_the_file(
         assert (len(Chat(session).messages), session.plan.ctx, session.plan.kv.short) == (4, 128, "onebit")
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    model, pipe = shared / "models" / "stories260K", subprocess.PIPE
-    command = edgekv(
-        "--model", model, "--device", "numpy", "--session", tmp_path / "session", "--max-new-tokens", 400
-    )
+def test_ctrl_c_stops_an_answer_and_keeps_the_session(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    session, pipe = ["--session", tmp_path / "session"], subprocess.PIPE
+    command = edgekv("--model", stories, "--device", "numpy", *session, "--max-new-tokens", 400)
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -501,7 +480,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_
     assert b"\n(stopped)\n" in errors
     assert b"plain User/Assistant transcript" in errors
     assert b"user: Once upon a time\nassistant: " in errors
-    session = Session.restore(tmp_path / "session", model)
+    session = Session.restore(tmp_path / "session", stories)
     assert len(session.memo["messages"]) == 2
 
 
@@ -516,19 +495,17 @@ def test_an_answer_leaves_half_of_the_context(folder: pathlib.Path) -> None:
 
 
 def test_what_is_no_chat_is_not_overwritten(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """A text of `run` would be lost in a chat, and notes under a session."""
     text, notes = tmp_path / "text.kv", tmp_path / "notes.txt"
-    assert main(["run", "demo", "It was", "--session", str(text), "-n", "2", "--ctx", "64"]) == 0
+    cli("run", "demo", "It was", "--session", text, "-n", "2", "--ctx", "64")
     notes.write_text("notes")
     before = text.read_bytes()
-    assert main(["chat", "demo", "--session", str(text)]) == 2
-    assert f"edgekv run --session {text}" in capsys.readouterr().err
+    assert f"edgekv run --session {text}" in cli("chat", "demo", "--session", text, status=2, notes=2).err
     talk = tmp_path / "talk.kv"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {notes}\nhello\n"))
-    assert main(["chat", "demo", "--ctx", "64", "-n", "2", "--session", str(talk)]) == 0
-    assert "holds something else than a session" in capsys.readouterr().err
+    said = cli("chat", "demo", "--ctx", "64", "-n", "2", "--session", talk)
+    assert "holds something else than a session" in said.err
     assert (text.read_bytes(), notes.read_text()) == (before, "notes")
-    assert main(["run", "demo", "x", "--session", str(talk)]) == 2
-    assert f"edgekv chat --session {talk}" in capsys.readouterr().err
+    assert f"edgekv chat --session {talk}" in cli("run", "demo", "x", "--session", talk, status=2).err

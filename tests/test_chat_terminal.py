@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import golden_cases
 import pexpect
 import pytest
-from helpers import embedding_spans
+from helpers import embedding_spans, raises
 from PIL import Image
 
 from edgekv import Chat, SamplingParams, Session
@@ -221,7 +221,6 @@ def test_how_a_model_wants_to_be_sampled(tmp_path: pathlib.Path) -> None:
     assert Model.open(folder / "model.safetensors").sampling.temperature == 0
     for text in ('{"temperature": "hot"}', '{"top_p": 2}', "[", '{"temperature": -1}', '{"top_k": -1}'):
         file.write_text(text)
-        with pytest.raises(EdgeKVError, match=r"generation_config\.json") as error:
+        with raises(EdgeKVError, match=r"generation_config\.json"):
             _ = Model.open(folder).sampling
-        assert "\n" not in str(error.value)
     assert Model.open("demo").sampling.repetition_penalty == 1.1

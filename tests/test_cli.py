@@ -10,36 +10,29 @@ import shutil
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import golden_cases
 import pytest
-from helpers import SCHEMES
+from helpers import SCHEMES, Cli
 
 from edgekv import SamplingParams
 from edgekv.checkpoint.hub import parse_model_name
-from edgekv.cli import COMMANDS, build_parser, main, parse
+from edgekv.cli import COMMANDS, build_parser, parse
 from edgekv.cli.options import error_text, option_name
 from edgekv.cli.terminal import Bars
 from edgekv.engine.loading import Options
 from edgekv.errors import EdgeKVError, PowerError
-
-
-def edgekv(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "edgekv", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, timeout=300, **options)
-
-
-@pytest.fixture
-def stories(shared: pathlib.Path) -> pathlib.Path:
-    return shared / "models" / "stories260K"
+from edgekv.kvcache.registry import PRESETS
 
 
 def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report.json"
     given = ["--model", stories, "--prompt-file", "-", "--max-new-tokens", 30, "--json", report, "--greedy"]
-    done = edgekv("run", *given, input=b"Once upon a time")
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().startswith(", there was a little girl named Lily")
+    command = [sys.executable, "-m", "edgekv", "run", *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, input="Once upon a time")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(", there was a little girl named Lily")
     facts = json.loads(report.read_text())
     assert facts["decode_tokens"] == 29
     assert facts["settings"]["kv"] == "dense:dtype=f16"
@@ -54,65 +47,55 @@ def test_a_reader_that_goes_away_is_no_crash(stories: pathlib.Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
-def test_info_and_budget_print_exact_bytes(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--model", str(model), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_info_and_budget_print_exact_bytes(model: pathlib.Path, cli: Cli) -> None:
+    facts = json.loads(cli("info", "--model", model, "--json").out)
     assert (facts["layers"], facts["kv_heads"], facts["head_dim"]) == (3, 2, 16)
     assert facts["parameters"] == sum(array.size for array in golden_cases.tensors("llama31").values())
-    assert main(["budget", "--model", str(model), "--ctx", "50", "--kv", "dense", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cache_bytes"] == 3 * 2 * 50 * 16 * 2 * 2
+    said = cli("budget", "--model", model, "--ctx", "50", "--kv", "dense", "--json")
+    assert json.loads(said.out)["cache_bytes"] == 3 * 2 * 50 * 16 * 2 * 2
 
 
-def budget(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    status = main(["budget", "--json", *arguments])
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert status == (0 if facts["fits"] else 1)
+def budget(cli: Cli, *arguments: object, fits: bool = True) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(cli("budget", "--json", *arguments, status=int(not fits)).out)
+    assert facts["fits"] == fits
     return facts
 
 
-def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_of_a_shape_says_whether_it_fits_a_machine(cli: Cli) -> None:
     shape = ["--shape", "llama3.1-8b", "--ctx", "32768"]
-    dense = budget(capsys, *shape, "--kv", "dense", "--memory", "8G")
+    dense = budget(cli, *shape, "--kv", "dense", "--memory", "8G", fits=False)
     assert dense["cache_bytes"] == 32 * 2 * 8 * 128 * 2 * 32768
-    assert not dense["fits"]
     assert dense["least_machine_bytes"] == 16 << 30
-    auto = budget(capsys, *shape, "--kv", "auto", "--memory", "8G")
-    assert auto["fits"]
+    auto = budget(cli, *shape, "--kv", "auto", "--memory", "8G")
     assert auto["total_bytes"] <= auto["available_bytes"] == 7 << 30
     assert auto["least_machine_bytes"] == 8 << 30
-    none = budget(capsys, *shape, "--memory", "4G")  # not even the weights
-    assert not none["fits"]
-    assert none["longest_ctx"] == {}
+    assert budget(cli, *shape, "--memory", "4G", fits=False)["longest_ctx"] == {}  # not even the weights fit
 
 
-def test_a_budget_of_bits_by_need_is_an_upper_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    mixed, q4 = (budget(capsys, "--shape", "llama3.1-8b", "--weights", name) for name in ("q3.6", "q4"))
+def test_a_budget_of_bits_by_need_is_an_upper_bound(cli: Cli) -> None:
+    mixed, q4 = (budget(cli, "--shape", "llama3.1-8b", "--weights", name) for name in ("q3.6", "q4"))
     assert "weights in q3.6 take at most as much as in q4" in mixed.pop("notes")
     q4.pop("notes")
     assert {**mixed, "available_bytes": 0, "fits": True} == {**q4, "available_bytes": 0, "fits": True}
 
 
-def test_a_budget_says_which_context_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_says_which_context_would_fit(cli: Cli) -> None:
     """To the token, with the scheme asked for and with another that fits more."""
     for memory, kv in (("6G", "auto"), ("8G", "f16")):
         given = ["llama3.1-8b", "--memory", memory]
-        found = budget(capsys, *given, "--ctx", "32768", "--kv", kv)["longest_ctx"]
+        found = budget(cli, *given, "--ctx", "32768", "--kv", kv, fits=False)["longest_ctx"]
         assert set(found) == ({"q4", "q1.5"} if kv == "auto" else {"f16", "q4"})
         for name, ctx in found.items():
-            assert budget(capsys, *given, "--ctx", str(ctx), "--kv", name)["fits"]
-            assert ctx == 32768 or not budget(capsys, *given, "--ctx", str(ctx + 1), "--kv", name)["fits"]
-    main(["budget", *given, "--ctx", "32768", "--kv", kv])
+            budget(cli, *given, "--ctx", ctx, "--kv", name)
+            if ctx < 32768:
+                budget(cli, *given, "--ctx", ctx + 1, "--kv", name, fits=False)
     line = f"longest     --ctx {found['f16']} with --kv f16, or --ctx 32768 with --kv q4\n"
-    assert line in capsys.readouterr().out
+    assert line in cli("budget", *given, "--ctx", "32768", "--kv", kv, status=1).out
 
 
-def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from edgekv.kvcache.registry import PRESETS
-
-    main(["schemes"])
-    listed = capsys.readouterr().out
-    main(["run", "--kv", "list"])
-    assert capsys.readouterr().out == listed
+def test_schemes_and_kv_list_name_every_scheme(cli: Cli) -> None:
+    listed = cli("schemes").out
+    assert cli("run", "--kv", "list").out == listed
     table = listed.partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table[1:] if line[0] != " "] == [*PRESETS, *SCHEMES]
     assert {line.split()[0] for line in table if "on average" in line} == {"q3", "q2", "q1.5"}
@@ -120,20 +103,17 @@ def test_schemes_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pyte
     assert len({line.split(None, 4)[4] for line in table[1 : 1 + len(PRESETS)]}) == len(PRESETS)
     dense = next(line.split() for line in table if line.startswith("dense"))
     assert (dense[1], dense[3]) == ("512.0", "1.0x")
-    main(["schemes", "--json"])
-    assert "bytes_per_token_per_kv_head" in json.loads(capsys.readouterr().out)[0]
+    assert "bytes_per_token_per_kv_head" in json.loads(cli("schemes", "--json").out)[0]
 
 
 def test_quantize_makes_a_store_that_runs_elsewhere(
-    stories: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    stories: pathlib.Path, tmp_path: pathlib.Path, cli: Cli
 ) -> None:
     store = tmp_path / "store"
-    assert main(["quantize", "--model", str(stories), "--weights", "int8", "--output", str(store)]) == 0
-    assert main(["info", "--model", str(store)]) == 0
-    assert re.search(r"^quantized +int8$", capsys.readouterr().out, re.MULTILINE)
+    cli("quantize", "--model", stories, "--weights", "int8", "--output", store)
+    assert re.search(r"^quantized +int8$", cli("info", "--model", store).out, re.MULTILINE)
     run = ["run", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--greedy"]
-    assert main([*run, "--model", str(store.rename(tmp_path / "moved"))]) == 0
-    assert capsys.readouterr().out.startswith(", there was")
+    assert cli(*run, "--model", store.rename(tmp_path / "moved")).out.startswith(", there was")
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,26 +189,16 @@ BAD = {
 }
 
 
-def test_bad_input_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_exit_2(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     for command, blamed in BAD.items():
-        assert main(command.split()) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.startswith("edgekv: error: ")
-        assert captured.err.count("\n") == 1
-        assert blamed in captured.err
+        assert blamed in cli(*command.split(), status=2).err
 
 
-def test_words_and_a_pipe_in_place_of_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_and_a_pipe_in_place_of_options(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model and prompt, wherever options stand; the text begins without the blank behind the prompt."""
     rest = ["--max-new-tokens", "6", "--greedy"]
-    assert main(["run", "--model", "demo", "--prompt", "It was a dark", *rest]) == 0
-    text = capsys.readouterr().out
+    text = cli("run", "--model", "demo", "--prompt", "It was a dark", *rest).out
     assert text == text.strip() + "\n" != "\n"
     for words, piped in {
         ("demo", "It was a dark"): b"ignored",
@@ -239,10 +209,8 @@ def test_words_and_a_pipe_in_place_of_options(
         ("demo", "--kv", "FP16", "It was a dark"): b"",
     }.items():
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
-        assert main(["run", *words, *(() if rest[0] in words else rest)]) == 0
-        assert capsys.readouterr().out == text
-    assert main(["budget", "qwen3-0.6b", "--ctx", "64"]) == 0
-    assert "qwen3-0.6b, 596 M parameters" in capsys.readouterr().out
+        assert cli("run", *words, *(() if rest[0] in words else rest)).out == text
+    assert "qwen3-0.6b, 596 M parameters" in cli("budget", "qwen3-0.6b", "--ctx", "64").out
     assert str(parse_model_name("Qwen3-0.6b")) == "Qwen/Qwen3-0.6B"
 
 
@@ -251,19 +219,15 @@ def test_other_programs_names_of_options() -> None:
     assert (arguments.max_new_tokens, arguments.temperature, arguments.ctx) == (3, 0.5, 2048)
 
 
-def test_what_is_set_in_vain_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_in_vain_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """More threads than cores, and time at rest where nothing reads its power; k stands for 1024 tokens."""
-    monkeypatch.setattr("edgekv.cli.power.find_power_meter", refuse_meter)
+    refuses = mock.Mock(side_effect=PowerError("no sensor here"))
+    monkeypatch.setattr("edgekv.cli.power.find_power_meter", refuses)
     run = ["run", "demo", "It was", "--max-new-tokens", "2", "--ctx", "1k"]
-    assert main([*run, "--threads", "999", "--power-idle", "1"]) == 0
-    said = capsys.readouterr().err
+    said = cli(*run, "--threads", "999", "--power-idle", "1").err
     assert "--threads 999: this process may use" in said
     assert "no sensor here" in said
     assert "context of 1,024 tokens" in said
-
-
-def refuse_meter(arguments: object) -> None:
-    raise PowerError("no sensor here")
 
 
 def test_a_long_task_is_said_once_where_no_bar_is_seen(
@@ -280,12 +244,12 @@ def test_a_long_task_is_said_once_where_no_bar_is_seen(
 
 
 @pytest.mark.parametrize("kv", ["dense", "kivi2"])
-def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_the_demo_runs_and_retrieves(kv: str, cli: Cli) -> None:
     prose = "The old man walked along the road to the village, and the rain fell on the fields. "
     question = "\n\nWhat is the pass key? The pass key is"
     prompt = prose * 12 + "The pass key is 48213. Remember it. " + prose * 12 + question
-    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--greedy", "--kv", kv]) == 0
-    assert capsys.readouterr().out.split()[0].startswith("48213")
+    said = cli("run", "--prompt", prompt, "--max-new-tokens", "8", "--greedy", "--kv", kv)
+    assert said.out.split()[0].startswith("48213")
 
 
 # What the library calls a parameter, the command line calls an option
@@ -327,9 +291,8 @@ _shtab_edgekv 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_commands_options_and_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "edgekv.bash").write_text(capsys.readouterr().out)
+def test_commands_options_and_files(tmp_path: pathlib.Path, cli: Cli) -> None:
+    (tmp_path / "edgekv.bash").write_text(cli("completion", "bash").out)
     (tmp_path / "notes.txt").touch()
     for words, expected in {
         "edgekv sc": "schemes",
@@ -342,10 +305,9 @@ def test_commands_options_and_files(tmp_path: pathlib.Path, capsys: pytest.Captu
         assert expected in done.stdout.split()
 
 
-def test_fish_knows_every_command_and_option(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fish_knows_every_command_and_option(tmp_path: pathlib.Path, cli: Cli) -> None:
     """A line each, in the command's own place; where fish is installed, it answers as the others do."""
-    assert main(["completion", "fish"]) == 0
-    script = capsys.readouterr().out
+    script = cli("completion", "fish").out
     lines = {line.partition(" -d ")[0].split(" -r")[0].removesuffix(" -F") for line in script.splitlines()}
     for command, sub in build_parser()._subparsers._group_actions[0].choices.items():
         assert f"complete -c edgekv -n '__fish_use_subcommand' -a {command}" in lines

@@ -11,10 +11,9 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from checkpoint_files import one_line
 from cuda_cases import ON_CUDA
 from gguf_writer import write_k_quants
-from helpers import SCHEMES
+from helpers import SCHEMES, raises
 
 from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine.cuda import CudaBackend
@@ -80,9 +79,8 @@ def test_no_module_of_edgekv_imports_cupy() -> None:
 )
 def test_what_is_missing_is_named(cupy: Any, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, *said, "device='cpu'"):
         CudaBackend.require(CacheSpec.parse("dense"))
-    one_line(error, *said, "device='cpu'")
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
 
 
@@ -91,9 +89,8 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
     cupy.cuda.runtime.memGetInfo = lambda: (1 << 20, 4 << 30)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
-    with pytest.raises(MemoryBudgetError) as error:
+    with raises(MemoryBudgetError, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`"):
         Session.load(shipped_model("demo"), device="cuda")
-    one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`")
 
 
 def test_blocks_of_a_gguf_file_need_what_they_take_on_the_device(
@@ -111,9 +108,8 @@ def test_blocks_of_a_gguf_file_need_what_they_take_on_the_device(
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(ON_CUDA)))
 def test_schemes_without_kernels_are_refused(name: str) -> None:
-    with pytest.raises(CacheError) as error:
+    with raises(CacheError, f"kv={name!r}", *ON_CUDA) as error:
         CudaBackend.require(CacheSpec.parse(name))
-    one_line(error, f"kv={name!r}", *ON_CUDA)
     assert (error.value.field, error.value.accepted) == ("kv", tuple(ON_CUDA))
     assert resolve_device("auto", CacheSpec.parse(name)) == "cpu"
 
@@ -134,11 +130,9 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     cupy = fake_cupy()
     cupy.RawModule = failing("layers.cu(3): error: what is this?\n1 error detected")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    driver = cupy_driver.Driver()
-    with pytest.raises(ConfigError) as error:
+    driver, log = cupy_driver.Driver(), cupy_driver.cache_root() / "cuda-compile.log"
+    with raises(ConfigError, "layers.cu", log, "device='cpu'"):
         driver.launch(Launch(Program(("layers",)), "softmax", (1,), 256))
-    log = cupy_driver.cache_root() / "cuda-compile.log"
-    one_line(error, "layers.cu", log, "device='cpu'")
     assert "what is this?" in log.read_text()
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 import golden_cases
 import numpy as np
 import pytest
-from cache_cases import draw, make
+from cache_cases import attend_singly, draw, make
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 
 from edgekv import EdgeKVError, Session
 from edgekv.errors import CheckpointError
 from edgekv.kvcache import schemes
-from edgekv.kvcache.cache import KVCache
 
 HEADS, CAPACITY, PROMPT = (4, 2, 64), 400, 260
 SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
@@ -26,11 +24,6 @@ SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
 }
 SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in schemes()]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says what it is given
-
-
-def run(cache: KVCache, tokens: tuple[np.ndarray, ...], first: int, last: int) -> None:
-    for t in range(first, last):
-        cache.attend(*(x[:, t : t + 1] for x in tokens))
 
 
 @pytest.mark.parametrize("backend", ["numba", "numpy"])
@@ -45,7 +38,7 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
     cache = make(kv, HEADS, CAPACITY, backend, layer=2, n_layers=4)
     cache.prefill(*(x[:, :PROMPT] for x in tokens))
     type(cache).finish_prefill([cache])
-    run(cache, tokens, PROMPT, CAPACITY)
+    attend_singly(cache, tokens, PROMPT)
     assert cache.counters_valid()
 
 
@@ -84,10 +77,8 @@ def test_rows_of_weights(part: str, weights: str, kv: str, tmp_path: pathlib.Pat
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model whose token 3 is NaN, with room for more tokens than the schemes hold exactly."""
-    folder = golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CAPACITY}))
-    return damage(folder, "model.embed_tokens.weight")
+    folder, longer = tmp_path_factory.mktemp("model"), {"max_position_embeddings": CAPACITY}
+    return damage(golden_cases.write_checkpoint("llama1", folder, **longer), "model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize("kv", SCHEMES)

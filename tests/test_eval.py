@@ -9,14 +9,13 @@ import shutil
 import golden_cases
 import numpy as np
 import pytest
-from helpers import HAS_PAPERS, SCHEMES
+from helpers import HAS_PAPERS, SCHEMES, Cli
 from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.checkpoint.checkpoint import open_checkpoint
 from edgekv.checkpoint.hub import load_shape, shipped_model
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.cli import main
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
@@ -53,10 +52,8 @@ def opened(path: pathlib.Path, ctx: int) -> tuple[Decoder, Tokenizer]:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
-        return opened(shipped_model("demo"), 1024)
+def demo() -> tuple[Decoder, Tokenizer]:
+    return opened(shipped_model("demo"), 1024)
 
 
 @pytest.fixture
@@ -237,20 +234,19 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
 
 
 def test_gate_on_the_command_line(
-    own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, cli: Cli
 ) -> None:
     (tmp_path / "book.txt").write_text(prose_text)
     command = ["eval", "--gate", "--text", str(tmp_path / "book.txt"), "--ctx", "512", "--needles", "5"]
-    assert main([*command, "--kv", "kivi2:bits=4,streaming:budget=64", "--json", str(tmp_path / "gate.json")]) == 0
+    cli(*command, "--kv", "kivi2:bits=4,streaming:budget=64", "--json", tmp_path / "gate.json")
     facts = json.loads((tmp_path / "gate.json").read_text())
     assert [verdict["passed"] for verdict in facts["verdicts"]] == [True, False]
     assert (facts["recommended"], facts["settings"]["ctx"]) == ("kivi2:bits=4", 512)
     assert len(list(own_cache.rglob("*.json"))) == 2
-    assert main([*command, "--kv", "streaming:budget=64"]) == 1
-    capsys.readouterr()
+    cli(*command, "--kv", "streaming:budget=64", status=1)
     for kv, n_warnings in {"kivi2:bits=4": 0, "streaming:budget=64": 1, "dense": 0}.items():
-        assert main(["run", "--prompt", "It was", "--max-new-tokens", "1", "--kv", kv]) == 0
-        assert capsys.readouterr().err.count("edgekv: ") == n_warnings
+        said = cli("run", "--prompt", "It was", "--max-new-tokens", "1", "--kv", kv)
+        assert said.err.count("edgekv: ") == n_warnings
 
 
 # Needles
@@ -287,10 +283,8 @@ def test_a_text_without_sentences_has_places_too(text: str, demo: tuple[Decoder,
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        store = random_store(load_shape("tiny", 2), ModelFormat("q4"))
+def decoder() -> Decoder:
+    store = random_store(load_shape("tiny", 2), ModelFormat("q4"))
     model = Model(store.folder, store.config, None, store)
     return find_device("cpu").decoder(model, store.form, 1200, 2, None)
 
@@ -327,30 +321,26 @@ def test_a_copied_cache_is_what_filling_it_gives(
             np.testing.assert_array_equal(expected, filled.arrays[array])
 
 
-def test_bench_writes_every_timing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_writes_every_timing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "bench.json"
     options = "tiny --layers 1 --weights int4 --kv dense,kivi2 --depth 0,300 --tokens 1 --prefill 64 --json"
-    assert main(["bench", *options.split(), str(out)]) == 0
+    assert "kivi2" in cli("bench", *options.split(), out).out
     facts = json.loads(out.read_text())
     assert [(t["kv"].partition(":")[0], t["depth"]) for t in facts["timings"]] == [
         (kv, depth) for depth in (0, 300) for kv in ("dense", "kivi2")
     ]
     assert facts["settings"]["layers"] == 1
     assert facts["prefill"][0]["tokens"] == 64
-    assert "kivi2" in capsys.readouterr().out
 
 
 # Demo
 
 
-def test_what_the_demo_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_demo_shows(cli: Cli) -> None:
     """Two schemes find all five facts; the third forgets what lies before the latest tokens."""
-    assert main(["demo", "--ctx", "1100", "--seed", "3", "--kv", "kivi2,streaming:budget=64"]) == 0
-    n_found = len(re.findall(r"\d{5} found", capsys.readouterr().out))
-    assert 9 <= n_found <= 12  # of f16 and kivi2 10
+    said = cli("demo", "--ctx", "1100", "--seed", "3", "--kv", "kivi2,streaming:budget=64")
+    assert 9 <= len(re.findall(r"\d{5} found", said.out)) <= 12  # of f16 and kivi2 10
 
 
 BAD = {
@@ -367,13 +357,8 @@ BAD = {
 }
 
 
-def test_bad_input_is_one_line(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("It was a dark night.")
     for command, blamed in BAD.items():
-        assert main(command.split()) == 2
-        error = capsys.readouterr().err
-        assert blamed in error
-        assert error.count("\n") == 1
+        assert blamed in cli(*command.split(), status=2).err

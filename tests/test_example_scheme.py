@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers import raises
+from helpers import Cli, raises
 from serving import DEMO, ROOT
 
 import edgekv
 from edgekv import CACHES, CacheError, CacheSpec, SamplingParams, Session, SessionError, plugin, register
-from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
 from edgekv.plugin import Geometry, KVCache, Workspace
@@ -66,12 +65,11 @@ def generated(session: Session, prompt: str | list[int], n: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_found_by_its_name_and_listed(cli: Cli) -> None:
     assert "bf16" not in CACHES
     assert CacheSpec.parse("bf16:rounding=down").scheme is CACHES["bf16"]
     assert [*schemes()][-3:] == ["bf16", "bf16_old", "latest"]
-    assert main(["schemes", "--json"]) == 0
-    facts = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["bf16"]
+    facts = {entry["name"]: entry for entry in json.loads(cli("schemes", "--json").out)}["bf16"]
     assert facts["options"] == {"rounding": "nearest"}
     assert facts["bytes_per_token_per_kv_head"] == 4 * 128
     with raises(CacheError, field="kv"):
@@ -136,19 +134,16 @@ def test_its_session_without_the_package(
 
 
 @pytest.mark.usefixtures("installed")
-def test_on_the_command_line(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_command_line(tmp_path: pathlib.Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     kept = tmp_path / "session"
     run = ["run", "--ctx", "256", "--max-new-tokens", "12", "--session", str(kept)]
-    assert main([*run, "--kv", "bf16", "--prompt", "It was a dark night"]) == 0
-    assert main(run) == 0
-    assert "kv bf16" in capsys.readouterr().err
+    assert "kv bf16" in cli(*run, "--kv", "bf16", "--prompt", "It was a dark night").err
+    cli(*run)
     text = tmp_path / "text"
     text.write_text("The old man walked along the road to the village, and the rain fell. " * 12)
     command = ["eval", "--text", str(text), "--kv", "bf16", "--ctx", "128"]
-    assert main([*command, "--json", str(tmp_path / "facts")]) == 0
+    cli(*command, "--json", tmp_path / "facts")
     (ours,) = json.loads((tmp_path / "facts").read_text())["results"]
     assert ours["kv"] == "bf16:rounding=nearest"
     assert ours["perplexity_ratio"] == pytest.approx(1, abs=0.01)
@@ -166,11 +161,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN.keys())
 def test_a_package_that_is_broken_is_left_out_of_lists(
-    source: str,
-    reason: str,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    source: str, reason: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """A line says so, and its scheme is refused where it is named."""
     install(tmp_path, monkeypatch, "bf16 = edgekv_broken:BFloat16")
@@ -181,13 +172,11 @@ def test_a_package_that_is_broken_is_left_out_of_lists(
         monkeypatch.delitem(sys.modules, module, raising=False)
     known = list(CACHES)
     assert CacheSpec.parse("dense")  # ours need no package
-    with raises(CacheError, field="kv", match="'bf16' of the package edgekv-bf16 can't be loaded") as caught:
+    with raises(CacheError, "'bf16' of the package edgekv-bf16 can't be loaded", reason, field="kv"):
         CacheSpec.parse("bf16")
-    assert reason in str(caught.value)
     assert list(schemes()) == known
     for command in (["schemes"], ["schemes", "--json"], ["budget", "--kv", "list"]):
-        assert main(command) == 0
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = cli(*command).err.splitlines()
         assert line.startswith("edgekv: left out: the KV scheme 'bf16' of the package edgekv-bf16 can't be loaded")
 
 

@@ -9,6 +9,7 @@ import golden_cases
 import numpy as np
 import packed_cases
 import pytest
+from helpers import raises
 
 from edgekv import Session
 from edgekv.engine.cuda import CudaBackend
@@ -90,16 +91,14 @@ def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
 def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:
     arch = architecture(golden_cases.MIXTRAL)
     tensor = arch.linears()["1.experts_down"].parts[2].tensor
-    with pytest.raises(CheckpointError, match="changes experts") as error:
+    with raises(CheckpointError, field="lora", match="changes experts"):
         low_rank(arch, {tensor: None})  # type: ignore[dict-item]
-    assert error.value.field == "lora"
 
 
 def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint("mixtral", tmp_path))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, field="device"):
         CudaBackend.decoder(model, model.weight_format("f32"), 8, 1, None)
-    assert error.value.field == "device"
     assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
 
 

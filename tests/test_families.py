@@ -48,10 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+def loaded(folder: Folder) -> Iterator[Loaded]:
     """A family's name and options -> a session on the model, the same for equal options: to be forked."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as held:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+    with contextlib.ExitStack() as held:
 
         @functools.cache
         def load(name: str, **options: Any) -> Session:

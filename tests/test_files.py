@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import one_line, sample
+from checkpoint_files import sample
+from helpers import Cli, raises
 from safetensors import safe_open
 
 from edgekv.checkpoint.hub import load_shape
 from edgekv.checkpoint.tensors import ALIGNMENT, MappedTensor, Tensors, TensorWriter
-from edgekv.cli import main
 from edgekv.cli.terminal import one_line as shown_line
 from edgekv.cli.terminal import redraw, visible_terminals
 from edgekv.engine.session_file import write as write_session
@@ -91,14 +91,12 @@ def test_writer_refuses_what_the_specs_do_not_say(tmp_path: Path) -> None:
         ([("a", whole.ravel())], "(6,)"),
         ([("a", whole[:1])], "not written whole"),
     ):
-        with pytest.raises(CheckpointError) as error:
+        with raises(CheckpointError, "a.safetensors", part):
             write_all(tmp_path / "a.safetensors", specs, given)
-        one_line(error, "a.safetensors", part)
     with pytest.raises(CheckpointError, match=r"F8_E4M3.*BF16"):
         TensorWriter(tmp_path / "a", {"w": ("F8_E4M3", (1,))})
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "a.safetensors", f"{128 + (1 << 60):,}", "free"):
         write_all(tmp_path / "a.safetensors", {"w": ("U8", (1 << 60,))}, [])  # is told before anything is written
-    one_line(error, "a.safetensors", f"{128 + (1 << 60):,}", "free")
     assert os.listdir(tmp_path) == []
 
 
@@ -372,20 +370,14 @@ LONG, RUN = "n" * 300, ("run", "--prompt", "x")
 )
 @pytest.mark.usefixtures("pipe")
 def test_the_command_line_refuses_files_in_one_line_before_any_work(
-    arguments: tuple[str, ...],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deep.json").write_text("[" * 100000)
     (tmp_path / "wide.csv").write_text(f'time,watts\n"{LONG * 1000}"\n')
     (tmp_path / "odd.csv").write_text("time,watts\n0001-01-01T00:00:00,3\n1e300,4\n")
     before = sorted(os.listdir())
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("edgekv: error: ")
+    cli(*arguments, status=2)
     assert sorted(os.listdir()) == before
 
 
@@ -394,12 +386,11 @@ class Tty(io.StringIO):
         return True
 
 
-def test_no_character_commands_the_terminal(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_character_commands_the_terminal(tmp_path: pathlib.Path, cli: Cli) -> None:
     """Bars and tables may; what is not a terminal gets the text as it is, but for errors' names."""
     folder = tmp_path / "a\x1b]0;b\n\x07"
     folder.mkdir()
-    assert main(["info", "--model", str(folder)]) == 2
-    assert "/a\\x1b]0;b\\n\\x07: holds no" in capsys.readouterr().err
+    assert "/a\\x1b]0;b\\n\\x07: holds no" in cli("info", "--model", folder, status=2).err
     out, err, text = Tty(), Tty(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
     with redirect_stdout(out), redirect_stderr(err):
         with visible_terminals():

@@ -229,11 +229,9 @@ def test_keeps_and_answers_what_the_paper_says(name: str, prompt: int, window: i
 
 @ALL
 def test_many_tokens_at_once_are_bit_for_bit_single_steps(kv: str) -> None:
-    q, k, v = draw(150)
     whole, single = make(kv), make(kv)
-    together = whole.attend(q, k, v).copy()
-    apart = [single.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1]).copy() for i in range(150)]
-    np.testing.assert_array_equal(together, np.concatenate(apart, axis=1))
+    together = whole.attend(*draw(150)).copy()
+    np.testing.assert_array_equal(together, cache_cases.attend_singly(single, draw(150)))
     for name, array in whole.arrays.items():
         np.testing.assert_array_equal(array, single.arrays[name])
 
@@ -242,12 +240,9 @@ def test_many_tokens_at_once_are_bit_for_bit_single_steps(kv: str) -> None:
 @pytest.mark.parametrize("window", [None, 50])
 def test_equals_dense_when_the_budget_covers_the_context(kv: str, window: int | None) -> None:
     name = kv.partition(":")[0]
-    q, k, v = draw(130)
     dense, cache = make("dense", 130, window=window), make(f"{name}:budget=1.0", 130, window=window)
-    for each in (dense, cache):
-        each.prefill(q[:, :70], k[:, :70], v[:, :70])
-    expected = dense.attend(q[:, 70:], k[:, 70:], v[:, 70:]).copy()
-    np.testing.assert_allclose(cache.attend(q[:, 70:], k[:, 70:], v[:, 70:]), expected, rtol=0, atol=4e-6)
+    expected, found = (cache_cases.attend_last(each, draw(130), 60) for each in (dense, cache))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6)
     assert cache.n_kept == 130
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_cases import F32, F64, attention, make, normal
+from cache_cases import F32, F64, attend_last, attention, make, normal
 
 from edgekv.errors import CacheError
 
@@ -27,10 +27,8 @@ def test_attention_is_that_of_the_rounded_tokens(
     kv: str, shape: tuple[int, int, int], n: int, window: int | None
 ) -> None:
     q, k, v = normal(shape, n, n)
-    cache = make(kv, shape, n, sliding_window=window)
-    cache.prefill(q[:, : n - 9], k[:, : n - 9], v[:, : n - 9])
-    got = cache.attend(q[:, n - 9 :], k[:, n - 9 :], v[:, n - 9 :])
-    expected = attention(q[:, n - 9 :], rounded(k, TOP[kv]), rounded(v, TOP[kv]), window)
+    got = attend_last(make(kv, shape, n, sliding_window=window), (q, k, v), 9)
+    expected = attention(q[:, -9:], rounded(k, TOP[kv]), rounded(v, TOP[kv]), window)
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 

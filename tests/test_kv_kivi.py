@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_cases import F32, F64, attention, make, normal
+from cache_cases import F32, F64, attend_last, attention, make, normal
 
 from edgekv.errors import CacheError
 
@@ -41,9 +41,7 @@ def test_attention_is_that_of_the_stored_tokens(
 ) -> None:
     q, k, v = normal(shape, n, n)
     kv = f"kivi2:bits={bits},residual_length={window},group={group},vgroup={vgroup}"
-    cache = make(kv, shape, n)
-    cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
-    got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    got = attend_last(make(kv, shape, n), (q, k, v), 1)
     expected = attention(q[:, -1:], *stored(k, v, n_packed, bits, group, vgroup), None)
     np.testing.assert_allclose(got, expected, atol=1e-4)
 

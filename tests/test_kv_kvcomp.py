@@ -8,7 +8,7 @@ import cache_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import BACKENDS, attention
+from cache_cases import BACKENDS, attend_last, attention
 
 from edgekv.papers.kvcomp import KVComp
 from edgekv.papers.kvcomp.reference import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
@@ -98,8 +98,7 @@ def test_attention_is_that_of_the_levels(backend: str, krel: float, vrel: float,
     n, window = 333, 64
     q, k, v = draw(n + 1)
     cache = make(f"kvcomp:krel={krel},vrel={vrel},block={block},residual_length={window}", backend)
-    cache.prefill(q[:, :n], k[:, :n], v[:, :n])
-    got = cache.attend(q[:, n:], k[:, n:], v[:, n:])
+    got = attend_last(cache, (q, k, v), 1)
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
     packed = (n - window) // block * block
     blocks = k[:, :packed].reshape(KV_HEADS, -1, block, HEAD_DIM)
@@ -211,6 +210,4 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     other.prefill(q, k, v)
     assert cache.n_packed == other.n_packed
     np.testing.assert_array_equal(cache.keys.arrays["offsets"], other.keys.arrays["offsets"])
-    np.testing.assert_array_equal(
-        cache.attend(q[:, :1], k[:, :1], v[:, :1]), other.attend(q[:, :1], k[:, :1], v[:, :1])
-    )
+    np.testing.assert_array_equal(*(each.attend(q[:, :1], k[:, :1], v[:, :1]) for each in (cache, other)))

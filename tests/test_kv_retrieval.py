@@ -7,7 +7,7 @@ from collections.abc import Callable
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS
+from cache_cases import BACKENDS, attend_last
 from kernel_cases import EITHER_WAY, assert_close, bound, pairs
 
 from edgekv.kernels import cpu, reference
@@ -119,22 +119,15 @@ def test_attends_to_what_the_paper_chooses(
     n, steps = 400, 70  # over a border of groups, and over several pages
     sizes = dict(zip(("n_heads", "n_kv_heads", "head_dim"), heads, strict=True))
     tokens = draw(n, **sizes)
-    cache = make(kv, backend, sliding_window=window, **sizes)
-    cache.prefill(*(x[:, : n - steps] for x in tokens))
-    got = cache.attend(*(x[:, n - steps :] for x in tokens))
+    got = attend_last(make(kv, backend, sliding_window=window, **sizes), tokens, steps)
     np.testing.assert_allclose(got, by_hand(tokens, steps, *RULES[kv], window), atol=2e-3)
 
 
 @pytest.mark.parametrize("kv", ["fier:k=288", "quest:k=288"])
 def test_is_dense_to_the_bit_while_k_covers_the_index(kv: str) -> None:
-    q, keys, values = draw(300)
-    outputs = []
-    for each in ("dense", kv):
-        cache = make(each)
-        cache.prefill(q[:, :290], keys[:, :290], values[:, :290])
-        outputs.append(cache.attend(q[:, 290:], keys[:, 290:], values[:, 290:]).copy())
-        assert cache.bytes_read() == 300 * 2 * 16 * 4
-    np.testing.assert_array_equal(*outputs)
+    caches = [make(each) for each in ("dense", kv)]
+    np.testing.assert_array_equal(*(attend_last(cache, draw(300), 10) for cache in caches))
+    assert [cache.bytes_read() for cache in caches] == [300 * 2 * 16 * 4] * 2
 
 
 def test_where_attention_stays_dense() -> None:

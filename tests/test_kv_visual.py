@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, F32, F64, relative
+from cache_cases import BACKENDS, F32, F64, attend_last, relative
 from kernel_cases import pairs
 
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
@@ -76,8 +76,7 @@ def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, flo
     q, k, v = draw(303)
     cache = make(f"visual1:bits={bits},group={group},quantile={quantile}", backend)
     cache.mark_images(SPANS)
-    cache.prefill(q[:, :300], k[:, :300], v[:, :300])
-    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
+    got = attend_last(cache, (q, k, v), 3)
     expected = attention(q[:, 300:], k, v, SPANS, group=group, bits=bits, quantile=quantile)
     np.testing.assert_allclose(got, expected, atol=3e-3)
     exact = attention(q[:, 300:], k, v, (), group=group, bits=bits, quantile=quantile)
@@ -89,8 +88,7 @@ def test_calibrated_ranges_are_shares_of_the_way_from_the_middle(backend: str) -
     q, k, v = draw(303)
     cache = make("visual1:group=channel,quantile=0,k_range=0.5,v_range=0.3", backend)
     cache.mark_images(SPANS)
-    cache.prefill(q[:, :300], k[:, :300], v[:, :300])
-    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
+    got = attend_last(cache, (q, k, v), 3)
     options = {"group": "channel", "quantile": 0.0, "bits": 1}
     expected = attention(q[:, 300:], k, v, SPANS, **options, ranges=(0.5, 0.3))
     np.testing.assert_allclose(got, expected, atol=3e-3)
@@ -102,22 +100,16 @@ def test_sliding_windows_begin_anywhere(window: int) -> None:
     q, k, v = draw(303)
     cache = make("visual1:quantile=0.2", window=window)
     cache.mark_images(SPANS)
-    cache.prefill(q[:, :295], k[:, :295], v[:, :295])
-    got = cache.attend(q[:, 295:], k[:, 295:], v[:, 295:])
+    got = attend_last(cache, (q, k, v), 8)
     expected = attention(q[:, 295:], k, v, SPANS, window, group="head", bits=1, quantile=0.2)
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_a_marked_span_it_is_dense_to_the_bit(backend: str) -> None:
-    q, k, v = draw(300)
-    outputs = []
-    for kv in ("visual1", "dense"):
-        cache = make(kv, backend)
-        cache.prefill(q[:, :280], k[:, :280], v[:, :280])
-        outputs.append(cache.attend(q[:, 280:], k[:, 280:], v[:, 280:]).copy())
-        assert cache.nbytes == cache.planned_bytes() == 320 * KV_HEADS * HEAD_DIM * 4
-    np.testing.assert_array_equal(*outputs)
+    caches = [make(kv, backend) for kv in ("visual1", "dense")]
+    np.testing.assert_array_equal(*(attend_last(cache, draw(300), 20) for cache in caches))
+    assert {each for c in caches for each in (c.nbytes, c.planned_bytes())} == {320 * KV_HEADS * HEAD_DIM * 4}
     assert make("visual1").notes() == ["visual1: no span is marked visual, all tokens are in f16"]
 
 

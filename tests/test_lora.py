@@ -13,15 +13,13 @@ import numpy as np
 import packed_cases
 import pytest
 import tiny_models
-from checkpoint_files import one_line
-from helpers import text
+from helpers import Cli, raises, text
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 from serving import open_endpoints
 from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, SamplingParams, Session
-from edgekv.cli import main
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import Options
 from edgekv.engine.model import Model
@@ -124,16 +122,15 @@ def test_every_family_takes_a_lora_on_all_its_projections(
         assert (plain.weights.matrix(linear) != merged.weights.matrix(linear)).mean() > 0.9
 
 
-def test_a_store_is_made_with_a_lora_and_takes_none(base: pathlib.Path, lora: pathlib.Path) -> None:
+def test_a_store_is_made_with_a_lora_and_takes_none(base: pathlib.Path, lora: pathlib.Path, cli: Cli) -> None:
     out = lora.parent / "store"
     command = ["quantize", "--model", str(base), "--weights", "f32", "--output", str(out)]
-    assert main([*command, "--lora", f"{lora}:0.5"]) == 0
+    cli(*command, "--lora", f"{lora}:0.5")
     stored = Session.load(out, weights="f32").logits(TOKENS)
     merged = Session.load(base, lora=f"{lora}:0.5", weights="f32").logits(TOKENS)
     np.testing.assert_array_equal(stored, merged)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, lora, out, "is a store", "original checkpoint", "no `lora`"):
         Model.open(out, lora=lora)
-    one_line(error, lora, out, "is a store", "original checkpoint", "no `lora`")
 
 
 def test_a_lora_of_another_wrapping_of_the_model_fits(base: pathlib.Path, lora: pathlib.Path) -> None:
@@ -144,9 +141,8 @@ def test_a_lora_of_another_wrapping_of_the_model_fits(base: pathlib.Path, lora: 
         old = new
         if new == ".model.":
             np.testing.assert_array_equal(Model.open(base, lora=lora).weights.matrix("2.down"), expected)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "is no linear layer of this llama model", "down_proj"):
         Model.open(base, lora=lora)
-    one_line(error, "is no linear layer of this llama model", "down_proj")
 
 
 def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -160,9 +156,8 @@ def test_what_a_merge_would_get_wrong_is_refused_by_name(base: pathlib.Path, tmp
         ({"lora_alpha": None, "alpha_pattern": {"(a+)+b": 3}}, ["alpha_pattern", "(a+)+b"]),
     ):
         lora = lora_cases.write("llama", tmp_path / "lora", **changes)
-        with pytest.raises(EdgeKVError) as error:
+        with raises(EdgeKVError, lora, *parts):
             Model.open(base, lora=lora)
-        one_line(error, lora, *parts)
 
 
 A, B = (Q_PROJ.format(half) for half in "AB")
@@ -186,10 +181,8 @@ DAMAGES: tuple[tuple[Callable[[dict[str, np.ndarray]], Any], tuple[str, ...]], .
 def test_damaged_tensors_are_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for i, (change, parts) in enumerate(DAMAGES):
         lora = changed(lora_cases.write("llama", tmp_path / str(i)), change)
-        with pytest.raises(EdgeKVError) as error:
+        with raises(EdgeKVError, lora, *parts, field="lora"):
             Model.open(base, lora=lora)
-        assert error.value.field == "lora"
-        one_line(error, lora, *parts)
 
 
 def test_a_change_that_overflows_is_refused_while_it_is_merged(base: pathlib.Path, lora: pathlib.Path) -> None:
@@ -202,14 +195,11 @@ def test_a_change_that_overflows_is_refused_while_it_is_merged(base: pathlib.Pat
 
 def test_models_and_places_that_are_refused(base: pathlib.Path, lora: pathlib.Path) -> None:
     tied = golden_cases.write_checkpoint("llama-tied-smollm", lora.parent / "base")
-    with pytest.raises(ConfigError) as error:  # the head's tensor is the embedding's too, which PEFT leaves
+    with raises(ConfigError, "'lm_head'", "embedding"):  # one tensor is both: PEFT leaves the embedding
         Model.open(tied, lora=lora_cases.write("llama-patterns", lora.parent / "lora"))
-    one_line(error, "'lm_head'", "embedding")
     for scale in ("x", "nan", ""):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, "FOLDER:scale", field="lora"):
             Model.open(base, lora=f"{lora}:{scale}")
-        assert error.value.field == "lora"
-        one_line(error, "FOLDER:scale")
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         Model.open(base, lora=lora.parent)
     (lora / "adapter_model.safetensors").unlink()
@@ -265,9 +255,8 @@ def test_a_conversation_is_of_one_lora(two_loras: Session) -> None:
     one.use_lora("half")
     assert not one.tokens
     assert text(one, TOKENS[:20]) == texts[2]
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "'none'", "one", "half"):
         one.use_lora("none")
-    one_line(error, "'none'", "one", "half")
 
 
 def test_saved_sessions_go_on_with_their_own(
@@ -285,9 +274,8 @@ def test_saved_sessions_go_on_with_their_own(
     assert other.lora == "one"
     assert text(other, TOKENS[20:24]) == expected
     for given in ({}, {"half": f"{lora}:0.5"}):
-        with pytest.raises(SessionError) as error:
+        with raises(SessionError, "the LoRA helper:1 (", "beside the weights", "no LoRA"):
             Session.restore(saved, base, weights="f32", loras=given)
-        one_line(error, "the LoRA helper:1 (", "beside the weights", "no LoRA")
 
 
 def test_those_of_several_loras_decode_together(
@@ -323,20 +311,15 @@ def test_what_one_has_read_is_not_anothers(two_loras: Session) -> None:
 
 def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for names in ({"": lora}, {"a b": lora}, {"x" * 65: lora}, {"a": 3}, [lora]):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, field="loras"):
             Options(loras=names)  # type: ignore[arg-type]
-        assert error.value.field == "loras"
-        one_line(error)
     other = golden_cases.write_checkpoint("llama1", tmp_path / "other")
-    with pytest.raises(ConfigError) as foreign:
+    with raises(ConfigError, "k_proj", "(32, 64)", "(64, 64)", "trained on"):
         Session.load(other, loras={"one": lora})
-    one_line(foreign, "k_proj", "(32, 64)", "(64, 64)", "trained on")
-    with pytest.raises(CheckpointError) as infinite:
+    with raises(CheckpointError, "not finite", "scale"):
         Session.load(base, loras={"one": f"{lora}:1e300"}, weights="f32")
-    one_line(infinite, "not finite", "scale")
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "device='cpu'", "without a name"):
         CudaBackend.require(CacheSpec.parse("dense"), loras=True)
-    one_line(error, "device='cpu'", "without a name")
 
 
 def test_a_server_has_several(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import F64, attention, draw, make, relative
+from cache_cases import F64, attend_last, attention, draw, make, relative
 from helpers import raises, text
 
 from edgekv import Session
@@ -113,8 +113,7 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
     errors = []
     for options in ("k_bits=1", f"k_bits=1,key_channel_scales={digits}", f"k_bits=4,key_channel_scales={digits}"):
         cache = make(f"planes:{options},v_bits=4", heads, n)
-        cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
-        errors.append(relative(cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]), exact))
+        errors.append(relative(attend_last(cache, (q, k, v), 1), exact))
     assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
 
 
@@ -221,10 +220,8 @@ def test_a_head_is_what_it_is_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
-        return Session.load("demo", kv=KV, ctx=700)
+def loaded() -> Session:
+    return Session.load("demo", kv=KV, ctx=700)
 
 
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:

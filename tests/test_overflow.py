@@ -1,7 +1,6 @@
 """Conversations that outgrow their context: which tokens stay, the report, and positions."""
 
 import copy
-import json
 
 import golden_cases
 import numpy as np
@@ -24,16 +23,11 @@ KEPT = CTX - CTX // 2
 @pytest.fixture(scope="module", params=["llama31", "gpt2"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
     """A model with rotary or learned positions, for exactly as many tokens as the context."""
-    name = request.param
-    folder = tmp_path_factory.mktemp(name)
-    config = golden_cases.CASES[name] | {"max_position_embeddings": CTX, "n_positions": CTX}
-    golden_cases.write_checkpoint(name, folder)
-    (folder / "config.json").write_text(json.dumps(config))
+    name, longer = request.param, {"max_position_embeddings": CTX, "n_positions": CTX}
+    folder = golden_cases.write_checkpoint(name, tmp_path_factory.mktemp(name), **longer)
     if name == "gpt2":
-        save_file(
-            golden_cases.tensors(name) | {"transformer.wpe.weight": golden_cases.draw(name, "wpe", (CTX, 48))},
-            folder / "model.safetensors",
-        )
+        positions = {"transformer.wpe.weight": golden_cases.draw(name, "wpe", (CTX, 48))}
+        save_file(golden_cases.tensors(name) | positions, folder / "model.safetensors")
     return Session.load(folder, ctx=CTX, overflow="slide")
 
 

@@ -9,6 +9,7 @@ import golden_cases
 import numpy as np
 import pytest
 from cuda_cases import OnDevice, require_same_logits
+from helpers import raises
 from packed_cases import BASE, MODELS, PACKED, library_tensors, save, write
 from packed_cases import LIBRARIES as CASES
 
@@ -83,9 +84,8 @@ def test_methods_that_can_not_be_read(tmp_path: pathlib.Path) -> None:
         ({"quant_method": "gptq", "bits": 3}, "bits is 3; accepted for gptq: 4, 8"),
     ):
         (folder / "config.json").write_text(json.dumps(BASE | {"quantization_config": change}))
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, part):
             Model.open(folder)
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("name", [*CASES, *MODELS])

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import power_trees as trees
 import pytest
+from helpers import Cli
 
 from edgekv.cli import main
 from edgekv.cli.power import advice, samples_csv
@@ -37,17 +38,14 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_live(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "--seconds", "1"]) == 0
-    assert "rpi-pmic  4.00 W" in capsys.readouterr().out
+def test_live(cli: Cli) -> None:
+    assert "rpi-pmic  4.00 W" in cli("power", "--seconds", "1").out
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "doctor"]) == 1
-    assert "verdict     nothing can be measured here" in capsys.readouterr().out
-    assert main(["power", "--seconds", "0.1"]) == 0
-    assert "n/a: no power sensor" in capsys.readouterr().out
+def test_without_a_sensor_it_says_n_a_and_never_zero(cli: Cli) -> None:
+    assert "verdict     nothing can be measured here" in cli("power", "doctor", status=1).out
+    assert "n/a: no power sensor" in cli("power", "--seconds", "0.1").out
 
 
 @pytest.mark.usefixtures("bare")
@@ -71,11 +69,8 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
         ("board --power sundial", "accepted: auto"),
     ],
 )
-def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments.split()) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert message in error
+def test_bad_input(arguments: str, message: str, cli: Cli) -> None:
+    assert message in cli(*arguments.split(), status=2).err
 
 
 # edgekv power record
@@ -158,7 +153,7 @@ def test_advise_measures_each_number_of_threads_in_turns(
 
 @pytest.mark.usefixtures("steady")
 def test_advise_tries_modes_and_restores_them(
-    modes: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    modes: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """Also after Ctrl-C; a mode that can't be chosen is said before any work, a short stretch after it."""
     command, tried = ["power", "advise", "--modes", "--seconds", "0.4"], []
@@ -171,24 +166,20 @@ def test_advise_tries_modes_and_restores_them(
 
     with monkeypatch.context() as patch:
         patch.setattr("edgekv.cli.power.decode_stretch", stretch)
-        assert main(command) == 0
+        assert "--threads 2 in mode performance" in cli(*command).out
         assert tried == [["powersave"] * 2] * 2 + [["performance"] * 2] * 2 + [["powersave"] * 2] * 2 + tried[6:]
         assert len(tried) == 12
-        assert "--threads 2 in mode performance" in capsys.readouterr().out
         assert governors(modes) == ["powersave", "performance"]
-        assert main(command) == 130
+        cli(*command, status=130)
         assert governors(modes) == ["powersave", "performance"]
         for file in modes.rglob("scaling_governor"):
             file.unlink()
             file.mkdir()
-        assert main(command) == 2
-        assert "can't be written (is a directory): modes are chosen as root" in capsys.readouterr().err
+        assert "can't be written (is a directory): modes are chosen as root" in cli(*command, status=2).err
         assert len(tried) == 15
     monkeypatch.setattr(PowerModes, "find", lambda: None)
-    assert main(command) == 2
-    assert "neither nvpmodel nor a governor" in capsys.readouterr().err
-    assert main(["power", "advise", "--seconds", "0.001"]) == 2
-    assert "measure longer: --seconds 0.002" in capsys.readouterr().err
+    assert "neither nvpmodel nor a governor" in cli(*command, status=2).err
+    assert "measure longer: --seconds 0.002" in cli("power", "advise", "--seconds", "0.001", status=2).err
 
 
 def test_the_modes_of_a_jetson(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,15 +213,13 @@ def test_advice_compares_with_the_fastest() -> None:
 # edgekv run --power
 
 
-def run(*arguments: str) -> int:
-    return main(["run", "--prompt", "It was a dark night", "--max-new-tokens", "40", *arguments])
+RUN = ("run", "--prompt", "It was a dark night", "--max-new-tokens", "40")
 
 
 @pytest.mark.usefixtures("steady")
-def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_energy_per_token(tmp_path: pathlib.Path, cli: Cli) -> None:
     path = tmp_path / "report.json"
-    assert run("--power", "auto", "--power-idle", "0.3", "--json", str(path)) == 0
-    assert "\nenergy      " in capsys.readouterr().err
+    assert "\nenergy      " in cli(*RUN, "--power", "auto", "--power-idle", "0.3", "--json", path).err
     facts = json.loads(path.read_text())["energy"]
     decode = facts["phases"]["decode"]
     assert facts["phases"]["prefill"]["tokens"] == 6
@@ -244,28 +233,24 @@ def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("steady")
-def test_a_meter_that_is_here_is_used_unless_it_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_meter_that_is_here_is_used_unless_it_is_off(cli: Cli) -> None:
     """Without rest before the run, in one line."""
-    assert run() == 0
-    err = capsys.readouterr().err
+    err = cli(*RUN).err
     assert err.count("\nenergy      ") == 1
     assert err.count("measured by rpi-pmic: a made-up board") == 1
     assert "above idle" not in err
-    assert run("--power", "off") == 0
-    assert "energy" not in capsys.readouterr().err
+    assert "energy" not in cli(*RUN, "--power", "off").err
 
 
 @pytest.mark.usefixtures("bare")
-def test_run_without_a_sensor_and_with_a_meter_s_log(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_a_sensor_and_with_a_meter_s_log(tmp_path: pathlib.Path, cli: Cli) -> None:
     log, begun = tmp_path / "log.csv", time.time() - 60
     log.write_text("time,watts\n" + "".join(f"{begun + 0.01 * i:.3f},3.5\n" for i in range(60_000)))
 
     def decode(*options: str) -> tuple[str, dict[str, float]]:
-        assert run(*options, "--power-idle", "0.1", "--json", str(tmp_path / "report.json")) == 0
+        said = cli(*RUN, *options, "--power-idle", "0.1", "--json", tmp_path / "report.json")
         facts = json.loads((tmp_path / "report.json").read_text())["energy"]
-        return capsys.readouterr().err, facts and facts["phases"]["decode"]
+        return said.err, facts and facts["phases"]["decode"]
 
     assert decode()[1]["joules"] is None
     err, found = decode("--power", "auto")

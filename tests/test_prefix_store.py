@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
+import functools
 import os
 import pathlib
 import resource
@@ -17,11 +17,11 @@ import golden_cases
 import lora_cases
 import numpy as np
 import pytest
+from helpers import Cli
 from serving import DEMO, engine_of, open_endpoints
 from session_parts import parts, put, rewritten
 
 from edgekv import SamplingParams, Session
-from edgekv.cli import main
 from edgekv.engine import prefix_store
 from edgekv.server import engine
 from edgekv.server.engine import Cancelled
@@ -43,14 +43,9 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     root = tmp_path_factory.mktemp("models")
 
-    def write(name: str) -> pathlib.Path:
-        if not (root / name).exists():
-            golden_cases.write_checkpoint(name, root / name)
-            config = golden_cases.CASES[name] | {"max_position_embeddings": CTX}
-            (root / name / "config.json").write_text(json.dumps(config))
-        return root / name
-
-    return write
+    return functools.cache(
+        lambda name: golden_cases.write_checkpoint(name, root / name, max_position_embeddings=CTX)
+    )
 
 
 @pytest.fixture
@@ -371,7 +366,7 @@ def test_once_copied_a_session_may_be_taken(demo: Session, monkeypatch: pytest.M
     assert pool._sources == [session]
 
 
-def test_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options(cli: Cli) -> None:
     for command in ("serve", "chat"):
-        assert main([command, "--model", str(DEMO), "--prefix-cache", "some"]) == 2
-        assert "--prefix-cache some: accepted: " in capsys.readouterr().err
+        said = cli(command, "--model", DEMO, "--prefix-cache", "some", status=2)
+        assert "--prefix-cache some: accepted: " in said.err

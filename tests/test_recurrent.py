@@ -113,16 +113,10 @@ def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(run(state, x[n:], [400 - n]), whole[n:])
 
 
-def write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
-    golden_cases.write_checkpoint(name, folder)
-    config = golden_cases.CASES[name] | {"max_position_embeddings": CTX}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_model(request.param, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    return golden_cases.write_checkpoint(request.param, folder, max_position_embeddings=CTX)
 
 
 @pytest.fixture(scope="module")

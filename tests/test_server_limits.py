@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import openai
 import psutil
 import pytest
+from helpers import Cli
 from serving import DEMO, TEMPLATE, Server, chat, get, post, samples, serving
 
 from edgekv.cli import main
@@ -258,18 +259,16 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     assert said.count("\n") == 1  # before the model is read
 
 
-def test_without_its_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_its_libraries(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "--model", str(DEMO)]) == 2
-    assert "pip install 'edgekv[serve]'" in capsys.readouterr().err
+    assert "pip install 'edgekv[serve]'" in cli("serve", "--model", DEMO, status=2).err
     code = "import sys, edgekv.cli; print({'starlette', 'uvicorn', 'jinja2'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_a_key_and_an_end(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_and_an_end(tmp_path: pathlib.Path, cli: Cli) -> None:
     """Beyond this machine a key is needed. SIGTERM: what is being answered, and what waits, ends with an error."""
-    assert main(["serve", "--model", str(DEMO), "--host", "0.0.0.0"]) == 2
-    assert "set --api-key KEY" in capsys.readouterr().err
+    assert "set --api-key KEY" in cli("serve", "--model", DEMO, "--host", "0.0.0.0", status=2).err
     body = {"model": "demo", "prompt": "A long story", "max_tokens": 900}
     key = {"Authorization": "Bearer s3cret"}
     options = ["--host", "0.0.0.0", "--api-key", "s3cret"]

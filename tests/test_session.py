@@ -30,10 +30,6 @@ def leave_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: n_bytes)
 
 
-def text_model(shared: pathlib.Path) -> pathlib.Path:
-    return shared / "models" / "stories260K"
-
-
 def test_an_option_that_is_none_is_refused(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Before a file is looked at."""
     for opened in (
@@ -209,8 +205,8 @@ def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> 
     np.testing.assert_array_equal(session.prefill([5]), other.prefill([5]))
 
 
-def test_stop_string_and_text(shared: pathlib.Path) -> None:
-    session = Session.load(text_model(shared), weights="f32")
+def test_stop_string_and_text(stories: pathlib.Path) -> None:
+    session = Session.load(stories, weights="f32")
     steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"], temperature=0.0))
     text = "".join(step.text for step in steps)
     assert (steps[-1].finish_reason, steps[-1].finish_message) == ("stop", "stop string")
@@ -218,9 +214,9 @@ def test_stop_string_and_text(shared: pathlib.Path) -> None:
     assert text.startswith(", there was")
 
 
-def test_a_prompt_is_text_or_ids(shared: pathlib.Path) -> None:
+def test_a_prompt_is_text_or_ids(stories: pathlib.Path) -> None:
     """Everywhere; the beginning-of-text token is put before the first text of a conversation alone."""
-    session = Session.load(text_model(shared), weights="f32")
+    session = Session.load(stories, weights="f32")
     begin, more = session.require_tokenizer().encode("Once upon"), session.encode("Once upon a time")
     logits = session.logits("Once upon")
     assert session.tokens == begin

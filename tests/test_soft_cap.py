@@ -8,11 +8,10 @@ import golden_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import attention, draw, make, normal, relative
-from helpers import SCHEMES
+from cache_cases import attend_last, attention, draw, make, normal, relative
+from helpers import SCHEMES, Cli
 from tiny_models import tiny_model
 
-from edgekv.cli import main
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.kvcache import CacheSpec
@@ -36,13 +35,10 @@ def drawn() -> tuple[F32, ...]:
 
 def attended(name: str, backend: str, cap: float | None, window: int | None = None) -> F32:
     """Returns attention of the last of N tokens."""
-    q, k, v = drawn()
     layer = {"layer": 2, "n_layers": 4, "sliding_window": window, "score_cap": cap}
     cache = make(SMALL.get(name, name), HEADS, N, backend, **layer)
     cache.mark_images([(60, 200)])
-    cache.prefill(q[:, :-7], k[:, :-7], v[:, :-7])
-    type(cache).finish_prefill([cache])
-    return np.array(cache.attend(q[:, -7:], k[:, -7:], v[:, -7:]))
+    return attend_last(cache, drawn(), 7)
 
 
 @pytest.mark.parametrize("window", [None, 60])
@@ -74,22 +70,20 @@ def test_what_tokens_received_is_counted_with_the_bound() -> None:
 
 
 def test_commands_with_their_own_schemes(
-    tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, cli: Cli
 ) -> None:
     """The schemes that each takes by itself, the gate's with fitted ones, and those of a budget."""
     text = tmp_path / "text.txt"
     text.write_text("It is said that bounded scores are scores, too. " * 15)
     model = ["--model", str(tiny_model("gemma2", tmp_path_factory)), "--weights", "q4"]
-    assert main(["warm", *model]) == 0
-    assert main(["warm", "--kv", "nosuch"]) == 2
-    capsys.readouterr()
-    assert main(["bench", *model, "--depth", "100", "--tokens", "1"]) == 0
-    assert main(["eval", *model, "--text", str(text), "--ctx", "300"]) == 0
-    assert "left out" not in capsys.readouterr().err
+    cli("warm", *model)
+    cli("warm", "--kv", "nosuch", status=2)
+    for command in (["bench", "--depth", "100", "--tokens", "1"], ["eval", "--text", text, "--ctx", "300"]):
+        assert "left out" not in cli(*command, *model).err
     gate = ["eval", "--gate", *model, "--text", str(text), "--needles", "0", "--min-top1", "0", "--max-kl", "9"]
-    assert main(gate) == 0
-    assert main(["budget", *model, "--kv", "auto", "--kv-budget", "500K"]) == 0
-    assert main(["run", *model, "--prompt", "a", "--max-new-tokens", "2", "--kv-budget", "2M"]) == 0
+    cli(*gate)
+    cli("budget", *model, "--kv", "auto", "--kv-budget", "500K")
+    cli("run", *model, "--prompt", "a", "--max-new-tokens", "2", "--kv-budget", "2M")
 
 
 def beside_sinks(kv: str, backend: str, *sinks: float) -> F32:

@@ -52,10 +52,14 @@ def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap
     return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0).astype(float)
 
 
+def read_prompt(cache: KVCache, tokens: Sequence[F32], stop: int | None = None) -> None:
+    cache.prefill(*(x[:, :stop] for x in tokens))
+    type(cache).finish_prefill([cache])
+
+
 def attend_last(cache: KVCache, tokens: Sequence[F32], n: int) -> F32:
     """Returns the attention of the last n tokens at once, behind the others as a prompt."""
-    cache.prefill(*(x[:, :-n] for x in tokens))
-    type(cache).finish_prefill([cache])
+    read_prompt(cache, tokens, -n)
     return cache.attend(*(x[:, -n:] for x in tokens)).copy()
 
 

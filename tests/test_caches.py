@@ -5,7 +5,7 @@ from typing import Any
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, Heads, attend_last, attend_singly, attention, draw, relative
+from cache_cases import BACKENDS, Heads, attend_last, attend_singly, attention, draw, read_prompt, relative
 from helpers import SCHEMES
 
 from edgekv.errors import CacheError
@@ -32,8 +32,7 @@ def make(
 
 
 def fill(cache: KVCache, heads: Heads, n: int, seed: int = 0) -> None:
-    cache.prefill(*draw(heads, n, seed))
-    type(cache).finish_prefill([cache])
+    read_prompt(cache, draw(heads, n, seed))
 
 
 @EACH_SHAPE

@@ -7,7 +7,7 @@ import pathlib
 import golden_cases
 import numpy as np
 import pytest
-from cache_cases import attend_singly, draw, make
+from cache_cases import attend_singly, draw, make, read_prompt
 from kernel_cases import pairs
 from safetensors.numpy import load_file, save_file
 
@@ -36,8 +36,7 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
             x[:, at] = value
         x[:, 90:190] = 0.5
     cache = make(kv, HEADS, CAPACITY, backend, layer=2, n_layers=4)
-    cache.prefill(*(x[:, :PROMPT] for x in tokens))
-    type(cache).finish_prefill([cache])
+    read_prompt(cache, tokens, PROMPT)
     attend_singly(cache, tokens, PROMPT)
     assert cache.counters_valid()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import golden_cases
 import numpy as np
 import pytest
-from cache_cases import draw, make
+from cache_cases import attend_singly, draw, make, read_prompt
 from helpers import SCHEMES, SESSION_KV, n_cached, text
 
 from edgekv import SamplingParams, Session
@@ -53,30 +53,25 @@ def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
     """Right and wrong tokens, the latter taken back: the cache is as if it had seen the right ones alone."""
     kv = f"{name}:{SMALL[name]}" if name in SMALL else name
     plain, drafted = (make(kv, HEADS, CAPACITY) for _ in range(2))
-    q, k, v = draw(HEADS, CAPACITY, seed=1)
-    wrong = draw(HEADS, CAPACITY, seed=2)
+    tokens, wrong = (draw(HEADS, CAPACITY, seed=seed) for seed in (1, 2))
     for cache in (plain, drafted):
-        cache.prefill(q[:, :300], k[:, :300], v[:, :300])
-        type(cache).finish_prefill([cache])
+        read_prompt(cache, tokens, 300)
     at, n_wrong = 300, 0
     while at < CAPACITY - MAX_DRAFT_TOKENS:
         n_right = 1 + at % 3
         n = min(1 + MAX_DRAFT_TOKENS, drafted.rollback_tokens())
         if n > n_right:
-            right = [x[:, at : at + n_right] for x in (q, k, v)]
+            right = [x[:, at : at + n_right] for x in tokens]
             both = zip(right, (x[:, : n - n_right] for x in wrong), strict=True)
             drafted.attend(*(np.concatenate(pair, axis=1) for pair in both))
             drafted.advance(n_right - n)
             n_wrong += n - n_right
         else:
-            for i in range(at, at + n_right):
-                drafted.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
-        for i in range(at, at + n_right):
-            plain.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
+            attend_singly(drafted, tokens, at, at + n_right)
+        attend_singly(plain, tokens, at, at + n_right)
         at += n_right
         assert drafted.state().counters == plain.state().counters
-    outs = [c.attend(q[:, at : at + 1], k[:, at : at + 1], v[:, at : at + 1]).copy() for c in (plain, drafted)]
-    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(*(attend_singly(cache, tokens, at, at + 1) for cache in (plain, drafted)))
     assert drafted.extra_state() == plain.extra_state()
     assert (n_wrong > 0) == (name not in BUDGETED)
 

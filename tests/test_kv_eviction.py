@@ -14,7 +14,6 @@ import pytest
 from cache_cases import BACKENDS
 from kernel_cases import pairs
 
-from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.papers.evicting import EvictingCache, attention_received, budget_tokens, highest_ranked, lowest_ranked
 
@@ -368,25 +367,6 @@ def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
         for backend in BACKENDS.values():
             got = attention_received(q, k, first, layer, backend(None), Workspace())
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kv", "message"),
-    [
-        ("tova:budget=100.5", "budget=100.5"),
-        ("snapkv:kernel=4", "kernel=4': accepted: an odd number"),
-        ("streaming:budget=4", "budget=4.0': accepted: more than sink=4"),
-        ("snapkv:budget=0.1", "budget=0.1': accepted: observe [+] interval = 96"),
-    ],
-)
-def test_impossible_settings_are_refused(kv: str, message: str) -> None:
-    with pytest.raises(CacheError, match=message):
-        make(kv)
-
-
-def test_a_head_dim_that_does_not_fill_bytes_is_refused() -> None:
-    with pytest.raises(CacheError, match="head_dim 18 must be a multiple"):
-        cache_cases.make("mikv:bits=2", (2, 2, 18), 100)
 
 
 @pytest.mark.parametrize(("visible", "n_kv_heads", "n"), [(-5, 2, 70), (0, 3, 129), (9, 32, 200), (9, 1, 1)])

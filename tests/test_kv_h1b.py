@@ -156,12 +156,6 @@ def test_what_can_not_be_adapted_says_so() -> None:
         )
 
 
-def test_only_four_bit_values_need_an_even_head_size() -> None:
-    with pytest.raises(CacheError, match="kv='h1b': packs 2 elements"):
-        make("h1b", (2, 2, 15), 10)
-    make("sign_keys", (2, 2, 15), 10)
-
-
 def test_a_key_is_one_bit_per_sign() -> None:
     x = np.random.default_rng(0).standard_normal((2, 70, 128), np.float32)
     x[0, 0, :3] = 0.0, -0.0, np.nan

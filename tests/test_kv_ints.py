@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from cache_cases import F32, F64, attend_last, attention, make, normal
 
-from edgekv.errors import CacheError
-
 TOP = {"int4": 7, "dense:dtype=q8": 127}
 
 
@@ -41,9 +39,3 @@ def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * capacity * token
     cache.n_seen = capacity
     assert cache.bytes_read() == n_kv_heads * capacity * token
-
-
-def test_odd_head_size_is_refused() -> None:
-    with pytest.raises(CacheError, match="kv='int4': packs 2 elements"):
-        make("int4", (2, 2, 15), 10)
-    make("dense:dtype=q8", (2, 2, 15), 10)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from cache_cases import F32, F64, attend_last, attention, make, normal
 
-from edgekv.errors import CacheError
-
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 128)]
 
 
@@ -74,10 +72,3 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (packed * token + exact * 4 * head_dim)
     cache.append_prompt(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
     assert cache.bytes_read() == n_kv_heads * (packed * token + cache.config.residual_length * 4 * head_dim)
-
-
-def test_options_that_the_heads_do_not_fit_are_refused() -> None:
-    with pytest.raises(CacheError, match="vgroup=24': accepted: a divisor of head_dim 64"):
-        make("kivi2:vgroup=24", (2, 2, 64), 300)
-    with pytest.raises(CacheError, match="head_dim 10 must be a multiple"):
-        make("kivi2", (2, 2, 10), 300)

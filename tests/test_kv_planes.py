@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 from cache_cases import F32, F64, attend_last, attention, make, normal
-from helpers import raises
 from test_kernels_planes import decoded_centres, half
 
 from edgekv.codecs.planes import Rotation, round_queries
-from edgekv.errors import CacheError
 from edgekv.kvcache.cache import KVCache
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
@@ -116,16 +114,3 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     cache.append_prompt(x, x)
     exact = (4 + window) * 4 * d
     assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), abs=1)
-
-
-@pytest.mark.parametrize(
-    ("kv", "message"),
-    [
-        ("planes:k_bits=1.5,key_bits_per_head=121", "key_bits_per_head=121': accepted: 2 digits"),
-        ("planes:k_bits=1.5,key_channel_scales=4444", "key_channel_scales=4444': accepted: 16 digits"),
-        ("onebit:threshold=x", "'threshold' is not one of its options"),
-    ],
-)
-def test_options_are_checked(kv: str, message: str) -> None:
-    with raises(CacheError, match=message):
-        make(kv, (2, 2, 64), 300)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import draw
+from cache_cases import attend_last, draw
 from helpers import SCHEMES
 
 from edgekv.kernels import numba_kernels
@@ -68,11 +68,9 @@ def opened(name: str, memory: Guarded, window: int | None = None) -> KVCache:
 
 def filled(name: str, window: int | None = None) -> KVCache:
     """A conversation of 300 tokens."""
-    cache, (q, k, v) = opened(name, Guarded(), window), draw(HEADS, 300)
+    cache = opened(name, Guarded(), window)
     cache.mark_images([(10, 150), (290, 320)])
-    cache.prefill(q[:, :280], k[:, :280], v[:, :280])
-    type(cache).finish_prefill([cache])
-    cache.attend(q[:, 280:], k[:, 280:], v[:, 280:])
+    attend_last(cache, draw(HEADS, 300), 20)
     return cache
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cache_cases
 import numpy as np
@@ -67,6 +68,10 @@ def attention(
     return cache_cases.attention(q, k, v, window)
 
 
+BY_HEAD = {"group": "head", "bits": 1, "quantile": 0.2}
+CALIBRATED = {"group": "channel", "bits": 1, "quantile": 0.0, "ranges": (0.5, 0.3)}
+
+
 @pytest.mark.parametrize(
     ("group", "of_bits", "backend"),
     pairs(group=tuple(AXES), of_bits=[(1, 0.2), (3, 0.02), (8, 0.0)], backend=BACKENDS),
@@ -79,30 +84,27 @@ def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, flo
     got = attend_last(cache, (q, k, v), 3)
     expected = attention(q[:, 300:], k, v, SPANS, group=group, bits=bits, quantile=quantile)
     np.testing.assert_allclose(got, expected, atol=3e-3)
-    exact = attention(q[:, 300:], k, v, (), group=group, bits=bits, quantile=quantile)
-    assert (np.abs(got - exact).max() > 0.05) == (bits < 8)
+    assert (np.abs(got - attention(q[:, 300:], k, v, ())).max() > 0.05) == (bits < 8)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_calibrated_ranges_are_shares_of_the_way_from_the_middle(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "backend", "window", "options"),
+    [
+        *(("group=channel,quantile=0,k_range=0.5,v_range=0.3", backend, None, CALIBRATED) for backend in BACKENDS),
+        *(("quantile=0.2", "numba", window, BY_HEAD) for window in (60, 160)),  # which begin anywhere
+    ],
+)
+def test_calibrated_ranges_and_sliding_windows(
+    kv: str, backend: str, window: int | None, options: dict[str, Any]
+) -> None:
+    """Ranges are shares of the way from the middle."""
     q, k, v = draw(303)
-    cache = make("visual1:group=channel,quantile=0,k_range=0.5,v_range=0.3", backend)
-    cache.mark_images(SPANS)
-    got = attend_last(cache, (q, k, v), 3)
-    options = {"group": "channel", "quantile": 0.0, "bits": 1}
-    expected = attention(q[:, 300:], k, v, SPANS, **options, ranges=(0.5, 0.3))
-    np.testing.assert_allclose(got, expected, atol=3e-3)
-    assert np.abs(got - attention(q[:, 300:], k, v, SPANS, **options)).max() > 0.05
-
-
-@pytest.mark.parametrize("window", [60, 160])
-def test_sliding_windows_begin_anywhere(window: int) -> None:
-    q, k, v = draw(303)
-    cache = make("visual1:quantile=0.2", window=window)
+    cache = make(f"visual1:{kv}", backend, window=window)
     cache.mark_images(SPANS)
     got = attend_last(cache, (q, k, v), 8)
-    expected = attention(q[:, 295:], k, v, SPANS, window, group="head", bits=1, quantile=0.2)
-    np.testing.assert_allclose(got, expected, atol=3e-3)
+    np.testing.assert_allclose(got, attention(q[:, 295:], k, v, SPANS, window, **options), atol=3e-3)
+    whole = attention(q[:, 295:], k, v, SPANS, window, **options | {"ranges": (1, 1)})
+    assert window or np.abs(got - whole).max() > 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -144,7 +146,7 @@ def test_a_second_prompt_may_mark_too() -> None:
     cache.mark_images([(30, 170)])  # counted from the new prompt's start
     cache.attend(q[:, 120:300], k[:, 120:300], v[:, 120:300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    expected = attention(q[:, 300:], k, v, [(30, 95), (150, 290)], group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, 300:], k, v, [(30, 95), (150, 290)], **BY_HEAD)
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
@@ -201,7 +203,7 @@ def test_rewind(n: int, kept: int, text_capacity: int) -> None:
             part, kept_part = slice(start, stop), slice(start, min(n, stop))
             packed = quantised(k[:, part].astype(float), v[:, part].astype(float), "head", 0.2, 1)
             k[:, kept_part], v[:, kept_part] = (x[:, : kept_part.stop - start] for x in packed)
-    expected = attention(q[:, n:300], k, v, (), group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, n:300], k, v, ())
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 

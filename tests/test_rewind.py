@@ -5,7 +5,7 @@ from __future__ import annotations
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import Heads, draw, relative
+from cache_cases import Heads, attend_last, draw, read_prompt, relative
 from helpers import SCHEMES, n_cached
 
 from edgekv import Session
@@ -43,10 +43,7 @@ def test_what_was_forgotten_leaves_nothing_behind(name: str, back: int) -> None:
     after = []
     for seed in (1, 2):
         cache = make(name)
-        n_prompt = 500
-        q, k, v = (x[:, :n_prompt] for x in tokens)
-        cache.prefill(q, k, v)
-        type(cache).finish_prefill([cache])
+        read_prompt(cache, tokens, 500)
         kept = gone_on(cache, tokens, 600, back, seed)
         after.append(read(cache, tokens, kept, 640)[:, -40:])
     np.testing.assert_array_equal(*after)
@@ -59,15 +56,13 @@ def test_no_prompt_shapes_what_another_one_gets(name: str) -> None:
     after = []
     for seed in (1, 2):
         cache = make(name)
-        prompt = [np.concatenate(pair, axis=1) for pair in zip(common, draw(HEADS, 300, seed), strict=True)]
-        cache.prefill(*prompt)
-        type(cache).finish_prefill([cache])
+        both = zip(common, draw(HEADS, 300, seed), strict=True)
+        read_prompt(cache, [np.concatenate(pair, axis=1) for pair in both])
         kept = rewind([cache], 200)
         if kept:
             read(cache, common, kept, 200)
         else:
-            cache.prefill(*common)
-            type(cache).finish_prefill([cache])
+            read_prompt(cache, common)
         after.append(read(cache, last, 0, 100))
         notes = [note for note in cache.notes() if "tau" in note]
         assert all("(200 tokens)" in note for note in notes)
@@ -92,17 +87,11 @@ def test_far_back_it_is_as_if_nothing_had_followed(name: str) -> None:
 def test_a_reset_cache_is_a_fresh_one(name: str) -> None:
     """Nothing that was fitted on a conversation outlives it."""
 
-    def attended(cache: KVCache, n_prompt: int, seed: int) -> np.ndarray:
-        tokens = draw(HEADS, n_prompt + 3, seed)
-        cache.prefill(*(x[:, :n_prompt] for x in tokens))
-        type(cache).finish_prefill([cache])
-        return read(cache, tokens, n_prompt, n_prompt + 3)
-
     fresh, used = make(name), make(name)
-    expected = attended(fresh, 400, seed=1)
-    attended(used, 500, seed=2)
+    expected = attend_last(fresh, draw(HEADS, 403, 1), 3)
+    attend_last(used, draw(HEADS, 503, 2), 3)
     assert rewind([used], 0) == 0
-    np.testing.assert_array_equal(attended(used, 400, seed=1), expected)
+    np.testing.assert_array_equal(attend_last(used, draw(HEADS, 403, 1), 3), expected)
     assert (used.state().counters, used.state().extra) == (fresh.state().counters, fresh.state().extra)
     assert used.notes() == fresh.notes()
 

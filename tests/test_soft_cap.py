@@ -8,7 +8,7 @@ import golden_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import attend_last, attention, draw, make, normal, relative
+from cache_cases import attend_last, attention, draw, make, normal, read_prompt, relative
 from helpers import SCHEMES, Cli
 from tiny_models import tiny_model
 
@@ -91,8 +91,7 @@ def beside_sinks(kv: str, backend: str, *sinks: float) -> F32:
     heads, prompt = (4, 2, 128), 200
     cache = make(kv, heads, 256, backend)
     q, k, v = draw(heads, prompt + 4, offset=0)
-    cache.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
-    type(cache).finish_prefill([cache])
+    read_prompt(cache, (q, k, v), prompt)
     given = np.array(sinks, np.float32) if sinks else None
     parts = [
         cache.attend(*(np.ascontiguousarray(x[:, a:b]) for x in (q, k, v)), given).copy()

@@ -107,6 +107,13 @@ class OnDevice:
         assert_close(to_host(actual), expected)
 
 
+def open_caches(decoder: Decoder, kv: str, capacity: int) -> list[Any]:
+    caches = CacheSpec.parse(kv).layers(decoder.config, capacity)
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    return caches
+
+
 def require_same_logits(
     model: Model, tokens: Sequence[int], device: OnDevice, of_device: float | None = None
 ) -> None:
@@ -122,15 +129,11 @@ def require_same_logits(
     assert sum(array.nbytes for array in (*matrices, *others) if array is not None) == weights.nbytes == planned
     cuda, rows = Decoder(CudaBackend(weights, device.driver, 1), n), []
     for each in (*(find_device(where).decoder(model, form, n, 1, None) for where in ("numpy", "cpu")), cuda):
-        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, n)
-        for cache in caches:
-            cache.allocate(each.kernels, each.workspace)
+        caches = open_caches(each, "dense:dtype=f32", n)
         prompt = to_host(each.head(each.prefill(each.embed(tokens[:-1], 0), caches)))
         rows.append(np.concatenate([prompt, to_host(each.step(tokens[-1], caches))[None]]))
     oracle, compiled, found = rows
-    rounded = (
-        0.01 * np.abs(oracle).max() if cuda.backend.driver.has_half_mma else 2e-4
-    )  # a prompt in half precision
+    rounded = 0.01 * np.abs(oracle).max() if cuda.backend.driver.has_half_mma else 2e-4  # a prompt in halves
     most = rounded if of_device is None else of_device * np.abs(oracle).max()
     np.testing.assert_allclose(found, oracle, atol=most, rtol=0)
     error = np.linalg.norm(compiled - oracle) / np.linalg.norm(oracle)

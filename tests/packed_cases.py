@@ -28,11 +28,7 @@ def save(
         entries, data, start = {}, b"", 0
         for name, array in tensors.items():
             kind = {"<f4": "F32", "<f8": "F64"}.get(array.dtype.str, "F8_E4M3")
-            entries[name] = {
-                "dtype": kind,
-                "shape": list(array.shape),
-                "data_offsets": [start, start + array.nbytes],
-            }
+            entries[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [start, start + array.nbytes]}
             data, start = data + array.tobytes(), start + array.nbytes
         raw_file(file, entries, data)
     else:
@@ -80,9 +76,8 @@ def gptq(size: int, symmetric: bool = True, version: int = 1, act_order: bool = 
     def layout(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
         order = rng.permutation(w.shape[1]) if act_order else np.arange(w.shape[1])
         codes, zero, scale = groups(w[:, order], size, symmetric, bits)
-        values = (codes.astype(int) - np.repeat(zero, size, 1).astype(int)) * np.repeat(scale, size, 1).astype(
-            "f4"
-        )
+        steps = np.repeat(scale, size, 1).astype(np.float32)
+        values = (codes.astype(int) - np.repeat(zero, size, 1).astype(int)) * steps
         back, group_of = np.argsort(order), np.empty(w.shape[1], np.int32)
         group_of[order] = np.arange(w.shape[1]) // size
         tensors = {

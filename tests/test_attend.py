@@ -197,11 +197,8 @@ def test_exact_and_packed_segments(name: str, p: Problem, way: str) -> None:
     rng, bound = np.random.default_rng(0), bound_of(name)
     keys, values = packed(p, PAIRS[name](p), rng)
     first, latest = exact(p, 9, rng), exact(p, 130, rng)
-    segments = [
-        Segment(*first, 1, 5, 0),
-        Segment(keys, values, 0, p.length, 4),
-        Segment(*latest, 3, 130, 4 + p.length),
-    ]
+    stored = Segment(keys, values, 0, p.length, 4)
+    segments = [Segment(*first, 1, 5, 0), stored, Segment(*latest, 3, 130, 4 + p.length)]
     assert_same(p, segments, bound)
     part = [Segment(keys, values, 5, p.length - 3, 0)]
     assert_same(p, part, bound)

@@ -65,9 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("model")
     config = golden_cases.LLAMA | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
     shapes = architecture(config).tensors()
-    save_file(
-        {n: golden_cases.draw("budget", n, shape) for n, shape in shapes.items()}, folder / "model.safetensors"
-    )
+    save_file({n: golden_cases.draw("budget", n, s) for n, s in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

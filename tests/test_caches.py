@@ -164,11 +164,8 @@ def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None
     for n in (150, 200, 330):  # a prompt leaves as many exact as tokens that come one by one
         cache = make(name, heads)
         cache.prefill(q[:, :n], k[:, :n], v[:, :n])
-        assert (
-            cache.n_recent
-            == n - cache.n_sink - cache.n_packed
-            >= min(cache.sizes.residual_length, n - cache.n_sink)
-        )
+        behind = n - cache.n_sink
+        assert cache.n_recent == behind - cache.n_packed >= min(cache.sizes.residual_length, behind)
         held = cache.stored()["recent_key"].decode(0, cache.n_recent)
         np.testing.assert_array_equal(held, k[:, n - cache.n_recent : n].astype(np.float16))
 

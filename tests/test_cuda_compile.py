@@ -33,9 +33,7 @@ from edgekv.papers.kvcomp import cuda as huffman
 PACKAGE = pathlib.Path(edgekv.__file__).parent
 LEAST = {"prompt_attention": 75, "tiled_linear": 80, "tiled": 80}  # of what is only launched from a generation on
 ALL = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
-REPORT = re.compile(
-    r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
-)
+REPORT = re.compile(r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.S)
 
 
 def bound(codec: Any) -> Any:
@@ -128,9 +126,7 @@ class Nvrtc:
 def nvrtc() -> Nvrtc:
     found = Nvrtc.find()
     if found is None:
-        pytest.skip(
-            "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 (any 12.x knows all generations down to sm_53)"
-        )
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 (12.x knows all generations down to sm_53)")
     return found
 
 

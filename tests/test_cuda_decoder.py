@@ -10,9 +10,9 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from cuda_cases import ON_CUDA, OnDevice
+from cuda_cases import ON_CUDA, OnDevice, open_caches
 from cuda_host.driver import HostDriver
-from helpers import SCHEMES
+from helpers import SCHEMES, text
 from kernel_cases import assert_close, pairs
 
 from edgekv import Session
@@ -60,13 +60,6 @@ def small_model(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, window: i
     return Model.open(golden_cases.write_checkpoint("small", folder / "model"))
 
 
-def open_caches(decoder: Any, text: str, capacity: int = CAPACITY) -> list[KVCache]:
-    caches = CacheSpec.parse(text).layers(decoder.config, capacity)
-    for cache in caches:
-        cache.allocate(decoder.kernels, decoder.workspace)
-    return caches
-
-
 REPLAYED = ["llama2-gqa", "mistral", "qwen3", "gpt2", "gemma3-options", "gemma2-options"]
 ON_HOST_TOO = ["qwen3", "gpt2", "gemma3-options", "phi3-longrope"]
 STEPPED = ["phi3-longrope"]  # changes with the length
@@ -79,12 +72,12 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
         pytest.skip("seconds each without a GPU")
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
     cuda, tokens = decoder(model, device), golden_cases.tokens(name)
-    caches = open_caches(cuda, "dense:dtype=f32")
+    caches = open_caches(cuda, "dense:dtype=f32", CAPACITY)
     whole = to_host(cuda.head(cuda.prefill(cuda.embed(tokens, 0), caches)))
     np.testing.assert_allclose(whole[::3], GOLDEN[name], atol=2e-4, rtol=0)
     rows = []
     for each in (cuda, find_device("numpy").decoder(model, model.weight_format("f32"), CAPACITY, 1, None)):
-        caches = open_caches(each, "dense:dtype=f32")
+        caches = open_caches(each, "dense:dtype=f32", CAPACITY)
         parts = [each.prefill(each.embed(tokens[a:b], a), caches) for a, b in ((0, 17), (17, 28))]
         logits = [to_host(each.head(x)) for x in parts]
         rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
@@ -106,7 +99,7 @@ def test_quantized_weights(device: OnDevice, weights: str, is_tiled: bool, tmp_p
     form, tokens = model.weight_format(weights), golden_cases.tokens("llama-biases")
     results = []
     for each in (find_device("numpy").decoder(model, form, CAPACITY, 1, None), decoder(model, device, weights)):
-        caches = open_caches(each, "dense:dtype=f32")
+        caches = open_caches(each, "dense:dtype=f32", CAPACITY)
         hidden = each.prefill(each.embed(tokens[:20], 0), caches)
         steps = [to_host(each.step(token, caches)).copy() for token in tokens[20:23]]
         results.append(np.stack([to_host(each.head(hidden[-1:]))[0], *steps]))
@@ -203,11 +196,9 @@ def test_greedy_text_equals_the_cpus(name: str, weights: str, prompt: str, reque
     """Weights of 8 bits and a prompt of more than a few tokens: it is read in half precision."""
     OnDevice.open("gpu")
     path = shipped_model("demo") if name == "demo" else request.getfixturevalue("shared") / "models" / name
-    texts = []
-    for where in ("numpy", "cuda"):
-        session = Session.load(path, kv="dense", ctx=300, weights=weights, device=where)
-        texts.append([step.token for step in session.generate(prompt, max_new_tokens=100, temperature=0.0)])
-    assert texts[1] == texts[0]
+    options: Any = {"kv": "dense", "ctx": 300, "weights": weights}
+    here, there = (text(Session.load(path, **options, device=each), prompt, 100) for each in ("numpy", "cuda"))
+    assert there == here
 
 
 FAMILIES = [*REPLAYED, *STEPPED]
@@ -215,14 +206,16 @@ GPU_SCHEMES = ["f16", "planes", "onebit:residual_length=8", "kivi2:residual_leng
 CTX = 256
 
 
+def spoken(session: Session, prompt: list[int]) -> list[int]:
+    """Returns greedy tokens after a prompt in a conversation of its own."""
+    session.reset()
+    return text(session, prompt)
+
+
 def texts_of(session: Session) -> list[list[int]]:
-    """Returns greedy tokens after prompts of several lengths, each in a conversation of its own."""
-    out = []
-    for n in (5, 64, 230):
-        session.reset()
-        prompt = np.random.default_rng(n).integers(3, golden_cases.VOCAB, n).tolist()
-        out.append([step.token for step in session.generate(prompt, max_new_tokens=12, temperature=0.0)])
-    return out
+    """Returns texts after prompts of several lengths."""
+    draws = (np.random.default_rng(n).integers(3, golden_cases.VOCAB, n) for n in (5, 64, 230))
+    return [spoken(session, prompt.tolist()) for prompt in draws]
 
 
 def test_sessions_one_after_the_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,16 +248,9 @@ def test_sessions_in_threads_beside_each_other(tmp_path: pathlib.Path) -> None:
     OnDevice.open("gpu")
     path = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")
     sessions = [Session.load(path, kv=kv, ctx=64, device="cuda") for kv in ("f16", "h1b")]
-
-    def speak(session: Session) -> list[int]:
-        session.reset()
-        return [step.token for step in session.generate([5, 6, 7], max_new_tokens=12, temperature=0.0)]
-
-    expected = [speak(session) for session in sessions]
+    expected = [[spoken(session, [5, 6, 7])] * 5 for session in sessions]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda session: [speak(session) for _ in range(5)], sessions)) == [
-            [each] * 5 for each in expected
-        ]
+        assert list(pool.map(lambda session: [spoken(session, [5, 6, 7]) for _ in range(5)], sessions)) == expected
 
 
 def test_quality_is_the_cpus(tmp_path: pathlib.Path, device: OnDevice) -> None:
@@ -287,7 +273,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
         pytest.skip("a real GPU's memory is not filled by a test")
     texts = []
     for short_of in (False, True):
-        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.rope_invalidates_keys)
+        state = State(open_caches(cuda, "kivi2:residual_length=0", CAPACITY), cuda.config.rope_invalidates_keys)
         runner = Runner(state, cuda, SerialScheduler(cuda.threads), CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.backend.driver)
         runner.append([1, 2, 3], [])
@@ -318,7 +304,7 @@ def test_embeddings_are_the_cpus(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 def test_a_gpu_that_fails(tmp_path: pathlib.Path) -> None:
     host = OnDevice.open("host")
     cuda = decoder(Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")), host)
-    state = State(open_caches(cuda, "h1b"), cuda.config.rope_invalidates_keys)
+    state = State(open_caches(cuda, "h1b", CAPACITY), cuda.config.rope_invalidates_keys)
     runner = Runner(state, cuda, SerialScheduler(1), CAPACITY, 0)
 
     def fail(*arguments: Any) -> None:
@@ -405,9 +391,7 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     half = Decoder(CudaBackend(store, device.driver, 1), CAPACITY + 16)
     logits = []
     for each in (find_device("numpy").decoder(model, form, CAPACITY + 16, 1, None), half):
-        caches: list[Any] = CacheSpec.parse(text).layers(each.config, CAPACITY + 16)
-        for cache in caches:
-            cache.allocate(each.kernels, each.workspace)
+        caches = open_caches(each, text, CAPACITY + 16)
         x = each.prefill(each.embed(tokens, 0), caches)
         parts = [x]
         if text.startswith("dense"):  # signs of keys near 0 may differ

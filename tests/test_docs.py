@@ -104,18 +104,15 @@ def test_errors_that_are_explained_are_printed() -> None:
 
 def families() -> list[str]:
     """Returns the rows of the table of families, which has every type that is registered."""
-    rows = re.findall(
-        r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", (DOCS / "models.md").read_text().partition("## Files")[0], re.M
-    )
+    table = (DOCS / "models.md").read_text().partition("## Files")[0]
+    rows = re.findall(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", table, re.M)
     assert {name.strip("`") for row in rows for name in row.split(", ")} >= set(FAMILIES)
     return rows
 
 
 def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
-    wrong = {
-        page.name: [words for words in shown_commands(page.read_text()) if unknown_words(words)]
-        for page in CURRENT
-    }
+    shown = {page.name: shown_commands(page.read_text()) for page in CURRENT}
+    wrong = {name: [words for words in commands if unknown_words(words)] for name, commands in shown.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
@@ -260,10 +257,8 @@ def test_the_workflow_runs_what_is_here() -> None:
 def test_type_checkers_see_the_same_names() -> None:
     """The names imported for type checkers are those given at run time."""
     text = pathlib.Path(edgekv.__file__).read_text()
-    seen = {
-        name: module
-        for module, name, _ in re.findall(r"^    from edgekv\.(\S+) import ((\w+)) as \3$", text, re.M)
-    }
+    names = re.findall(r"^    from edgekv\.(\S+) import ((\w+)) as \3$", text, re.M)
+    seen = {name: module for module, name, _ in names}
     assert seen == {name: home for name, home in edgekv._HOMES.items() if home != "errors"}
     assert {name for name in vars(errors) if name.endswith("Error")} <= set(edgekv.__all__)
 

@@ -20,9 +20,8 @@ RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
 def test_closed_and_full_output() -> None:
     """No traceback; with a full disk a line and status 2."""
     whole = [*RUN, "--max-new-tokens", "2"]
-    closed = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *whole], capture_output=True, text=True, timeout=120
-    )
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    closed = subprocess.run([*shell, *whole], capture_output=True, text=True, timeout=120)
     assert closed.returncode == 0
     assert "Traceback" not in closed.stderr
     with open("/dev/full", "w") as full:

@@ -177,9 +177,7 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
         said = next(steps).text
         assert session.tokens[: len(beginning)] == beginning
         if shown:
-            n_shown = sum(
-                len(message.get("images", ())) for message in talk.messages if not message.get("dropped")
-            )
+            n_shown = sum(len(m.get("images", ())) for m in talk.messages if not m.get("dropped"))
             assert session.tokens.count(vision_cases.IMAGE_TOKEN) == n_shown * vision_cases.N_TOKENS > 0
         said += text_of(steps)
         assert text_of(talk.retry(max_new_tokens=60, sampling=GREEDY)) == said

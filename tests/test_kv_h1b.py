@@ -150,10 +150,9 @@ def test_what_can_not_be_adapted_says_so() -> None:
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
         with pytest.raises(CacheError, match=r"^adapter x: h1b takes tau and nothing else"):
             make("h1b", (4, 2, 64), 50).load_adapter(parameters, "adapter x")
+    parameters = {**tau, "projection": np.ones((128, 64), np.float32)}
     with pytest.raises(CacheError, match=r"^adapter x: projection has shape \(128, 64\) in a layer"):
-        make("h1b", (4, 2, 64), 50).load_adapter(
-            {**tau, "projection": np.ones((128, 64), np.float32)}, "adapter x"
-        )
+        make("h1b", (4, 2, 64), 50).load_adapter(parameters, "adapter x")
 
 
 def test_a_key_is_one_bit_per_sign() -> None:

@@ -209,9 +209,8 @@ def test_fier_index(shape: tuple[int, int, int, int], group: int, minmax: bool, 
     q = normal(3, g, r * n, d)
     signs = np.full((g, n_groups * group // 32, d), 0xABCD1234, np.uint32)
     levels = np.full((g, n_groups, 2, d), 0x7E00, np.uint16)
-    index = bound(
-        SignIndex(g, n_groups * group, d, group, "minmax" if minmax else "mad"), signs=signs, levels=levels
-    )
+    empty = SignIndex(g, n_groups * group, d, group, "minmax" if minmax else "mad")
+    index = bound(empty, signs=signs, levels=levels)
     index.encode(keys, b0, b0 + 1)
     index.encode(keys, b0 + 1, b1)
     assert (signs[:, np.r_[: b0 * group // 32, b1 * group // 32 : n_groups * group // 32]] == 0xABCD1234).all()

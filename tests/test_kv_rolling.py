@@ -113,9 +113,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
     results, sizes = [], []
     for rolls in (True, False):
         if not rolls:
-            monkeypatch.setattr(
-                "edgekv.kvcache.policies.Dense.window_codecs", classmethod(lambda cls, options: None)
-            )
+            monkeypatch.setattr("edgekv.kvcache.policies.Dense.window_codecs", classmethod(lambda *_: None))
         session = Session.load(gemma, kv="dense:dtype=f32", weights="f32", ctx=512)
         parts = [session.logits(tokens[:300]), session.logits(tokens[300:350])]
         session.rewind(340)

@@ -17,6 +17,7 @@ from PIL import Image
 from serving import ROOT, Server, get, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+expect = sync_api.expect
 CTX = 320
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "google-chrome-stable")
 HINT = "needs a Chromium: python -m playwright install --with-deps chromium, or apt install chromium"
@@ -63,8 +64,12 @@ def page(context: Any, server: Server) -> Iterator[Any]:
     assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
 
 
-def expect(locator: Any) -> Any:
-    return sync_api.expect(locator)
+@pytest.fixture
+def bare(context: Any, server: Server) -> Any:
+    """A page whose console may have errors."""
+    page = context.new_page()
+    page.goto(server.url)
+    return page
 
 
 def ask(page: Any, text: str) -> None:
@@ -228,11 +233,10 @@ def test_markup_is_only_text(page: Any) -> None:
         page.reload()
 
 
-def test_nothing_passes_the_sanitizer_that_is_not_named(browser: Any, server: Server) -> None:
+def test_nothing_passes_the_sanitizer_that_is_not_named(bare: Any) -> None:
     """Even HTML that a library would let through."""
-    page = opened(browser, server)
     html = HOSTILE + "<math><mtext href=javascript:alert(1) style=x>t</mtext><annotation-xml><svg onload=alert(1)>"
-    kept = page.evaluate(
+    kept = bare.evaluate(
         """html => {
         const box = document.createElement("div");
         parser.parser = () => html;
@@ -242,7 +246,6 @@ def test_nothing_passes_the_sanitizer_that_is_not_named(browser: Any, server: Se
         html,
     )
     assert set(kept) <= {"math", "mtext", "br", "p"}
-    page.close()
 
 
 def test_markdown(page: Any) -> None:
@@ -279,15 +282,13 @@ def test_a_growing_answer_looks_like_a_complete_one(page: Any) -> None:
     assert grown == whole
 
 
-def test_no_script_runs_but_the_pages_own(browser: Any, server: Server) -> None:
+def test_no_script_runs_but_the_pages_own(bare: Any) -> None:
     """The policy holds even where an element got in."""
-    page = opened(browser, server)
-    page.evaluate("""() => { const made = document.createElement("script");
+    bare.evaluate("""() => { const made = document.createElement("script");
         made.text = "window.hurt = 1"; document.body.append(made);
         document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.hurt = 1">'); }""")
-    page.wait_for_timeout(100)
-    assert page.evaluate("() => window.hurt") is None
-    page.close()
+    bare.wait_for_timeout(100)
+    assert bare.evaluate("() => window.hurt") is None
 
 
 def test_edit_and_regenerate(page: Any) -> None:
@@ -370,28 +371,25 @@ def test_settings_belong_to_a_conversation(page: Any, server: Server) -> None:
     page.keyboard.press("Escape")
 
 
-def test_answers_of_a_schema(browser: Any, server: Server) -> None:
+def test_answers_of_a_schema(bare: Any) -> None:
     """What is no JSON is refused in the dialog; what the server can't follow leads back to the settings."""
-    page = opened(browser, server)
-    page.locator("#settings").click()
-    field = page.locator("[name=response_format]")
+    bare.locator("#settings").click()
+    field = bare.locator("[name=response_format]")
     field.fill('{"type": ')
-    page.get_by_role("button", name="Done").click()
-    assert page.locator("#options").evaluate("dialog => dialog.open")
+    bare.get_by_role("button", name="Done").click()
+    assert bare.locator("#options").evaluate("dialog => dialog.open")
     assert "no JSON object" in field.evaluate("field => field.validationMessage")
     field.fill('{"type": "shape"}')
-    page.get_by_role("button", name="Done").click()
-    page.locator("#text").fill("Hello")
-    page.locator("#send").click()
-    expect(page.locator(".error")).to_contain_text("The JSON schema of this conversation can't be used")
-    page.locator(".error").get_by_role("button", name="Settings").click()
-    field.fill(
-        '{"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"], "additionalProperties": false}'
-    )
-    page.get_by_role("button", name="Done").click()
-    page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".assistant .body")).to_contain_text(re.compile(r'\{\s*"n"'))
-    page.close()
+    bare.get_by_role("button", name="Done").click()
+    bare.locator("#text").fill("Hello")
+    bare.locator("#send").click()
+    expect(bare.locator(".error")).to_contain_text("The JSON schema of this conversation can't be used")
+    bare.locator(".error").get_by_role("button", name="Settings").click()
+    schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
+    field.fill(json.dumps(schema | {"additionalProperties": False}))
+    bare.get_by_role("button", name="Done").click()
+    bare.get_by_role("button", name="Try again").click()
+    expect(bare.locator(".assistant .body")).to_contain_text(re.compile(r'\{\s*"n"'))
 
 
 def test_conversations_are_searched_exported_and_imported(page: Any, context: Any, tmp_path: pathlib.Path) -> None:
@@ -416,17 +414,10 @@ def test_conversations_are_searched_exported_and_imported(page: Any, context: An
     hostile = [{"role": "user", "content": "x", "images": ["https://e.example/p.png"]}]
     for bad in ("{", "[]", {"conversations": []}, {**data, "conversations": [None]}):
         expect_refused(page, tmp_path, bad)
-    for change in (
-        {"messages": hostile},
-        {"messages": [{"role": "system", "content": ""}]},
-        {"used": "much"},
-        {"id": 3},
-    ):
-        expect_refused(
-            page,
-            tmp_path,
-            {**data, "conversations": [data["conversations"][0], data["conversations"][1] | change]},
-        )
+    empty = [{"role": "system", "content": ""}]
+    for change in ({"messages": hostile}, {"messages": empty}, {"used": "much"}, {"id": 3}):
+        first, second = data["conversations"]
+        expect_refused(page, tmp_path, {**data, "conversations": [first, second | change]})
     page.locator("#import-file").set_input_files(saved)
     expect(page.locator("#list li")).to_have_count(2)
     page.get_by_role("button", name="The first talk", exact=True).click()
@@ -464,61 +455,50 @@ def test_a_full_context_is_no_dead_end(page: Any) -> None:
     expect(page.locator(".error")).to_have_count(0)
 
 
-def opened(browser: Any, server: Server, **options: Any) -> Any:
-    """A page whose console may have errors."""
-    page = browser.new_page(**options)
-    page.goto(server.url)
-    return page
-
-
-def test_errors_are_shown_and_can_be_mended(browser: Any, server: Server) -> None:
+def test_errors_are_shown_and_can_be_mended(bare: Any) -> None:
     """A message longer than the context; a server that goes away."""
-    page = opened(browser, server)
-    expect(page.locator("#model")).to_contain_text("demo")
-    page.locator("#text").fill("word " * 1000)
-    page.locator("#send").click()
-    expect(page.locator(".error")).to_contain_text(f"context is {CTX}")
-    expect(page.locator("#fullness")).to_contain_text("alone is longer")
-    expect(page.locator("#slide")).to_be_hidden()
-    page.locator("#fresh").click()
-    expect(page.locator("#full")).to_be_hidden()
+    expect(bare.locator("#model")).to_contain_text("demo")
+    bare.locator("#text").fill("word " * 1000)
+    bare.locator("#send").click()
+    expect(bare.locator(".error")).to_contain_text(f"context is {CTX}")
+    expect(bare.locator("#fullness")).to_contain_text("alone is longer")
+    expect(bare.locator("#slide")).to_be_hidden()
+    bare.locator("#fresh").click()
+    expect(bare.locator("#full")).to_be_hidden()
+    full = {"error": {"code": "queue_full", "message": "32 wait"}}
+    stream: Any = {"body": 'data: {"choices": []}\n\n', "content_type": "text/event-stream"}
     answers: dict[str, Any] = {
         "does not answer": lambda route: route.abort(),
-        "busy": lambda route: route.fulfill(
-            status=429, json={"error": {"code": "queue_full", "message": "32 wait"}}
-        ),
+        "busy": lambda route: route.fulfill(status=429, json=full),
         "short of memory": lambda route: route.fulfill(status=503, json={"error": {"code": "overloaded"}}),
         "answered 502": lambda route: route.fulfill(status=502, body="<html>"),
-        "broke off": lambda route: route.fulfill(
-            body='data: {"choices": []}\n\n', content_type="text/event-stream"
-        ),
+        "broke off": lambda route: route.fulfill(**stream),
     }
-    page.locator("#text").fill("Hello?")
-    page.route("**/v1/chat/completions", answers["busy"])
-    page.locator("#send").click()
-    expect(page.locator(".error")).to_contain_text("busy")
+    bare.locator("#text").fill("Hello?")
+    bare.route("**/v1/chat/completions", answers["busy"])
+    bare.locator("#send").click()
+    expect(bare.locator(".error")).to_contain_text("busy")
     for text, answer in answers.items():
-        page.unroute("**/v1/chat/completions")
-        page.route("**/v1/chat/completions", answer)
-        page.get_by_role("button", name="Try again").click()
-        expect(page.locator(".error")).to_contain_text(text)
-    page.unroute("**/v1/chat/completions")
-    page.reload()
-    page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".assistant .actions")).to_have_count(1)
-    expect(page.locator(".error")).to_have_count(0)
+        bare.unroute("**/v1/chat/completions")
+        bare.route("**/v1/chat/completions", answer)
+        bare.get_by_role("button", name="Try again").click()
+        expect(bare.locator(".error")).to_contain_text(text)
+    bare.unroute("**/v1/chat/completions")
+    bare.reload()
+    bare.get_by_role("button", name="Try again").click()
+    expect(bare.locator(".assistant .actions")).to_have_count(1)
+    expect(bare.locator(".error")).to_have_count(0)
     asked_again = re.compile("/(health|props)$")
-    page.route(asked_again, lambda route: route.abort())
-    expect(page.locator("#status")).to_contain_text("The server does not answer")
-    page.route("**/v1/chat/completions", answers["does not answer"])
-    page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".error")).to_contain_text("does not answer")
+    bare.route(asked_again, lambda route: route.abort())
+    expect(bare.locator("#status")).to_contain_text("The server does not answer")
+    bare.route("**/v1/chat/completions", answers["does not answer"])
+    bare.get_by_role("button", name="Try again").click()
+    expect(bare.locator(".error")).to_contain_text("does not answer")
     for _ in range(2):  # said once, also after the first of these is handled
-        page.wait_for_event("requestfailed", lambda request: asked_again.search(request.url))
-    expect(page.locator("#status")).to_be_empty()
-    page.unroute(asked_again)
-    expect(page.locator(".error")).to_have_count(0)
-    page.close()
+        bare.wait_for_event("requestfailed", lambda request: asked_again.search(request.url))
+    expect(bare.locator("#status")).to_be_empty()
+    bare.unroute(asked_again)
+    expect(bare.locator(".error")).to_have_count(0)
 
 
 def test_images(page: Any, server: Server, tmp_path: pathlib.Path) -> None:
@@ -589,14 +569,10 @@ def test_for_screen_readers(page: Any) -> None:
 
 def test_on_a_phone(browser: Any, server: Server) -> None:
     """Nothing is wider than 360 pixels, in light and dark; the list is behind a button."""
-    page = opened(browser, server, viewport={"width": 360, "height": 640}, color_scheme="dark")
-    replaced(
-        page,
-        "| a | b |\n|---|---|\n"
-        + f"| {'c ' * 40} | {'d' * 90} |\n\n```\n{'e' * 200}\n```\n\n$$"
-        + "f+" * 90
-        + "g$$",
-    )
+    page = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme="dark")
+    page.goto(server.url)
+    text = f"| a | b |\n|---|---|\n| {'c ' * 40} | {'d' * 90} |\n\n```\n{'e' * 200}\n```\n\n$${'f+' * 90}g$$"
+    replaced(page, text)
     ask(page, "w" * 200)
     expect(page.locator("#list")).to_be_hidden()
     page.locator("#menu").click()

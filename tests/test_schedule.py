@@ -101,36 +101,21 @@ def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler) -> None:
             np.testing.assert_array_equal(schedule.steps(decoder, [token], ())[0], [token, token])
         schedule.finish()
 
-    threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
-    with schedule.exclusive():
-        for thread in threads:
-            thread.start()
+    with concurrent.futures.ThreadPoolExecutor(SLOTS) as threads, schedule.exclusive():
+        texts = [threads.submit(write, 100 * i) for i in range(SLOTS)]
         until(lambda: n_waiting(schedule) == SLOTS)
-    for thread in threads:
-        thread.join()
+    assert [text.result(60) for text in texts] == [None] * SLOTS
     assert [len(tokens) for tokens in decoder.passes] == [SLOTS] * 8
 
 
 def test_a_prompt_lets_tokens_go_first(decoder: Slow, schedule: BatchScheduler) -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
-    reading, asked = threading.Event(), threading.Event()
-    logits: list[Any] = []
-
-    def write() -> None:
-        reading.wait()
-        asked.set()
-        logits.append(schedule.steps(decoder, [7], ())[0])
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    with schedule.exclusive() as pause:
-        reading.set()
-        asked.wait()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, schedule.exclusive() as pause:
+        asked = thread.submit(schedule.steps, decoder, [7], ())
         while not decoder.passes:
             pause()
         assert decoder.passes == [[7]]
-        thread.join()
-    np.testing.assert_array_equal(logits[0], [7, 7])
+        np.testing.assert_array_equal(asked.result(60)[0], [7, 7])
 
 
 @contextlib.contextmanager
@@ -142,15 +127,13 @@ def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
         while not ended.is_set():
             schedule.steps(decoder, [1], ())[0]
 
-    threads = [threading.Thread(target=write) for _ in range(n)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    with concurrent.futures.ThreadPoolExecutor(n) as threads:
+        for _ in range(n):
+            threads.submit(write)
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def test_a_pause_is_one_pass(decoder: Slow, schedule: BatchScheduler) -> None:
@@ -225,12 +208,11 @@ def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
             reading.set()
             assert read.wait(60)
 
-    thread = threading.Thread(target=prompt)
-    thread.start()
-    assert reading.wait(60)
-    yield
-    read.set()
-    thread.join()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(prompt)
+        assert reading.wait(60)
+        yield
+        read.set()
 
 
 def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchScheduler) -> None:

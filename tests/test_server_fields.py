@@ -87,10 +87,8 @@ def test_stop_seed_and_sampling(client: openai.OpenAI) -> None:
 
 def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
     schema: Any = {"type": "object", "properties": {"ship": {"enum": ["cog", "hulk"]}}, "required": ["ship"]}
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "s", "schema": schema | {"additionalProperties": False}},
-    }
+    named = {"name": "s", "schema": schema | {"additionalProperties": False}}
+    form = {"type": "json_schema", "json_schema": named}
     answer = chat(client, "What?", response_format=form, temperature=1, max_tokens=80).choices[0]
     assert json.loads(answer.message.content)["ship"] in ("cog", "hulk")
     assert answer.finish_reason == "stop"

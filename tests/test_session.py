@@ -59,9 +59,7 @@ def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None
         assert n_cached(session) == 31
         runs.append([*first, *second])
         arrays = [array for cache in session.caches for array in cache.arrays.values()]
-        assert (
-            session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes > 0
-        )
+        assert sum(array.nbytes for array in arrays) == session.report().cache_bytes == session.plan.cache_bytes
         session.reset()
     assert runs[0] == runs[1]
     assert len(set(runs[0])) > 3
@@ -302,9 +300,7 @@ def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with Session.load("demo", ctx=64) as session:
         assert session.model.path.name == "demo"
-        assert "".join(
-            step.text for step in session.generate("Once upon a time", max_new_tokens=4, temperature=0.0)
-        )
+        assert any(step.text for step in session.generate("Once", max_new_tokens=4, temperature=0.0))
     with raises(CheckpointError, field="model"):
         Session.load("dem")
     (tmp_path / "demo").mkdir()

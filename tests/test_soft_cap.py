@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cache_cases import attend_last, attention, draw, make, normal, read_prompt, relative
+from cuda_cases import open_caches
 from helpers import SCHEMES, Cli
 from tiny_models import tiny_model
 
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
-from edgekv.kvcache import CacheSpec
 
 F32 = npt.NDArray[np.float32]
 HEADS, N, CAP = (4, 2, 32), 300, 20.0
@@ -119,10 +119,6 @@ def test_prompts_that_are_read_together_see_the_sinks(device: str, tmp_path: pat
     model = Model.open(golden_cases.write_checkpoint("gpt-oss", tmp_path / "model"))
     decoder = find_device(device).decoder(model, model.weight_format("f32"), 48, 1, None)
     prompts = [decoder.embed(golden_cases.tokens("gpt-oss")[a : a + 12], 0) for a in (0, 12)]
-    together, alone = decoder.read_together(np.concatenate(prompts), 12), []
-    for x in prompts:
-        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, 48)
-        for cache in caches:
-            cache.allocate(decoder.kernels, decoder.workspace)
-        alone.append(decoder.prefill(x.copy(), caches))
+    together = decoder.read_together(np.concatenate(prompts), 12)
+    alone = [decoder.prefill(x.copy(), open_caches(decoder, "dense:dtype=f32", 48)) for x in prompts]
     np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-4)

@@ -217,9 +217,8 @@ def test_how_texts_are_cut(split: str, cuts: list[str], tmp_path: pathlib.Path) 
         writer.add_token_merges(["a b"])
 
     folder, _ = import_gguf(gguf_writer.write_vocabulary(tmp_path, fill))
-    found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer.pre_tokenize_str(
-        "".join(cuts)
-    )
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = library.pre_tokenizer.pre_tokenize_str("".join(cuts))
     ends = list(itertools.accumulate(map(len, cuts)))
     assert [span for _, span in found] == list(zip([0, *ends], ends, strict=False))
 

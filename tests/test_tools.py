@@ -62,7 +62,6 @@ def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
         scene = draw_scene(rng, n)
         session.reset()
         images = [image.fromarray(render(scene, rng))]
-        said = "".join(
-            step.text for step in session.generate(PROMPT, images=images, max_new_tokens=160, temperature=0.0)
-        )
+        steps = session.generate(PROMPT, images=images, max_new_tokens=160, temperature=0.0)
+        said = "".join(step.text for step in steps)
         assert parse(said) == (n, list(scene))

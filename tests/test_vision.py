@@ -72,9 +72,8 @@ def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathl
         settings = (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
         settings.write_text(json.dumps({"image_processor": json.loads(settings.read_text())}))
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
-    np.testing.assert_allclose(
-        session.logits(session.encode_prompt(TEXT, IMAGES[:2])), GOLDEN["logits"], atol=2e-5
-    )
+    logits = session.logits(session.encode_prompt(TEXT, IMAGES[:2]))
+    np.testing.assert_allclose(logits, GOLDEN["logits"], atol=2e-5)
 
 
 def test_pieces_prefill_and_logits_agree(base: Session) -> None:
@@ -279,9 +278,7 @@ def test_an_unknown_placeholder(copied: pathlib.Path) -> None:
 def test_a_store_sees_too(folder: pathlib.Path, tmp_path: pathlib.Path, cli: Cli) -> None:
     store = tmp_path / "store"
     cli("quantize", "--model", folder, "--weights", "f32", "--output", store)
-    texts = [
-        text(Session.load(each, weights="f32"), "<image> w8", 4, images=IMAGES[:1]) for each in (folder, store)
-    ]
+    texts = [text(Session.load(p, weights="f32"), "<image> w8", 4, images=IMAGES[:1]) for p in (folder, store)]
     assert texts[0] == texts[1]
 
 
@@ -298,9 +295,8 @@ def png(width: int, height: int, bits: int = 8, colour: int = 2, data: bytes = b
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
-    )
+    chunks = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def rgb16_png() -> bytes:
@@ -436,7 +432,5 @@ def test_other_configs_are_refused(tmp_path: pathlib.Path) -> None:
 
 def test_a_strip_would_become_too_long(tmp_path: pathlib.Path) -> None:
     preprocess = read_settings(tmp_path, {"size": {"shortest_edge": 336}, "crop_size": 336})
-    with pytest.raises(
-        ImageError, match=r"the image: has 30000 x 1 pixels, .* would see 10080000 x 336; accepted: up to"
-    ):
+    with raises(ImageError, "the image: has 30000 x 1 pixels, ", " would see 10080000 x 336; accepted: up to"):
         preprocess(open_image(Image.new("RGB", (30_000, 1))))

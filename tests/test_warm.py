@@ -92,9 +92,7 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
     """A function without a file, since another's would be loaded."""
     begun, everybody, names = [], threading.Barrier(4), dict[str, Any]()
     compile_loop = compiling.compile_loop
-    monkeypatch.setattr(
-        compiling, "compile_loop", lambda *options: begun.append(options) or compile_loop(*options)
-    )
+    monkeypatch.setattr(compiling, "compile_loop", lambda *given: begun.append(given) or compile_loop(*given))
     exec("def nothing(number): return", names)
     loop = loops.Loop(names["nothing"])
 

@@ -239,9 +239,7 @@ def _shim() -> pathlib.Path:
 
 def _compile(command: list[str], target: pathlib.Path, source: str, what: str) -> None:
     partial = target.with_suffix(f".{os.getpid()}")
-    done = subprocess.run(
-        [*command, "-o", str(partial)], input=source, text=True, capture_output=True, check=False
-    )
+    done = subprocess.run([*command, "-o", partial], input=source, text=True, capture_output=True, check=False)
     assert done.returncode == 0, f"{what}: {done.stderr[:4000]}"
     partial.replace(target)
 

@@ -131,9 +131,7 @@ class Material:
     def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
         """Opens a model with CTX positions, on the reference and on the CPU."""
         longer = _with_positions(source, folder)
-        loaded, compiled = (
-            Session.load(longer, weights="f32", device=each, threads=1) for each in ("numpy", "cpu")
-        )
+        loaded, compiled = (Session.load(longer, weights="f32", device=on, threads=1) for on in ("numpy", "cpu"))
         return loaded, compiled
 
     def _images(self, folder: pathlib.Path) -> None:

@@ -39,9 +39,7 @@ def logits(model: pathlib.Path, **settings: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
-def test_weights_are_those_of_an_edited_checkpoint(
-    device: str, model: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_weights_are_an_edited_checkpoints(device: str, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     edited = tmp_path / "edited"
     edited.mkdir()
     save_file({**golden_cases.tensors(CASE), **changed_v_proj()}, edited / "model.safetensors")
@@ -106,9 +104,7 @@ def test_identity_follows_the_weights_only(model: pathlib.Path, tmp_path: pathli
     assert len({plain, one, other}) == 3
 
 
-def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
-    model: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_what_a_scheme_learned_besides_is_of_each_layer(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The model's identity follows it, so that no session goes on without it."""
     config, rng = Model.open(model).config, np.random.default_rng(0)
     sizes = {"projection": (3, 256, config.head_dim), "centre": (3, config.n_kv_heads, config.head_dim)}

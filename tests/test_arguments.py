@@ -118,9 +118,7 @@ def refuses(session: Session, call: Callable[..., Any], name: str, values: tuple
 
 
 @pytest.mark.parametrize(("method", "name", "values"), cases(METHODS))
-def test_a_wrong_argument_changes_nothing(
-    session: Session, method: str, name: str, values: tuple[Any, ...]
-) -> None:
+def test_wrong_arguments_change_nothing(session: Session, method: str, name: str, values: tuple[Any, ...]) -> None:
     """Bytes of the caches and all: what follows is what would have followed."""
     refuses(session, getattr(session, method), name, values, GIVEN.get(method, {}))
 

@@ -153,9 +153,7 @@ def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch
         ("{", ""),
     ],
 )
-def test_a_foreign_file_is_refused_in_a_line(
-    change: dict[str, object] | str, message: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_foreign_file_is_refused(change: dict[str, object] | str, message: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "board.json"
     made_up().save(path)
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))

@@ -443,9 +443,7 @@ def test_the_terminal(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("ctx", [256, 64])
-def test_load_takes_the_scheme_and_context_of_the_file(
-    ctx: int, folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_load_takes_the_files_scheme_and_context(ctx: int, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "talk.kv"
     with Session.load(folder, ctx=128, kv="onebit") as session:
         list(Chat(session).ask("Once", max_new_tokens=4))
@@ -494,9 +492,7 @@ def test_an_answer_leaves_half_of_the_context(folder: pathlib.Path) -> None:
         assert not any(message.get("dropped") for message in said.messages)
 
 
-def test_what_is_no_chat_is_not_overwritten(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_no_other_file_is_overwritten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """A text of `run` would be lost in a chat, and notes under a session."""
     text, notes = tmp_path / "text.kv", tmp_path / "notes.txt"
     cli("run", "demo", "It was", "--session", text, "-n", "2", "--ctx", "64")

@@ -125,9 +125,7 @@ def test_texts_at_once_have_a_process_each_and_one_that_is_killed_ends_its_own(t
     assert again._child._process in processes[1:]
 
 
-def test_a_question_without_an_answer_ends_its_process(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unanswered_question_ends_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next text's schema would be taken for the tokens."""
 
     def interrupt(text: str) -> list[int]:

@@ -106,9 +106,7 @@ def test_schemes_and_kv_list_name_every_scheme(cli: Cli) -> None:
     assert "bytes_per_token_per_kv_head" in json.loads(cli("schemes", "--json").out)[0]
 
 
-def test_quantize_makes_a_store_that_runs_elsewhere(
-    stories: pathlib.Path, tmp_path: pathlib.Path, cli: Cli
-) -> None:
+def test_a_quantized_store_runs_elsewhere(stories: pathlib.Path, tmp_path: pathlib.Path, cli: Cli) -> None:
     store = tmp_path / "store"
     cli("quantize", "--model", stories, "--weights", "int8", "--output", store)
     assert re.search(r"^quantized +int8$", cli("info", "--model", store).out, re.MULTILINE)
@@ -241,15 +239,6 @@ def test_a_long_task_is_said_once_where_no_bar_is_seen(
             for done in range(5):
                 bars.update("prefill", done, 4)
         assert capsys.readouterr().err.splitlines() == ["edgekv: compiling: 25%"] * lines
-
-
-@pytest.mark.parametrize("kv", ["dense", "kivi2"])
-def test_without_a_model_the_demo_runs_and_retrieves(kv: str, cli: Cli) -> None:
-    prose = "The old man walked along the road to the village, and the rain fell on the fields. "
-    question = "\n\nWhat is the pass key? The pass key is"
-    prompt = prose * 12 + "The pass key is 48213. Remember it. " + prose * 12 + question
-    said = cli("run", "--prompt", prompt, "--max-new-tokens", "8", "--greedy", "--kv", kv)
-    assert said.out.split()[0].startswith("48213")
 
 
 # What the library calls a parameter, the command line calls an option

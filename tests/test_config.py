@@ -1,6 +1,5 @@
 """Files such as config.json are read as transformers reads them; what no model can be is refused in one line."""
 
-import json
 import math
 import pathlib
 import sys
@@ -185,13 +184,13 @@ def test_a_family_of_another_package(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(models, "FAMILIES", dict(models.FAMILIES))
     assert "shout" not in sys.modules
+    shouting = {"model_type": "shout", "loudness": 2.0}
     folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")
     expected = Session.load(folder, kv="dense", device="numpy").logits([1, 2, 3])
-    config = golden_cases.CASES["llama2-gqa"] | {"model_type": "shout", "loudness": 2.0}
-    (folder / "config.json").write_text(json.dumps(config))
+    golden_cases.write_checkpoint("llama2-gqa", folder, **shouting)
     found = Session.load(folder, kv="dense", device="numpy").logits([1, 2, 3])
     np.testing.assert_array_equal(found, 2 * expected)
     with pytest.raises(ConfigError, match="loudness is 'very'; accepted: a number"):
-        architecture(config | {"loudness": "very"})
+        architecture(golden_cases.LLAMA | shouting | {"loudness": "very"})
     with pytest.raises(ConfigError, match="accepted: a subclass of"):
         register_family("mine", dict)  # type: ignore[arg-type]

@@ -137,9 +137,7 @@ CASES = [(1, None), (1, 77), (5, 77)]  # query tokens, and tokens that each sees
     [("f16", *each) for each in pairs(shape=list(SHAPES), case=CASES)]
     + [(pair, list(SHAPES)[(i + j) % 3], CASES[(i + 2 * j) % 3]) for i, pair in enumerate(PACKED) for j in (0, 1)],
 )
-def test_a_pair_between_exact_tokens(
-    device: OnDevice, pair: str, shape: str, case: tuple[int, int | None]
-) -> None:
+def test_pairs_between_exact_tokens(device: OnDevice, pair: str, shape: str, case: tuple[int, int | None]) -> None:
     both, (n, window) = Both(device, shape), case
     both.add("f16", 0, 3, 0)
     both.add(pair, 0, 128, 3)

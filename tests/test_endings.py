@@ -79,9 +79,7 @@ def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:
     session.prefill([4, 5])
 
 
-def test_kernels_are_kept_in_a_folder_of_this_user_alone(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_kept_for_this_user_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is given, that of the caches, a temporary one: the first that nobody else can write to."""
     given, home = tmp_path / "given", tmp_path / "home"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(given))

@@ -304,9 +304,7 @@ def test_schemes_are_timed(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("name", ["planes", "h2o"])
-def test_a_copied_cache_is_what_filling_it_gives(
-    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copied_cache_is_a_filled_one(name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters, what was fitted, and every array of every layer."""
     states = []
     for copies in (True, False):

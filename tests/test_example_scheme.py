@@ -95,9 +95,7 @@ def test_it_rounds_as_it_says(rounding: str, error: float) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
-def test_a_session_is_kept_and_restored(
-    device: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_is_restored(device: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the package's compiled loop reads its tokens, elsewhere `decode`."""
     straight = Session.load("demo", kv="bf16", ctx=256, device=device)
     calls, codec = [], CACHES["bf16"].codecs.__globals__["BFloat16Codec"]

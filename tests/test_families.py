@@ -189,9 +189,7 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kv"), [("gemma3", KV), ("lfm2", EXACT), ("mixtral", "onebit"), ("llava", KV)])
-def test_the_oldest_turns_leave_within_an_answer(
-    name: str, kv: str, loaded: Loaded, tmp_path: pathlib.Path
-) -> None:
+def test_the_oldest_turns_leave_in_an_answer(name: str, kv: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     """It goes on as a new conversation of the turns that stayed would."""
     session = loaded(name, kv=kv, overflow="slide").fork(ctx=300)
     Image.fromarray(PIXELS).save(tmp_path / "picture.png")

@@ -67,9 +67,7 @@ def test_greedy_text_is_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
     assert tokens == expected
 
 
-def test_the_second_start_does_not_need_the_library(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_start_needs_no_library(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's walk through the header takes seconds; the cache folder has its result."""
     path = write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "F16")
     first = Model.open(path)

@@ -218,9 +218,7 @@ def test_names(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cached_model_name(tmp_path) is None
 
 
-def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(
-    demo: Repository, home: pathlib.Path, here: Run
-) -> None:
+def test_pull_fetches_what_is_needed_once_and_run_nothing(demo: Repository, home: pathlib.Path, here: Run) -> None:
     with serving(some__demo=demo) as hub:
         done = process(hub, home, "-m", "edgekv", "pull", "some/demo")
         assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_cases import F32, F64, attend_last, attention, make, normal
+from cache_cases import F32, F64, Heads, attend_last, attention, make, normal
 
 TOP = {"int4": 7, "dense:dtype=q8": 127}
 
@@ -21,9 +21,7 @@ def rounded(x: F32, top: int) -> F64:
 @pytest.mark.parametrize(
     ("shape", "n", "window"), [((8, 2, 64), 131, None), ((3, 3, 16), 33, 20), ((5, 1, 24), 64, 7)]
 )
-def test_attention_is_that_of_the_rounded_tokens(
-    kv: str, shape: tuple[int, int, int], n: int, window: int | None
-) -> None:
+def test_attention_is_that_of_the_rounded_tokens(kv: str, shape: Heads, n: int, window: int | None) -> None:
     q, k, v = normal(shape, n, n)
     got = attend_last(make(kv, shape, n, sliding_window=window), (q, k, v), 9)
     expected = attention(q[:, -9:], rounded(k, TOP[kv]), rounded(v, TOP[kv]), window)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, attend_last
+from cache_cases import BACKENDS, Heads, attend_last
 from kernel_cases import EITHER_WAY, assert_close, bound, pairs
 
 from edgekv.kernels import cpu, reference
@@ -113,9 +113,7 @@ HEADS = [(4, 2, 16), (3, 3, 12), (8, 1, 24), (1, 1, 128)]
 @pytest.mark.parametrize(
     ("kv", "window", "heads", "backend"), pairs(kv=RULES, window=[None, 150], heads=HEADS, backend=BACKENDS)
 )
-def test_attends_to_what_the_paper_chooses(
-    kv: str, window: int | None, heads: tuple[int, int, int], backend: str
-) -> None:
+def test_attends_to_what_the_paper_chooses(kv: str, window: int | None, heads: Heads, backend: str) -> None:
     n, steps = 400, 70  # over a border of groups, and over several pages
     sizes = dict(zip(("n_heads", "n_kv_heads", "head_dim"), heads, strict=True))
     tokens = draw(n, **sizes)

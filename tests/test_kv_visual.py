@@ -94,9 +94,7 @@ def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, flo
         *(("quantile=0.2", "numba", window, BY_HEAD) for window in (60, 160)),  # which begin anywhere
     ],
 )
-def test_calibrated_ranges_and_sliding_windows(
-    kv: str, backend: str, window: int | None, options: dict[str, Any]
-) -> None:
+def test_calibrated_ranges_and_windows(kv: str, backend: str, window: int | None, options: dict[str, Any]) -> None:
     """Ranges are shares of the way from the middle."""
     q, k, v = draw(303)
     cache = make(f"visual1:{kv}", backend, window=window)

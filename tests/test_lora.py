@@ -112,9 +112,7 @@ def test_a_packed_checkpoint_is_merged_unpacked(name: str, tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_takes_a_lora_on_all_its_projections(
-    name: str, tmp_path: pathlib.Path, add_case: AddCase
-) -> None:
+def test_families_take_a_lora_on_all_projections(name: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
     model = golden_cases.write_checkpoint(name, tmp_path / "model")
     add_case("all", golden_cases.CASES[name], ("proj", "w1", "w2", "w3", "proj_qkv", "proj_z", "proj_b", "proj_a"))
     plain, merged = Model.open(model), Model.open(model, lora=lora_cases.write("all", tmp_path / "lora"))

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import psutil
 import pytest
+from power_trees import write_tree
 
 from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.machine import (
@@ -17,13 +18,6 @@ from edgekv.machine import (
 )
 
 MIB = 2**20
-
-
-def write_tree(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 def v2(folder, limit, used, stat="inactive_file 0\n"):

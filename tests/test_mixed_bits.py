@@ -247,9 +247,7 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
         Session.restore(tmp_path / "session", loaded, kv="planes:k_bits=1.25,v_bits=1.5")
 
 
-def test_a_short_context_and_prompt(
-    loaded: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_context(loaded: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit reads more tokens than this conversation can have."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Session.load("demo", kv=KV, ctx=100) as session:

@@ -56,9 +56,7 @@ def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
-def test_prefill_in_chunks_is_one_prompt(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_in_chunks_is_one(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemes that learn from a prompt's queries get those of all its tokens."""
     folder = golden_cases.write_checkpoint(name, tmp_path / "model")
     scheme = pytest.importorskip("edgekv.papers.h1b").H1B

@@ -150,9 +150,7 @@ def test_advise_measures_each_number_of_threads_in_turns(
 
 
 @pytest.mark.usefixtures("steady")
-def test_advise_tries_modes_and_restores_them(
-    modes: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_advise_tries_and_restores_modes(modes: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Also after Ctrl-C; a mode that can't be chosen is said before any work, a short stretch after it."""
     command, tried = ["power", "advise", "--modes", "--seconds", "0.4"], []
 

@@ -234,9 +234,7 @@ class Driven(SharedMeter):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_requests_share_each_interval_by_their_tokens(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, counts: bool
-) -> None:
+def test_requests_share_intervals_by_tokens(clock: Clock, monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
     """All joules while there is a request, and no other, whoever begins and ends when."""
     monkeypatch.setattr("edgekv.power.energy.time.perf_counter", clock)
     meter = Driven(clock, counts)
@@ -345,9 +343,7 @@ def test_a_log_is_aligned_by_its_timestamps(form: str, tmp_path: pathlib.Path, c
     assert report.about.meter == "csv"
 
 
-def test_half_written_lines_are_lost_and_a_clock_that_was_set_is_refused(
-    tmp_path: pathlib.Path, clock: Clock
-) -> None:
+def test_half_written_lines_are_lost_and_a_set_clock_is_refused(tmp_path: pathlib.Path, clock: Clock) -> None:
     times, offset = UNIX + np.arange(0, 5, 0.1), [UNIX]
     path = write_log(tmp_path / "log.csv", times, np.full(50, 2.0))
     path.write_text(f"# a meter\n{path.read_text()}{UNIX},nan\nwhat,ever\n{UNIX + 5:.3f}")

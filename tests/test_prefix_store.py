@@ -254,9 +254,7 @@ def test_pictures_are_not_kept(model: pathlib.Path, folder: pathlib.Path) -> Non
         assert len(session.tokens) == len(FIRST)
 
 
-def test_a_full_disk_is_no_error(
-    model: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_fine(model: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a tenth of what is free bounds what is kept."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with loaded(model) as session:
@@ -321,9 +319,7 @@ def cached(session: Session, folder: pathlib.Path, until_written: bool) -> int:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_restarted_server_has_what_it_read(
-    demo: Session, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_of_a_server(demo: Session, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "REST_S", 0.01)
     assert cached(demo, folder, until_written=True) == 0
     assert cached(demo, folder, until_written=False) > 256

@@ -133,9 +133,7 @@ def test_what_does_not_fit_the_weights_is_refused() -> None:
 
 @PARALLEL
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
-    kind: tuple[CodeLayout, str | None], way: str
-) -> None:
+def test_a_row_depends_on_no_other_and_no_threads(kind: tuple[CodeLayout, str | None], way: str) -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((64, 2 * STRETCH + 40)).astype(np.float32)
     product = QuantizedMatmul(weights_of(rng, kind[0], 3 * PANEL + 2, x.shape[1], kind[1]))
@@ -249,9 +247,7 @@ def test_float_products(outputs: int, columns: int, n: int) -> None:
 
 @PARALLEL
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES[2:5])
-def test_a_float_row_does_not_depend_on_the_others_nor_on_the_threads(
-    outputs: int, columns: int, way: str
-) -> None:
+def test_a_float_row_depends_on_no_other_and_no_threads(outputs: int, columns: int, way: str) -> None:
     x, weights = float_drawn(outputs, columns, 21)
     x[20, 7] = np.nan
     whole = multiply_rows(x, weights, 1)

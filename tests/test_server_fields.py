@@ -205,9 +205,7 @@ def test_a_page_elsewhere_may_call_if_it_is_named(http: TestClient) -> None:
             assert answer.status_code == (400 if method == "OPTIONS" and allowed is None else 200)
 
 
-def test_what_is_not_said_is_as_the_model_has_it(
-    client: openai.OpenAI, http: TestClient, session: Session
-) -> None:
+def test_what_is_unsaid_is_as_the_model_has_it(client: openai.OpenAI, http: TestClient, session: Session) -> None:
     """Its generation_config, else what `edgekv run` takes: null is as good as absent, a value holds."""
     asks: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "seed": 4}
     own: Any = {"temperature": 1, "repetition_penalty": 1.1, "top_p": 0.95, "top_k": 40, "min_p": 0.05}

@@ -272,9 +272,7 @@ def test_a_template_that_knows_no_tools_has_them_in_words(session: Session) -> N
     assert "<tool_response>\nnoon\n</tool_response>" in text
 
 
-def test_a_template_is_rendered_for_the_latest_answers_alone(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_renders_the_latest_answers_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer takes a rendering of all before it, minutes of a core for thousands."""
     tokenizer, render, rendered = session.require_tokenizer(), ChatTemplate.render, list[None]()
 

@@ -32,12 +32,9 @@ def leave_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
 
 def test_an_option_that_is_none_is_refused(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Before a file is looked at."""
-    for opened in (
-        lambda: Session.load(model, ctxt=64),
-        lambda: Session.restore(tmp_path / "none", model, ctxt=64),
-    ):
+    for opened, *given in ((Session.load, model), (Session.restore, tmp_path / "none", model)):
         with raises(ConfigError, field="ctxt", match="ctxt=64: .*; accepted: kv, ctx, ") as caught:
-            opened()
+            opened(*given, ctxt=64)
         assert caught.value.accepted[:2] == ("kv", "ctx")
 
 
@@ -155,9 +152,7 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
 
 
 @pytest.mark.parametrize("change", ["rewind", "reset"])
-def test_an_interrupted_rewind_is_mended(
-    model: pathlib.Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_rewinds_are_mended(model: pathlib.Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers would have had several lengths, and the next text been another one."""
     session, other = (Session.load(model, kv="dense:dtype=f32", weights="f32") for _ in range(2))
     session.prefill([1, 2, 3, 4])
@@ -240,16 +235,10 @@ def test_a_second_text_waits_for_the_first(model: pathlib.Path) -> None:
     with pytest.raises(SessionError, match="exhaust or close its iterator"):
         session.generate([4], temperature=0.0)  # the first has not even begun
     next(steps)
-    for refused in (
-        lambda: session.generate([4], temperature=0.0),
-        lambda: session.prefill([4]),
-        lambda: session.logits([4]),
-        lambda: session.rewind(1),
-        lambda: session.align([1]),
-        lambda: session.reset(),
-    ):
+    of_tokens = (session.generate, session.prefill, session.logits, session.align)
+    for use, *given in (*((each, [4]) for each in of_tokens), (session.rewind, 1), (session.reset,)):
         with pytest.raises(SessionError, match="exhaust or close"):
-            refused()
+            use(*given)
     assert len(list(steps)) == 7
     assert len(list(session.generate([4], max_new_tokens=2, temperature=0.0))) == 2
 
@@ -281,17 +270,10 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
     gc.collect()
     assert cache() is None
     assert list(steps) == []
-    for use in (
-        lambda: session.generate([1], temperature=0.0),
-        lambda: session.tokens,
-        lambda: session.report(),
-        lambda: session.reset(),
-        lambda: session.fork(),
-        lambda: session.embed([1]),
-        lambda: session.save("never-written"),
-    ):
+    uses = [(use,) for use in (lambda: session.tokens, session.report, session.reset, session.fork)]
+    for use, *given in (*uses, (session.generate, [1]), (session.embed, [1]), (session.save, "never-written")):
         with pytest.raises(SessionError, match="is closed"):
-            use()
+            use(*given)
     session.close()
     assert len(list(other.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))) == 2
 

@@ -169,9 +169,7 @@ def test_what_a_seed_fixes_stays_as_it_was(kv: str, head_dim: int) -> None:
     assert fixed_checksum([cache]) == FIXED[kv, head_dim]
 
 
-def test_a_file_from_before_checksums_of_rotations(
-    loaded: Session, file: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_file_without_checksum_of_rotations(loaded: Session, file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     old = rewritten(file, tmp_path / "old", lambda content: content.pop("fixed") and None)
     assert Session.restore(old, loaded).tokens == Session.restore(file, loaded).tokens
 

@@ -28,9 +28,7 @@ from edgekv.kernels.interface import GEMV_ROWS
         ("gpt-oss", "dense", "q4"),
     ],
 )
-def test_a_token_has_the_logits_that_it_has_alone(
-    case: str, kv: str, weights: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_token_has_the_logits_it_has_alone(case: str, kv: str, weights: str, tmp_path: pathlib.Path) -> None:
     """Beside however many others, of other lengths: to the bit, but for float32 products."""
     model = golden_cases.write_checkpoint(case, tmp_path)
     first, tokens = Session.load(model, kv=kv, weights=weights), golden_cases.tokens(case)

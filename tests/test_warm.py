@@ -68,9 +68,7 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
     assert not kernel_cache.is_warm("a scheme")
 
 
-def test_the_second_process_ends_with_what_needs_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_ends_with_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(ahead, "all_cores", lambda: 2)
     this, counts = psutil.Process(), []

@@ -49,8 +49,7 @@ def write(name: str, folder: pathlib.Path) -> pathlib.Path:
         text = vision_cases.CONFIG["text_config"] | {"max_position_embeddings": POSITIONS}
         (folder / "config.json").write_text(json.dumps(vision_cases.CONFIG | {"text_config": text}))
     else:
-        golden_cases.write_checkpoint(name, folder)
-        (folder / "config.json").write_text(json.dumps(golden_cases.CASES[name] | WIDE | OPTIONS.get(name, {})))
+        golden_cases.write_checkpoint(name, folder, **WIDE, **OPTIONS.get(name, {}))
     write_tokenizer(folder)
     return folder
 

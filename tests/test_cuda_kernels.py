@@ -218,6 +218,10 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
     if columns % 4:
         return
     close(packed_matvec(driver, there, plain), x @ w.T)
+    damaged = x.copy()
+    damaged[1, 5] = np.nan
+    found = to_host(packed_matvec(driver, device.up(damaged), plain))
+    assert np.isnan(found).all(axis=1).tolist() == [False, True]
     biased = plain._replace(bias=device.up(bias))
     close(packed_matvec(driver, there, biased, onto=device.up(onto)), x @ w.T + bias + onto)
     root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=1, keepdims=True) + 1e-5)

@@ -234,6 +234,9 @@ inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, un
             c[i] += k % 2 ? high_half(x) * high_half(y) : low_half(x) * low_half(y);
         }
 }
+struct MaximumOrNaN {
+    static float of(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+};
 inline unsigned shared_address(const void*) { return 0; }
 template <int OFFSET = 0> unsigned shared_word(const unsigned* array, unsigned at) { return array[(at + OFFSET) / 4]; }
 template <class A, class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)

@@ -128,6 +128,18 @@ template <int N> __device__ __forceinline__ void finish_copies()
 }
 #endif
 
+// The larger of two numbers, NaN if one is, from sm_80 on; fmaxf would drop it.
+#if __CUDA_ARCH__ >= 800
+struct MaximumOrNaN {
+    static __device__ __forceinline__ float of(float a, float b)
+    {
+        float x;
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+        return x;
+    }
+};
+#endif
+
 // Products of integers on tensor cores, from sm_80 on. Lane 4 i + j has, of a, word j of rows i and i + 8 and (of 16 x 32 bytes)
 // both again 4 words further; of b the same of column i; of c rows i and i + 8 of columns 2 j, 2 j + 1.
 #if __CUDA_ARCH__ >= 800

@@ -147,12 +147,12 @@ struct Piece {
     }
 };
 
-// Returns the largest size of an array's numbers over `lanes` neighbouring lanes.
-template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N], int lanes)
+// Returns the largest size of N numbers of each of `lanes` neighbouring lanes, NaN if one is: then a chunk's unit and its sums are.
+template <int N> __device__ __forceinline__ float largest_of(const float* x, int lanes)
 {
     float largest = 0;
-    UNROLL for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(x[i]));
-    return lane_max(largest, lanes);
+    UNROLL for (int i = 0; i < N; ++i) largest = MaximumOrNaN::of(largest, fabsf(x[i]));
+    return reduce_lanes<MaximumOrNaN>(largest, lanes);
 }
 
 __device__ __forceinline__ float inverse_unit(float largest) { return largest > 1e-30f ? LARGEST / largest : 0; }
@@ -160,7 +160,7 @@ __device__ __forceinline__ float inverse_unit(float largest) { return largest > 
 // Puts four inputs in their places.
 __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int fours, const float (&x)[4])
 {
-    float largest = largest_of(x, FOURS), inverse = inverse_unit(largest);
+    float largest = largest_of<4>(x, FOURS), inverse = inverse_unit(largest);
     u32 whole[4];
     u32 total = 0;
     UNROLL for (int k = 0; k < 4; ++k) total += (whole[k] = two_digits(x[k], inverse)) - __float_as_uint(ROUNDS);
@@ -175,8 +175,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
 __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (&x)[4][4])
 {
     rotate_sixteen(x);
-    float largest = fmaxf(fmaxf(largest_of(x[0], 8), largest_of(x[1], 8)), fmaxf(largest_of(x[2], 8), largest_of(x[3], 8)));
-    float inverse = inverse_unit(largest);
+    float largest = largest_of<16>(x[0], 8), inverse = inverse_unit(largest);
     if (4 * u >= fours) return;
     UNROLL for (int k = 0; k < 2; ++k) {
         UNROLL for (int i = 0; i < 4; i += 2) {

@@ -13,6 +13,7 @@ from helpers import HAS_PAPERS, Cli
 from kernel_cases import use_threads, way  # noqa: F401
 from serving import Server
 
+from edgekv import Session
 from edgekv.cli import main
 from edgekv.files import cache_root
 from edgekv.kvcache import registry
@@ -93,6 +94,13 @@ def stories(shared: pathlib.Path) -> pathlib.Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A checkpoint of a small Llama 3.1 with random weights."""
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Session]:
+    """A session of the model that ships, to be forked or reset."""
+    with Session.load("demo", ctx=1024) as session:
+        yield session
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +39,10 @@ def text(session: Session, prompt: Any, n: int = 12, **options: Any) -> list[int
     """Returns the tokens of an answer, greedy unless ``sampling`` is given."""
     options = options if "sampling" in options else {"temperature": 0.0, **options}
     return [step.token for step in session.generate(prompt, max_new_tokens=n, **options)]
+
+
+def text_of(steps: Iterable[Any]) -> str:
+    return "".join(step.text for step in steps)
 
 
 def until(is_time: Callable[[], bool]) -> None:

@@ -77,9 +77,8 @@ def model(name: str) -> Tree:
     return {"proc/device-tree/model": f"{name}\0"}
 
 
-ORIN_NANO = hwmon(
-    "1-0040", 3, {1: ("VDD_IN", 5040, 1200), 2: ("VDD_CPU_GPU_CV", 5040, 400), 3: ("VDD_SOC", 5040, 300)}
-)
+ORIN_RAILS = {1: ("VDD_IN", 5040, 1200), 2: ("VDD_CPU_GPU_CV", 5040, 400), 3: ("VDD_SOC", 5040, 300)}
+ORIN_NANO = hwmon("1-0040", 3, ORIN_RAILS)
 AGX_ORIN = hwmon(
     "1-0040", 3, {1: ("VDD_GPU_SOC", 20000, 200), 2: ("VDD_CPU_CV", 20000, 100), 3: ("VIN_SYS_5V0", 5000, 800)}
 ) | hwmon("1-0041", 4, {1: ("NC", 0, 0), 2: ("VDDQ_VDD2_1V8AO", 5000, 300), 3: ("NC", 0, 0)})
@@ -96,9 +95,7 @@ def cpufreq(**groups: str) -> Tree:
     return tree
 
 
-NVPMODEL = {
-    "etc/nvpmodel.conf": "# a comment\n< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=2 NAME=MODE_15W >\n"
-}
+NVPMODEL = {"etc/nvpmodel.conf": "# modes\n< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=2 NAME=MODE_15W >\n"}
 
 
 def fake_vcgencmd(folder: pathlib.Path, script: str, name: str = "vcgencmd") -> pathlib.Path:

@@ -14,7 +14,7 @@ import sys
 import threading
 
 import pytest
-from helpers import SESSION_KV, Cli, n_cached, raises
+from helpers import SESSION_KV, Cli, n_cached, raises, text_of
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat, answer_ids
@@ -55,10 +55,6 @@ def loaded(folder: pathlib.Path) -> Session:
 
 def chat(session: Session, template: str | None = None, system: str | None = None) -> Chat:
     return Chat(session, template and ChatTemplate(template, session.require_tokenizer()), system)
-
-
-def text_of(steps: object) -> str:
-    return "".join(step.text for step in steps)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -250,11 +246,6 @@ SPOKEN = """\
 {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}<|assistant|>"""
 CLOCK = {"name": "clock", "parameters": {"properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}}
 TOOLS = [{"type": "function", "function": CLOCK}]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Session:
-    return Session.load("demo", ctx=1024)
 
 
 def calls(session: Session) -> SamplingParams:

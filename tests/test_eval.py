@@ -233,9 +233,7 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
     assert gated.warning(spec) is None
 
 
-def test_gate_on_the_command_line(
-    own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, cli: Cli
-) -> None:
+def test_the_gates_command(own_cache: pathlib.Path, prose_text: str, tmp_path: pathlib.Path, cli: Cli) -> None:
     (tmp_path / "book.txt").write_text(prose_text)
     command = ["eval", "--gate", "--text", str(tmp_path / "book.txt"), "--ctx", "512", "--needles", "5"]
     cli(*command, "--kv", "kivi2:bits=4,streaming:budget=64", "--json", tmp_path / "gate.json")

@@ -20,7 +20,7 @@ import lora_cases
 import numpy as np
 import pytest
 import vision_cases
-from helpers import text
+from helpers import text, text_of
 from PIL import Image
 from slot_cases import SLOTS, at_once
 from starlette.testclient import TestClient
@@ -92,10 +92,6 @@ def picture() -> str:
     file = io.BytesIO()
     Image.fromarray(PIXELS).save(file, format="PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def text_of(steps: Any) -> str:
-    return "".join(step.text for step in steps)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma2", "llava"])

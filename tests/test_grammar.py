@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from helpers import Cli, raises
-from serving import DEMO
 
 from edgekv import Constraint, Session
 from edgekv.engine.grammar import JsonSchema
@@ -24,21 +23,16 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def session() -> Session:
-    return Session.load(DEMO, ctx=300)
-
-
-def generate(session: Session, schema: dict[str, object], seed: int) -> tuple[str, str | None]:
-    session.reset()
-    steps = session.generate("The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, json_schema=schema)
+def generate(demo: Session, schema: dict[str, object], seed: int) -> tuple[str, str | None]:
+    demo.reset()
+    steps = demo.generate("The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, json_schema=schema)
     made = list(steps)
     return "".join(step.text for step in made), made[-1].finish_message
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_text_is_of_the_schema(session: Session, seed: int) -> None:
-    text, stop = generate(session, SCHEMA, seed)
+def test_the_text_is_of_the_schema(demo: Session, seed: int) -> None:
+    text, stop = generate(demo, SCHEMA, seed)
     value = json.loads(text)
     assert list(value) == ["name", "age", "tags"]
     assert len(value["name"]) <= 12
@@ -47,14 +41,14 @@ def test_the_text_is_of_the_schema(session: Session, seed: int) -> None:
     assert stop == "end of schema"
 
 
-def test_schemas_that_can_not_be_followed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = session.require_tokenizer()
-    constraint: Constraint = JsonSchema(SCHEMA, tokenizer, session.config.vocab_size)
+def test_schemas_that_can_not_be_followed(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = demo.require_tokenizer()
+    constraint: Constraint = JsonSchema(SCHEMA, tokenizer, demo.config.vocab_size)
     with raises(ConfigError, field="json_schema"):
-        session.generate("The old man: ", json_schema={}, constraint=constraint, temperature=0.0)
+        demo.generate("The old man: ", json_schema={}, constraint=constraint, temperature=0.0)
     for schema in ({"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "object", "properties": 3}):
         with raises(ConfigError, match="can't be followed"):
-            JsonSchema(schema, tokenizer, session.config.vocab_size)
+            JsonSchema(schema, tokenizer, demo.config.vocab_size)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[grammar\]'"):
         JsonSchema({}, tokenizer, 10)

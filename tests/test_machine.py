@@ -27,11 +27,8 @@ def v2(folder, limit, used, stat="inactive_file 0\n"):
 
 def v1(folder, limit, used, stat="total_inactive_file 0\n"):
     base = f"sys/fs/cgroup/memory{folder}"
-    return {
-        f"{base}/memory.limit_in_bytes": limit,
-        f"{base}/memory.usage_in_bytes": used,
-        f"{base}/memory.stat": stat,
-    }
+    files = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": stat}
+    return {f"{base}/{name}": text for name, text in files.items()}
 
 
 V1_UNLIMITED = "9223372036854771712\n"

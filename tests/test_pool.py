@@ -6,21 +6,15 @@ import concurrent.futures
 import threading
 
 import pytest
-from serving import DEMO
 
 from edgekv import Session
 from edgekv.server.engine import SessionPool
 from edgekv.vision.model import Prompt
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Session:
-    return Session.load(DEMO, ctx=256)
-
-
-def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
-    each = loaded.plan.cache_bytes
-    pool = SessionPool(loaded.fork(), 2 * each + each // 2)
+def test_the_pool_keeps_within_its_bytes(demo: Session) -> None:
+    each = demo.plan.cache_bytes
+    pool = SessionPool(demo.fork(), 2 * each + each // 2)
     for i in range(5):
         session, new = pool.acquire([i, 1, 2])
         assert new == [i, 1, 2]
@@ -29,11 +23,11 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     assert (pool.n_sessions, pool.nbytes) == (2, 2 * each)
 
 
-def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_fails_stays_in_the_pool(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    pool = SessionPool(loaded.fork(), 2 * loaded.plan.cache_bytes, slots=2)
+    pool = SessionPool(demo.fork(), 2 * demo.plan.cache_bytes, slots=2)
     session, new = pool.acquire(list(range(100, 150)))
     session.prefill(new)
     pool.release(session)
@@ -51,8 +45,8 @@ def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: py
 class HeldCopy:
     """A pool with a conversation of 50 tokens, which is copied; the copy waits for `go_on`."""
 
-    def __init__(self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pool = SessionPool(loaded.fork(), 0, slots)
+    def __init__(self, demo: Session, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = SessionPool(demo.fork(), 0, slots)
         self.source, _ = self.pool.acquire([1])
         self.source.prefill(self.source.align(self.prompt(50)))
         self.pool.release(self.source)
@@ -80,8 +74,8 @@ class HeldCopy:
         self.threads.shutdown()
 
 
-def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HeldCopy(loaded, 3, monkeypatch) as held:
+def test_a_copy_holds_up_no_other_request(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HeldCopy(demo, 3, monkeypatch) as held:
         other, rest = held.threads.submit(held.pool.acquire, [1, 2, 3]).result(60)
         assert not held.copied.done()
         assert rest == [1, 2, 3]
@@ -104,10 +98,10 @@ def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.M
     ],
 )
 def test_what_needs_a_conversation_that_is_copied_waits(
-    loaded: Session, monkeypatch: pytest.MonkeyPatch, case: tuple[int, list[int], int, bool]
+    demo: Session, monkeypatch: pytest.MonkeyPatch, case: tuple[int, list[int], int, bool]
 ) -> None:
     slots, ids, n_read, takes_source = case
-    with HeldCopy(loaded, slots, monkeypatch) as held:
+    with HeldCopy(demo, slots, monkeypatch) as held:
         choosing, shared = threading.Event(), held.source.shared_prefix
 
         def told(prompt: Prompt) -> int:
@@ -127,12 +121,12 @@ def test_what_needs_a_conversation_that_is_copied_waits(
 
 
 @pytest.mark.parametrize("kv", ["h1b", "onebit"])
-def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
+def test_one_clients_prompt_does_not_change_anothers_answer(demo: Session, kv: str) -> None:
     """The pool held another's prompt that begins alike, an equal one, or one with nothing in common."""
     common, asked = list(range(100, 160)), [7, 8, 9]
     answers, temperatures = [], []
     for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):
-        base = loaded.fork(kv=kv)
+        base = demo.fork(kv=kv)
         pool = SessionPool(base, base.plan.cache_bytes)
         for ids in (others, [*common, *asked]):
             session, new = pool.acquire(ids)

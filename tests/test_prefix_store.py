@@ -43,9 +43,8 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     root = tmp_path_factory.mktemp("models")
 
-    return functools.cache(
-        lambda name: golden_cases.write_checkpoint(name, root / name, max_position_embeddings=CTX)
-    )
+    write = functools.partial(golden_cases.write_checkpoint, max_position_embeddings=CTX)
+    return functools.cache(lambda name: write(name, root / name))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
-from serving import DEMO, open_endpoints, openai_client
+from serving import open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
@@ -47,14 +47,8 @@ def named(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.load(DEMO, ctx=1024) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def client(session: Session) -> Iterator[openai.OpenAI]:
-    with open_endpoints(session, TEMPLATE) as http, openai_client(http) as client:
+def client(demo: Session) -> Iterator[openai.OpenAI]:
+    with open_endpoints(demo, TEMPLATE) as http, openai_client(http) as client:
         yield client
 
 
@@ -180,16 +174,16 @@ def test_answers_are_taken_apart(length: int) -> None:
         assert joined([*deltas, *parser.end()]) == expected, text
 
 
-def accepts(session: Session, grammar: str, text: str) -> bool:
+def accepts(demo: Session, grammar: str, text: str) -> bool:
     """Returns whether all of the text passes, and it could end here."""
-    tokenizer = session.require_tokenizer()
-    constraint = Grammar(grammar, tokenizer, session.config.vocab_size)
+    tokenizer = demo.require_tokenizer()
+    constraint = Grammar(grammar, tokenizer, demo.config.vocab_size)
     try:
         for token in tokenizer.encode_inside(text):
             constraint.accept(token)
     except ConfigError:
         return False
-    ends = constraint.allowed(np.zeros(session.config.vocab_size, np.float32))[list(tokenizer.eos_ids)]
+    ends = constraint.allowed(np.zeros(demo.config.vocab_size, np.float32))[list(tokenizer.eos_ids)]
     return bool(np.isfinite(ends).all())
 
 
@@ -199,7 +193,7 @@ def functions() -> tuple[Function, ...]:
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-def test_grammars(session: Session, form: str) -> None:
+def test_grammars(demo: Session, form: str) -> None:
     kind = TOOL_FORMATS[form]
     good = f'{{"name": "weather", "{kind.key}": {{"city":"Paris","days":3}}}}'
     whole = f"{kind.begin}{kind.opening}{good}{kind.closing}"
@@ -208,16 +202,16 @@ def test_grammars(session: Session, form: str) -> None:
     twice = whole * 2 if kind.separator is None else whole.replace(good, f"{good}, {good}")
     for forced, several in ((False, True), (True, False)):
         grammar = tools_grammar(Tools(functions(), functions(), forced, several), kind, {})
-        assert accepts(session, grammar, whole)
-        assert not accepts(session, grammar, whole.replace("Paris", "Rome"))
-        assert not accepts(session, grammar, whole.replace("weather", "whether"))
-        assert accepts(session, grammar, "Hello there.") == (not forced)
+        assert accepts(demo, grammar, whole)
+        assert not accepts(demo, grammar, whole.replace("Paris", "Rome"))
+        assert not accepts(demo, grammar, whole.replace("weather", "whether"))
+        assert accepts(demo, grammar, "Hello there.") == (not forced)
         if kind.begin:
-            assert accepts(session, grammar, f"Let me see. {whole}") == (not forced)
-            assert accepts(session, grammar, twice) == several
+            assert accepts(demo, grammar, f"Let me see. {whole}") == (not forced)
+            assert accepts(demo, grammar, twice) == several
 
 
-def test_arguments_are_those_that_a_function_names(session: Session) -> None:
+def test_arguments_are_those_that_a_function_names(demo: Session) -> None:
     """A function that allows further arguments says so."""
     form, parameters = TOOL_FORMATS["hermes"], {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
@@ -225,12 +219,12 @@ def test_arguments_are_those_that_a_function_names(session: Session) -> None:
         defs = {"$defs": {"a": {"type": "object"}}}
         function = Function(name="f", parameters={**parameters, **more, **defs})
         grammar = tools_grammar(Tools((function,), (function,), True, False), form, {})
-        assert accepts(session, grammar, call % '{"n":3}')
-        assert accepts(session, grammar, call % '{"n":3,"more":4}') == others
+        assert accepts(demo, grammar, call % '{"n":3}')
+        assert accepts(demo, grammar, call % '{"n":3,"more":4}') == others
     grammar = tools_grammar(Tools(functions(), functions(), False, False), form, {}, parameters)
-    assert accepts(session, grammar, '{"n":3}')  # an answer of a schema, or a call
-    assert not accepts(session, grammar, "Hello")
-    assert accepts(session, grammar, '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>')
+    assert accepts(demo, grammar, '{"n":3}')  # an answer of a schema, or a call
+    assert not accepts(demo, grammar, "Hello")
+    assert accepts(demo, grammar, '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>')
 
 
 def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
@@ -257,8 +251,8 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
         assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[list(tokenizer.eos_ids)]).all()
 
 
-def test_a_template_that_knows_no_tools_has_them_in_words(session: Session) -> None:
-    tokenizer = session.require_tokenizer()
+def test_a_template_that_knows_no_tools_has_them_in_words(demo: Session) -> None:
+    tokenizer = demo.require_tokenizer()
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "c", "content": "noon"}]
@@ -272,9 +266,9 @@ def test_a_template_that_knows_no_tools_has_them_in_words(session: Session) -> N
     assert "<tool_response>\nnoon\n</tool_response>" in text
 
 
-def test_a_template_renders_the_latest_answers_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_renders_the_latest_answers_alone(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer takes a rendering of all before it, minutes of a core for thousands."""
-    tokenizer, render, rendered = session.require_tokenizer(), ChatTemplate.render, list[None]()
+    tokenizer, render, rendered = demo.require_tokenizer(), ChatTemplate.render, list[None]()
 
     def counted(*args: Any, **options: Any) -> str:
         rendered.append(None)

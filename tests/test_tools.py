@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import needs_papers
+from helpers import needs_papers, text_of
 from kernel_cases import pairs
 
 from edgekv import Session
@@ -63,5 +63,4 @@ def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
         session.reset()
         images = [image.fromarray(render(scene, rng))]
         steps = session.generate(PROMPT, images=images, max_new_tokens=160, temperature=0.0)
-        said = "".join(step.text for step in steps)
-        assert parse(said) == (n, list(scene))
+        assert parse(text_of(steps)) == (n, list(scene))

@@ -54,9 +54,8 @@ def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
     shutil.copy(source / "model.safetensors", folder)
     raw = json.loads((source / "config.json").read_text())
     if rng.random() < 0.5 and "n_embd" not in raw:
-        raw["rope_scaling"] = rng.choice(
-            (golden_cases.LLAMA3, golden_cases.LONGROPE, {"type": "yarn", "factor": 2})
-        )
+        scalings = golden_cases.LLAMA3, golden_cases.LONGROPE, {"type": "yarn", "factor": 2}
+        raw["rope_scaling"] = rng.choice(scalings)
     (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
     used(folder)
 
@@ -119,10 +118,8 @@ def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
         elif what == 3:
             parts[key] = part.astype(rng.choice(("f4", "f2", "i4", "u1", "i8")))
         elif part.dtype != packed_cases.F8:
-            data = (poisoned if what == 4 else damaged)(part.tobytes(), rng)[: part.nbytes].ljust(
-                part.nbytes, b"x"
-            )
-            parts[key] = np.frombuffer(data, part.dtype).reshape(part.shape)
+            data = (poisoned if what == 4 else damaged)(part.tobytes(), rng)[: part.nbytes]
+            parts[key] = np.frombuffer(data.ljust(part.nbytes, b"x"), part.dtype).reshape(part.shape)
     file = packed_cases.save(folder, {f"m.{key}": part for key, part in parts.items()}) / "model.safetensors"
     if rng.random() < 0.3:
         settings = {key: mutated(value, rng) for key, value in settings.items()}

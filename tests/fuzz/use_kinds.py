@@ -113,9 +113,8 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
         prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256, m.tokenizer.vocab_size)
         prompts.encode(ask)
         if ask.tools_allowed is not None and ask.tools_allowed.callable:
-            Grammar(
-                tools_grammar(ask.tools_allowed, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size
-            )
+            grammar = tools_grammar(ask.tools_allowed, prompts.form, {}, ask.schema)
+            Grammar(grammar, m.tokenizer, m.tokenizer.vocab_size)
 
 
 @kind

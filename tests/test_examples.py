@@ -19,7 +19,9 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done
 

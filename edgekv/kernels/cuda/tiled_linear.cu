@@ -20,7 +20,8 @@
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
 #define GROUP (ROTATED ? 4 : 1)       // fours of inputs that a thread puts into shared memory together
-#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * GROUP))  // fours that it reads at once
+// Fours that a thread reads at once.
+#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * GROUP))
 #define EVEN (BLOCK_INPUTS / PER_LOAD % 2 == 0)  // whether rows have even numbers of chunks
 #define TABLES (ROTATED && WEIGHT_BITS != 5 ? 2 : 1)  // of levels: the second one's are in the upper bytes of its words
 #define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of a table, which lanes read without conflicts
@@ -97,12 +98,14 @@ struct Piece {
             u32 from = rows.weights[r] + (at + block) * 16;
             UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + (from + h * next * 16), words[r][h]);
             if (HAS_SECOND_PLANE) load_words<4>(weights + (rows.weights[r] + ((block + 1) * PLANE_BITS + block) * 16), second[r]);
-            UNROLL for (int h = 0; h < SCALES; ++h) scale[r][h] = scale_at(scales, rows.scales[r] + (at + h * next) * PER_LOAD / BLOCK_INPUTS);
+            UNROLL for (int h = 0; h < SCALES; ++h)
+                scale[r][h] = scale_at(scales, rows.scales[r] + (at + h * next) * PER_LOAD / BLOCK_INPUTS);
         }
     }
 
     // Adds the products with a span's digits, those of this lane's column, to sum[r].
-    __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, bool has_part, const Chunk* chunk, float (&sum)[2]) const
+    __device__ __forceinline__ void multiply(const u32* table, const uint4* digits, bool has_part, const Chunk* chunk,
+                                             float (&sum)[2]) const
     {
         int c[2][4];
         UNROLL for (int k = 0; k < 2; ++k) {
@@ -125,7 +128,10 @@ struct Piece {
         }
         UNROLL for (int n = 0; n < 4; ++n) c[0][n] += ROTATED ? c[1][n] : 0;  // both chunks of one block
         UNROLL for (int k = 0; k < (ROTATED ? 1 : 2); ++k) {
-            UNROLL for (int r = 0; r < 2; ++r) sum[r] += (float)(256 * c[k][2 * r] + c[k][2 * r + 1]) * (chunk[k].unit * scale_of(scale[r][k % SCALES]));
+            UNROLL for (int r = 0; r < 2; ++r) {
+                float unit = chunk[k].unit * scale_of(scale[r][k % SCALES]);
+                sum[r] += (float)(256 * c[k][2 * r] + c[k][2 * r + 1]) * unit;
+            }
         }
     }
 
@@ -137,10 +143,12 @@ struct Piece {
         u32 word = words[r][k][t], at[4];
         if (ROTATED) find_levels<COPIES>(table, word, second[r][t], q, at);
         UNROLL for (int n = 0; n < 2; ++n) {
+            u32 low = ROTATED ? shared_word(table, at[2 * n]) : 0;
+            u32 high = ROTATED ? shared_word<(TABLES - 1) * 4 * ENTRIES * COPIES>(table, at[2 * n + 1]) : 0;
             if (TABLES == 2)
-                x[2 * n % (2 * TABLES)] = shared_word(table, at[2 * n]), x[(2 * n + 1) % (2 * TABLES)] = shared_word<4 * ENTRIES * COPIES>(table, at[2 * n + 1]);
+                x[n * TABLES] = low, x[n * TABLES + TABLES - 1] = high;
             else if (ROTATED)
-                x[n] = permute_bytes(shared_word(table, at[2 * n]), shared_word(table, at[2 * n + 1]), 0x5410);
+                x[n] = permute_bytes(low, high, 0x5410);
             else
                 x[n] = WEIGHT_BITS == 8 ? words[r][k][2 * i + n] : word >> 4 * n & 0x0f0f0f0f;
         }
@@ -199,9 +207,11 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     __shared__ Chunk chunk_of[MAX_SPANS * 8];
     __shared__ float sums[TEAMS][2][WARPS_OF_TILE][16], squares[WARPS_OF_BLOCK];
     int chunks = blocks * BLOCK_INPUTS / PER_LOAD, spans = divide_up(chunks, 8), fours = spans * 8 * FOURS;
-    int lane = threadIdx.x % 32, i = lane / 4, j = lane % 4, team = threadIdx.x / (32 * WARPS_OF_TILE), warp = threadIdx.x / 32 % WARPS_OF_TILE;
+    int lane = threadIdx.x % 32, i = lane / 4, j = lane % 4;
+    int team = threadIdx.x / (32 * WARPS_OF_TILE), warp = threadIdx.x / 32 % WARPS_OF_TILE;
     bool gated = gate >= 0;
-    int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
+    int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs);
+    int second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
     int stride = gridDim.x * TEAMS, tile = team * gridDim.x + blockIdx.x, span = warp;  // the next to compute
     int next_tile = tile, next_span = span;  // the next to read
     Piece ring[AHEAD];

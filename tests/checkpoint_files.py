@@ -1,4 +1,4 @@
-"""Checkpoints on disk, right and wrong, and the check of an error's line, for the tests of checkpoints."""
+"""Checkpoints on disk, right and wrong, for the tests of checkpoints."""
 
 import json
 import struct

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cache_cases import attention
 from cuda_cases import OnDevice
 from kernel_cases import Case, codec, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
@@ -235,15 +236,8 @@ HALF_ERROR = 2e-3  # of attention over values of size 1; measured: 1.1e-3
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
-    """Computes attention in float64 of the last n of m tokens: q (H, n, D), k and v (G, m, D) -> (n, H * D)."""
-    (n_heads, n, d), (n_kv_heads, m, _) = q.shape, k.shape
-    k, v = (np.repeat(x.astype(np.float64), n_heads // n_kv_heads, axis=0) for x in (k, v))
-    at, token = np.arange(m - n, m)[:, None], np.arange(m)
-    seen = (token <= at) & (token > at - (window or m))
-    s = np.where(seen, q.astype(np.float64) @ k.transpose(0, 2, 1), -np.inf)
-    p = np.exp(s - s.max(axis=2, keepdims=True))
-    out = (p / p.sum(axis=2, keepdims=True)) @ v
-    return out.transpose(1, 0, 2).reshape(n, n_heads * d)
+    """Returns attention of the last n of m tokens: q (H, n, D), k and v (G, m, D) -> (n, H * D)."""
+    return attention(q, k, v, window).transpose(1, 0, 2).reshape(q.shape[1], -1)
 
 
 @pytest.mark.parametrize(

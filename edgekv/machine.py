@@ -7,8 +7,8 @@ import pathlib
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from importlib import metadata
 from typing import Any
@@ -71,18 +71,43 @@ def available_memory_bytes(root: Root = "/") -> int:
     return max(0, min((machine, *_cgroup_rooms(pathlib.Path(root)))))
 
 
+_blas_lock = threading.RLock()
+_blas_limits: dict[object, Sequence[int]] = {}  # of each library: at first, then in each open `blas_threads`
+
+
 @functools.cache
-def _thread_pools() -> ThreadpoolController:
-    return ThreadpoolController()
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="blas")
 
 
-def blas_threads(n: int) -> AbstractContextManager[object]:
-    """Returns a context in which NumPy's matrix products use ``n`` threads.
+@contextlib.contextmanager
+def blas_threads(n: int) -> Iterator[None]:
+    """Lets NumPy's matrix products use ``n`` threads, within a with statement.
 
-    So one pool works at a time: BLAS has all cores in a prompt, and one in decoding.
+    So one pool works at a time: BLAS has all cores in a prompt, and one in decoding. The number is the process's:
+    where such statements of threads overlap, all use the latest one's, and the last bits of products may change.
     """
-    result: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
-    return result
+    me, pools = object(), _blas().lib_controllers
+    try:
+        with _blas_lock:
+            if not _blas_limits:
+                _blas_limits[None] = [pool.num_threads for pool in pools]
+            _blas_limits[me] = [n] * len(pools)
+            _set_latest_limits()
+        yield
+    finally:
+        with _blas_lock:
+            if _blas_limits.pop(me, None):
+                _set_latest_limits()
+            if len(_blas_limits) == 1:
+                _blas_limits.clear()
+
+
+def _set_latest_limits() -> None:
+    for pool, limit in zip(_blas().lib_controllers, [*_blas_limits.values()][-1], strict=True):
+        pool.set_num_threads(limit)
+    with _blas().limit():  # changes nothing: after it threadpoolctl 3.8 lets other threads set limits, too
+        pass
 
 
 def peak_rss_bytes() -> int:

@@ -105,6 +105,8 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
     form = model.weight_format("auto")
     assert form.name == "gguf"
     assert model.weights_note(form) is None
+    note = f"weights of type {kind} were quantized a second time, to q2; int8-32 loses least"
+    assert model.weights_note(model.weight_format("auto,head=q2")) == note
     store = model.store(form)
     for linear in model.arch.linears():
         assert form.of(linear).name == QUANTISED[kind]

@@ -1,15 +1,19 @@
 """Memory limits and machine descriptions read from made-up /proc and /sys trees; sizes and the budget line."""
 
+import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
 from power_trees import write_tree
+from threadpoolctl import threadpool_info
 
 from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.machine import (
     available_memory_bytes,
+    blas_threads,
     format_bytes,
     machine_info,
     parse_bytes,
@@ -113,3 +117,28 @@ def test_bytes_for_people():
     for text in ("", "G", "-1", "1.5.5G", "1e9", "3X", "1 000"):
         with pytest.raises(ConfigError, match="accepted: bytes"):
             parse_bytes(text)
+
+
+def test_blas_has_its_threads_back_after_statements_that_overlap() -> None:
+    """The latest one that has not ended decides, whatever the order in which they end."""
+
+    def threads() -> set[int]:
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    before, seen = threads(), []
+    first, second, third = (contextlib.ExitStack() for _ in range(3))
+    for each, n in (first, 1), (second, 2), (third, 1):
+        each.enter_context(blas_threads(n))
+        seen.append(threads())
+    for each in second, first, third:
+        each.close()
+        seen.append(threads())
+    assert seen == [{1}, {2}, {1}, {1}, {1}, before]
+
+    def another() -> set[int]:
+        with blas_threads(1):
+            return threads()
+
+    with blas_threads(2), ThreadPoolExecutor(1) as pool:  # a prompt, which lets another thread's pass go first
+        assert (pool.submit(another).result(), threads()) == ({1}, {2})
+    assert threads() == before

@@ -222,12 +222,12 @@ class Model:
 
     def weights_note(self, form: ModelFormat) -> str | None:
         """Returns a line on weights that this format quantizes a second time, or None."""
-        lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else ()
+        lost = self.weights.requantized(form) if isinstance(self.weights, CheckpointWeights) else set()
         if not lost:
             return None
-        formats = " and ".join(sorted({form.of(name).name for name in self.arch.linears()}))
-        hint = "" if formats == "int8-32" else "; int8-32 loses least"
-        return f"weights of type {', '.join(lost)} were quantized a second time, to {formats}{hint}"
+        kinds, formats = (sorted(set(names)) for names in zip(*lost, strict=True))
+        hint = "" if formats == ["int8-32"] else "; int8-32 loses least"
+        return f"weights of type {', '.join(kinds)} were quantized a second time, to {' and '.join(formats)}{hint}"
 
     def weights_bytes(self, form: ModelFormat) -> int:
         """Returns the bytes of a store in this format, which decoding maps."""

@@ -129,12 +129,12 @@ class CheckpointWeights:
             return _common_format(set(forms))
         return "+".join(f"{form}*{part.rows}" for form, part in zip(forms[:period], linear.parts, strict=False))
 
-    def requantized(self, form: ModelFormat) -> tuple[str, ...]:
-        """Returns the types of quantized tensors that have other blocks than ``form`` and lose by it."""
+    def requantized(self, form: ModelFormat) -> set[tuple[str, str]]:
+        """Returns (type, new format) of quantized tensors that have other blocks than ``form`` and lose by it."""
         pieces = (piece for name in self._linears for piece in self._pieces(name, form.of(name)))
         each = ((self._tensors[part.tensor], own) for own, _, parts in pieces for part in parts)
-        lost = {part.kind for part, own in each if part.kind and not holds_exactly(part.exact_format, own)}
-        return tuple(sorted(lost))
+        lossy = ((part.kind, own.name) for part, own in each if not holds_exactly(part.exact_format, own))
+        return {(kind, target) for kind, target in lossy if kind}
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import golden_cases
 import numpy as np
 import packed_cases
 import pytest
+from cuda_host.driver import HostDriver
 from helpers import raises
 
 from edgekv import Session
@@ -16,12 +17,14 @@ from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import resolve_device
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
+from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cpu import layers
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
 from edgekv.types import Threads
 from edgekv.weights.cpu import CpuOps
-from edgekv.weights.formats import specs_bytes, store_specs
+from edgekv.weights.cuda import DeviceWeights
+from edgekv.weights.formats import FORMATS, specs_bytes, store_specs
 from edgekv.weights.ops import NumpyOps, choose, low_rank
 
 WIDE = golden_cases.QWEN3_MOE | {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2}
@@ -85,6 +88,10 @@ def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
         store = model.store(form)
         for name in ("0.experts_up", "2.experts_down"):
             np.testing.assert_array_equal(store.matrix(name), reference.weights.matrix(name))
+    held = DeviceWeights(model.store(own), HostDriver(), None).linears[name]
+    arrays, expected = {"codes": to_host(held.data), "scales": to_host(held.scales)}, store.matrix(name)
+    decoded = FORMATS["int8-32"].decode(arrays, expected.shape[1])
+    np.testing.assert_allclose(decoded, expected, atol=np.abs(expected).max() / 127)
     assert "MXFP4 were quantized a second time" in str(model.weights_note(model.weight_format("int4-32")))
 
 

@@ -198,7 +198,8 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     ours, exact = (Session.load(path, kv=kv, device=device).logits(tokens) for device in ("cpu", "numpy"))
     assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
     manifest = json.loads((store.folder / "store.json").read_text())
-    for wrong in ("Q6_K*0", "Q9_K*256", "Q6_K", "Q6_K*255", "Q6_K*1000000", "f32*256"):
+    others = "Q9_K*256", "Q6_K", "f32*256"
+    for wrong in (*others, *(f"Q6_K*{n}" for n in ("0", "255", "1000000", "2_56", " 256", "0256", "٢٥٦"))):
         manifest["linears"]["0.qkv"] = f"Q6_K*256+{wrong}"
         (store.folder / "store.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match="its linears are not those"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 
@@ -18,7 +19,7 @@ from edgekv.checkpoint.quantized import unpack_tensors
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
-from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.checkpoint_weights import CheckpointWeights, common_format, holds_exactly
 from edgekv.weights.formats import FORMATS
 
 
@@ -69,6 +70,24 @@ def test_a_model_equals_its_values(name: str, tmp_path: pathlib.Path) -> None:
         expected = plain.weights.matrix(linear)
         step = 0 if lossless and linear != "head" else np.abs(expected).max() / 127
         np.testing.assert_allclose(store.matrix(linear), expected, atol=step + 1e-7, rtol=1e-6)
+
+
+def test_a_format_for_parts_of_several() -> None:
+    """It has all exactly, or can be quantized to; kept blocks become int8-32 where f32 is not needed anyway."""
+    for names, expected in (
+        ("int4-32 fp4-32", "int8-32"),
+        ("int4 int4-zeros int4-32", "int4-32-zeros"),
+        ("int8 int4-32", "int8-32"),
+        ("int8-32 int4-32-offsets", "int8-32"),
+        ("int4-32 int4-32-offsets", "int4-32-offsets"),
+        ("Q6_K Q2_K", "int8-32"),
+        ("Q6_K f32", "f32"),
+        ("fp4-32", "fp4-32"),
+    ):
+        assert common_format(set(names.split())) == expected
+    for pair in itertools.combinations([n for n, form in FORMATS.items() if not form.kept], 2):
+        form = FORMATS[common_format(pair)]
+        assert form.name == "int8-32" or all(holds_exactly(name, form) for name in pair)
 
 
 @pytest.mark.parametrize("name", ["gptq-v2-asymmetric", "awq"])

@@ -53,14 +53,16 @@ class Calibration:
         config, mean = model.config, mean_bits(weights)
         form = ModelFormat("q4") if mean else model.weight_format(weights)
         if not any(piece.form.rotated for name in model.arch.linears() for piece in form.of(name).pieces):
-            advice = "choose {weights:q4}, or leave {calibrate} out"
-            raise _refusal(f"--weights {weights} is {form.name} for this model", advice)
+            problem = f"--calibrate works with q2 to q5 only; --weights {weights} gives {form.name} here"
+            raise _refusal(problem, "choose {weights:q4}, or leave {calibrate} out")
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
         if any(config.layer_recurrences):
-            raise _refusal(f"{config.model_type} has layers that carry a state; leave it out")
+            raise _refusal(
+                f"--calibrate can't round layers with a state ({config.model_type})", "leave {calibrate} out"
+            )
         if model.adapter:
-            raise _refusal(f"{model.adapter.path} was trained for another cache; give one of them")
+            raise _refusal(f"--calibrate does not go with the adapter {model.adapter.path}; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
         most = min(MAX_TOKENS, max(MIN_TOKENS, MAX_WORK // elements))
         self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
@@ -158,9 +160,8 @@ def _divergence(exact: F32, logits: F32) -> float:
     return max(0.0, float(np.einsum("ij,ij->", np.exp(exact), exact - log_softmax(logits))))
 
 
-def _refusal(reason: str, advice: str = "or leave {calibrate} out") -> ConfigError:
-    what = "a text rounds a checkpoint's weights to q2 to q5"
-    return ConfigError(f"{what}: {reason}", field="calibrate", advice=advice)
+def _refusal(problem: str, advice: str = "or leave {calibrate} out") -> ConfigError:
+    return ConfigError(problem, field="calibrate", advice=advice)
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:

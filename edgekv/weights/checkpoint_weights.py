@@ -6,22 +6,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import Checkpoint
-from edgekv.checkpoint.tensors import Tensor, to_float32
+from edgekv.checkpoint.tensors import DTYPES, Tensor, to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
-from edgekv.types import F32, Array
-from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelFormat, WeightFormat
+from edgekv.types import F32, I64, U8, Array
+from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelFormat, Piece, WeightFormat
 from edgekv.weights.integers import pack
 
-Codes = npt.NDArray[np.uint8]
-Blocks = tuple[Codes, Array, Array | None]
+Blocks = tuple[U8, Array, Array | None]
 """Codes (rows, blocks, bytes), scales (rows, blocks), and zero points or offsets as `Tensor.blocks` has them."""
-Ids = npt.NDArray[np.int64]
 
 
 class Weights(Protocol):
@@ -42,32 +39,39 @@ class Weights(Protocol):
     def bias(self, name: str) -> F32 | None: ...
     def vector(self, name: str) -> F32: ...
     def array(self, name: str) -> F32: ...
-    def rows(self, table: str, ids: Ids) -> F32: ...
+    def rows(self, table: str, ids: I64) -> F32: ...
 
 
 BLOCK_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
-FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32"
-BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
         return exact is not None
-    own = FORMATS[exact]
-    if own.kept or form.kept or form.rotated:
-        return own == form
-    same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
-    fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
-    return fits and own.block % form.block == 0
+    stored = FORMATS[exact]
+    if stored.kept or form.kept or form.rotated:
+        return stored == form
+    same = stored.zeros <= form.zeros and stored.offsets <= form.offsets and stored.e2m1 == form.e2m1
+    fits = same if stored.bits == form.bits else stored.bits < form.bits and not stored.offsets
+    return fits and stored.block % form.block == 0
 
 
-def _common_format(names: Collection[str]) -> str:
-    """Returns the narrowest format that holds the weights of all these formats, or nearly those of kept blocks."""
+def common_format(names: Collection[str]) -> str:
+    """Returns the narrowest format that holds all of these; int8-32, which rounds, where only f32 does."""
     if len(names) == 1:
         return next(iter(names))
-    widest = max(("int8-32" if FORMATS[name].kept else name for name in names), key=BY_WIDTH.index)
-    return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
+    stored = {"int8-32" if FORMATS[name].kept else name for name in names}  # kept blocks are rounded to it, too
+    holding = (form for form in FORMATS.values() if all(holds_exactly(name, form) for name in stored))
+    narrowest = min(holding, key=lambda form: form.bits).name
+    return "int8-32" if narrowest == "f32" and "f32" not in stored else narrowest
+
+
+def spans(parts: Sequence[WeightPart], max_elements: int) -> Iterator[tuple[WeightPart, int, int]]:
+    """Yields the parts in order, each by rows lo..hi of at most ``max_elements`` weights."""
+    for part in parts:
+        step = max(1, max_elements // part.columns)
+        yield from ((part, lo, min(lo + step, part.rows)) for lo in range(0, part.rows, step))
 
 
 class CheckpointWeights:
@@ -126,14 +130,14 @@ class CheckpointWeights:
         is_exact = all(part.exact_format == part.nearest_format for part in self._parts(name))
         is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms) and "f32" not in forms
         if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
-            return _common_format(set(forms))
+            return common_format(set(forms))
         return "+".join(f"{form}*{part.rows}" for form, part in zip(forms[:period], linear.parts, strict=False))
 
     def requantized(self, form: ModelFormat) -> set[tuple[str, str]]:
         """Returns (type, new format) of quantized tensors that have other blocks than ``form`` and lose by it."""
-        pieces = (piece for name in self._linears for piece in self._pieces(name, form.of(name)))
-        each = ((self._tensors[part.tensor], own) for own, _, parts in pieces for part in parts)
-        lossy = ((part.kind, own.name) for part, own in each if not holds_exactly(part.exact_format, own))
+        pieces = (pair for name in self._linears for pair in self._pieces(name, form.of(name)))
+        tensors = ((self._tensors[part.tensor], piece.form) for piece, parts in pieces for part in parts)
+        lossy = ((t.kind, stored.name) for t, stored in tensors if not holds_exactly(t.exact_format, stored))
         return {(kind, target) for kind, target in lossy if kind}
 
     @property
@@ -141,55 +145,53 @@ class CheckpointWeights:
         """Types of the quantized tensors."""
         return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
-    def _pieces(self, name: str, form: MatrixFormat) -> Iterator[tuple[WeightFormat, str, Sequence[WeightPart]]]:
-        """Yields the formats of a linear layer's rows, each with the prefix of its arrays and its parts."""
+    def _pieces(self, name: str, form: MatrixFormat) -> Iterator[tuple[Piece, Sequence[WeightPart]]]:
+        """Yields the pieces of a linear layer, each with its parts."""
         for i, piece in enumerate(form.pieces):
-            yield piece.form, piece.prefix, self._linears[name].parts[i :: len(form.pieces)]
+            yield piece, self._linears[name].parts[i :: len(form.pieces)]
 
     def stored_arrays(
-        self, name: str, form: MatrixFormat, rounded: tuple[Codes, Array] | None = None
+        self, name: str, form: MatrixFormat, rounded: tuple[U8, Array] | None = None
     ) -> Iterator[tuple[str, Array]]:
         """Yields the arrays of a linear layer by part, as ``form.arrays`` names them, in order.
 
         rounded: codes (rows, blocks, bytes) and scales (rows, blocks). Without, weights that the file has in the
         format are taken over, others are quantized.
         """
-        for own, prefix, parts in self._pieces(name, form):
-            if own.bits == 32:
-                yield f"{prefix}weight", self.matrix(name)
+        for piece, parts in self._pieces(name, form):
+            if piece.form.bits == 32:
+                yield f"{piece.prefix}weight", self.matrix(name)
                 continue
-            if own.kept:
-                rows = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
-                yield f"{prefix}blocks", np.concatenate(rows)
+            if piece.form.kept:
+                raw = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
+                yield f"{piece.prefix}blocks", np.concatenate(raw)
                 continue
-            found = [(*rounded, None)] if rounded else self.blocks_in(own, parts)
-            codes, scales, added = zip(*found, strict=True)
-            yield f"{prefix}codes", np.concatenate(codes)
-            yield f"{prefix}scales", np.concatenate(scales)
-            zero = code_of_zero(own.bits)
-            if own.zeros:
-                zeros = [np.zeros_like(a) if b is None else b for a, b in zip(scales, added, strict=True)]
-                yield f"{prefix}zeros", (np.concatenate(zeros) + zero).astype(np.uint8)
-            if own.offsets:
-                offsets = [-zero * a if b is None else b for a, b in zip(scales, added, strict=True)]
-                yield f"{prefix}offsets", np.concatenate(offsets)
+            specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
+            arrays = {key: np.empty(shape, DTYPES[dtype]) for key, (dtype, shape) in specs.items()}
+            zero, end = code_of_zero(piece.form.bits), 0
+            for codes, scales, added in [(*rounded, None)] if rounded else self.blocks_in(piece.form, parts):
+                rows = slice(end, end := end + len(codes))
+                arrays["codes"][rows], arrays["scales"][rows] = codes, scales
+                if piece.form.zeros:
+                    arrays["zeros"][rows] = zero if added is None else added + zero
+                if piece.form.offsets:
+                    arrays["offsets"][rows] = -zero * scales if added is None else added
+            yield from ((f"{piece.prefix}{key}", array) for key, array in arrays.items())
 
-    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> list[Blocks]:
-        """Returns parts in a format, rows in order: as the file has them, or quantized where it has not all so."""
-        tensors = [self._tensors[part.tensor] for part in parts]
-        if not all(holds_exactly(tensor.exact_format, form) for tensor in tensors):
-            return [(*form.quantize(rows), None) for rows in self._blocks(parts, BLOCK_ELEMENTS)]
-        found = list[Blocks]()
-        for tensor, part in zip(tensors, parts, strict=True):
-            codes, scales, added = tensor.blocks(0, part.rows)
+    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Blocks]:
+        """Yields parts in a format, rows in order: as the file has them, or quantized where it has not all so."""
+        if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
+            yield from ((*form.quantize(rows), None) for rows in self._blocks(parts, BLOCK_ELEMENTS))
+            return
+        for part, lo, hi in spans(parts, BLOCK_ELEMENTS):
+            codes, scales, added = self._tensors[part.tensor].blocks(lo, hi)
             finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
-            codes = codes.reshape(part.rows, -1, form.block)[:, :n]
+            codes = codes.reshape(hi - lo, -1, form.block)[:, :n]
             scales = np.repeat(scales, finer, axis=1)[:, :n]
             added = None if added is None else np.repeat(added, finer, axis=1)[:, :n]
             if form.zeros and added is not None:
                 codes = codes + added[..., None]
-            found.append((pack(codes, form.bits, e2m1=form.e2m1), scales, added))
-        return found
+            yield pack(codes, form.bits, e2m1=form.e2m1), scales, added
 
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
@@ -202,16 +204,19 @@ class CheckpointWeights:
         return self._blocks(self._linears[name].parts, max_elements)
 
     def _blocks(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
-        for part in parts:
-            step = max(1, max_elements // part.columns)
-            for lo in range(0, part.rows, step):
-                rows = self._part_rows(part, lo, min(lo + step, part.rows))
-                self._check_finite(part.tensor, rows)
-                yield rows
+        for part, lo, hi in spans(parts, max_elements):
+            rows = self._part_rows(part, lo, hi)
+            self._check_finite(part.tensor, rows)
+            yield rows
 
     def matrix(self, name: str) -> F32:
         """Returns a linear layer's weights (rows, columns) float32."""
-        return np.concatenate([self._part_rows(p, 0, p.rows) for p in self._linears[name].parts])
+        linear, end = self._linears[name], 0
+        matrix = np.empty((linear.rows, linear.columns), np.float32)
+        for part in linear.parts:
+            start, end = end, end + part.rows
+            to_float32(self._tensors[part.tensor].rows(0, part.rows, part.conv1d), matrix[start:end])
+        return matrix
 
     def bias(self, name: str) -> F32 | None:
         """Returns a linear layer's biases (rows,) float32, or None."""
@@ -241,11 +246,11 @@ class CheckpointWeights:
         """Returns one of `Architecture.arrays`, float32."""
         return to_float32(self._tensors[self.arch.arrays()[name][0]].read())
 
-    def table(self, name: str) -> npt.NDArray[np.generic]:
+    def table(self, name: str) -> Array:
         """Returns a table (rows, hidden) in the dtype of `table_dtypes`."""
         stored = self._tensors[self.arch.tables()[name][0]].read()
         return to_float32(stored) if self.table_dtypes[name] == "F32" else stored
 
-    def rows(self, table: str, ids: Ids) -> F32:
+    def rows(self, table: str, ids: I64) -> F32:
         """Returns rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self.table(table)[ids])

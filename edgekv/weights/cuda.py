@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,17 +13,9 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import (
-    MATVEC_ROWS,
-    Matrix,
-    matvec,
-    packed_matvec,
-    rotated,
-    takes_packed,
-    widen,
-)
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec, packed_matvec, rotated, takes_packed, widen
 from edgekv.models.architecture import Architecture
-from edgekv.types import TaskProgress
+from edgekv.types import I64, TaskProgress
 from edgekv.weights.formats import (
     FORMATS,
     MatrixFormat,
@@ -35,7 +28,6 @@ from edgekv.weights.formats import (
 from edgekv.weights.ops import LoraDeltas, NumpyOps
 from edgekv.weights.store import WeightStore
 
-Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # as KIND_... of layers.cu
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # as in common.cu
 LAYERS = Program(("layers",))
@@ -56,10 +48,13 @@ def no_lora() -> ConfigError:
 def held_format(form: MatrixFormat) -> WeightFormat:
     """Returns the format that a matrix of a store has in the GPU's memory.
 
-    Blocks that are kept as a GGUF file has them become int8-32, zero points the float32 numbers that they add.
+    Codes of e2m1 and blocks kept as a GGUF file has them become int8-32, zero points the float32 numbers they add.
     """
-    own, *others = (piece.form for piece in form.pieces)
-    return FORMATS["int8-32" if others or own.kept else own.name.replace("-zeros", "-offsets")]
+    stored, *others = (piece.form for piece in form.pieces)
+    if others or stored.kept or stored.e2m1:
+        return FORMATS["int8-32"]
+    shifted = dataclasses.replace(stored, zeros=False, offsets=stored.zeros or stored.offsets)
+    return next(held for held in FORMATS.values() if dataclasses.replace(held, name=stored.name) == shifted)
 
 
 def device_format(form: ModelFormat) -> ModelFormat:
@@ -79,7 +74,7 @@ class DeviceWeights:
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = held_format(store.form.of(name)), store.arrays(name), store.shift(name)
-            if form.bits < 32 and "codes" not in arrays:
+            if form == FORMATS["int8-32"] and form != store.form.of(name):
                 arrays = dict(zip(("codes", "scales"), form.quantize(store.matrix(name)), strict=True))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
@@ -100,7 +95,7 @@ class DeviceWeights:
             bits = stored if stored.dtype.itemsize == 4 else stored.view(np.uint16)
             self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
 
-    def rows(self, table: str, ids: Ids) -> Array:
+    def rows(self, table: str, ids: I64) -> Array:
         """Returns rows ``ids`` (n,) of a table, (n, hidden) float32 on the device."""
         return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
 
@@ -186,7 +181,8 @@ class CudaOps(NumpyOps):
     def _matmul(self, x: Array, w: Matrix, onto: Array | None) -> Array:
         """Returns the outputs (n, rows) of x (n, columns), by slabs of the matrix, added to ``onto`` in place."""
         y = self.driver.empty((len(x), w.rows), np.float32) if onto is None else onto
-        x, step = rotated(self.driver, x, w) if w.rotated else x, self._slab_rows(w)
+        x = rotated(self.driver, x, w) if w.rotated else x
+        step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
             slab, out = self._widened(w, part), y[:, part]

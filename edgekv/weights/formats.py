@@ -29,7 +29,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 class Piece(NamedTuple):
-    """Rows of a matrix that have one format: ``rows`` in every turn; their arrays' names begin with ``prefix``."""
+    """Rows of one format, ``rows`` in each cycle of a matrix's pieces; array names begin with ``prefix``."""
 
     form: WeightFormat
     rows: int
@@ -37,8 +37,8 @@ class Piece(NamedTuple):
 
     def own(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the arrays (rows, ...) of these rows among those of the matrix, named as by `form.arrays`."""
-        named = ((part.removeprefix(self.prefix), part) for part in arrays if part.startswith(self.prefix))
-        return {own: arrays[part] for own, part in named}
+        own = (part for part in arrays if part.startswith(self.prefix))
+        return {part.removeprefix(self.prefix): arrays[part] for part in own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,12 @@ class WeightFormat:
         return integers.decode(arrays, self.bits, columns, e2m1=self.e2m1)
 
     def quantize(self, weight: F32) -> tuple[U8, Array]:
-        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) of weights (rows, columns)."""
+        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) of weights (rows, columns).
+
+        Raises ValueError for f32 and for kept and e2m1 formats, which are only taken over.
+        """
+        if self.bits == 32 or self.kept or self.e2m1:
+            raise ValueError(f"weights can't be quantized to {self.name}; accepted are {', '.join(WEIGHTS[1:])}")
         if self.rotated:
             return gaussian.quantize(weight, self.bits)
         return integers.quantize(weight, self.bits, self.block)
@@ -122,15 +127,15 @@ class MixedFormat:
     pieces: tuple[Piece, ...]
 
     def fits(self, linear: Linear) -> bool:
-        """Returns whether every expert has whole turns, of whole blocks."""
+        """Returns whether every expert has whole cycles, of whole blocks."""
         rows = linear.rows // max(1, linear.n_experts)
-        return rows % sum(each.rows for each in self.pieces) == 0 and all(p.form.fits(linear) for p in self.pieces)
+        return rows % sum(p.rows for p in self.pieces) == 0 and all(p.form.fits(linear) for p in self.pieces)
 
     def arrays(self, rows: int, columns: int) -> Specs:
         """Returns dtype and shape of the arrays, as `WeightFormat.arrays` does."""
-        turns = rows // sum(each.rows for each in self.pieces)
-        specs = ((each.prefix, each.form.arrays(turns * each.rows, columns)) for each in self.pieces)
-        return {f"{prefix}{part}": spec for prefix, own in specs for part, spec in own.items()}
+        cycles = rows // sum(piece.rows for piece in self.pieces)
+        specs = ((piece.prefix, piece.form.arrays(cycles * piece.rows, columns)) for piece in self.pieces)
+        return {f"{prefix}{part}": spec for prefix, arrays in specs for part, spec in arrays.items()}
 
     def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
         """Returns the weights (rows, columns) float32 that the arrays stand for."""
@@ -146,7 +151,7 @@ def matrix_format(name: str) -> MatrixFormat:
     if name in FORMATS:
         return FORMATS[name]
     pairs = [piece.rpartition("*") for piece in name.split("+")]
-    if not all(form in FORMATS and form != "f32" and int(rows) > 0 for form, _, rows in pairs):
+    if not all(form in FORMATS and form != "f32" and re.fullmatch("[1-9][0-9]*", rows) for form, _, rows in pairs):
         raise ValueError(f"unknown formats among {name}")
     return MixedFormat(name, tuple(Piece(FORMATS[form], int(n), f"{i}.") for i, (form, _, n) in enumerate(pairs)))
 
@@ -185,19 +190,19 @@ FORMATS = {
     )
 }
 TAKEN_OVER = "zeros", "offsets", "e2m1", "kept"
-WEIGHTS = tuple(name for name, form in FORMATS.items() if not any(getattr(form, each) for each in TAKEN_OVER))
+WEIGHTS = tuple(name for name, form in FORMATS.items() if not any(getattr(form, kind) for kind in TAKEN_OVER))
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""
 
 HEAD = ",head="
-MEAN = re.compile(r"q([2-5]\.[0-9]+)")
+MEAN = re.compile(r"q(2\.[1-9]|[34]\.[0-9])")
 
 
 def mean_bits(name: str) -> float | None:
     """Returns the mean bits of codes that a name such as q3.6 asks for; None: it is no such name."""
     found = MEAN.fullmatch(name)
-    return float(found[1]) if found and float(found[1]) <= max(GAUSSIAN) else None
+    return float(found[1]) if found else None
 
 
 def bits_by_need(needs: Mapping[str, float], sizes: Mapping[str, int], mean: float) -> dict[str, int]:
@@ -229,7 +234,7 @@ def weight_format(name: str, arch: Architecture, own: ModelFormat | None = None)
     if not separator or head == form.of("head").name:
         return form
     if head not in WEIGHTS:
-        accepted = [f"{form.name}{HEAD}{each}" for each in OFFERED]
+        accepted = [f"{form.name}{HEAD}{offered}" for offered in OFFERED]
         raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
     linears = {linear: form.of(linear).name for linear in arch.linears()} | {"head": head}
     return ModelFormat(f"{form.name}{HEAD}{head}", tuple(linears.items()))

@@ -133,7 +133,7 @@ def apply_gate(config: ModelConfig, both: F32) -> F32:
 
 
 def groups(expert_ids: I64) -> Iterator[tuple[int, slice]]:
-    """Yields each expert of the pairs ``of`` (m,), ascending, and the slice of its pairs."""
+    """Yields each expert of the pairs' ``expert_ids`` (m,), ascending, and the slice of its pairs."""
     borders = [0, *(np.flatnonzero(np.diff(expert_ids)) + 1).tolist(), len(expert_ids)]
     for a, b in itertools.pairwise(borders):
         yield int(expert_ids[a]), slice(a, b)

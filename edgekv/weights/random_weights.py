@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,12 @@ class RandomWeights(CheckpointWeights):
         drawn = {each: RandomTensor(path, each, shape, self._rng) for each, shape in arch.tensors().items()}
         super().__init__(Checkpoint(path, None, Tensors(drawn, ()), config, None, None, lambda _: name), arch)
 
-    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> list[Blocks]:
+    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Blocks]:
         """Draws codes."""
         specs = form.arrays(sum(part.rows for part in parts), parts[0].columns)
         (_, codes), (dtype, scales) = specs["codes"], specs["scales"]
         step = STD / np.std(form.levels())  # gives uniform codes this deviation
-        return [(self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype]), None)]
+        yield self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype]), None
 
     def vector(self, name: str) -> F32:
         """Returns ones (size,)."""

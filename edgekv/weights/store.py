@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.checkpoint.checkpoint import TEXT_FILES
 from edgekv.checkpoint.hub import cached_model_name
@@ -27,14 +26,14 @@ from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
-from edgekv.types import F32, Array, TaskProgress
-from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
+from edgekv.types import F32, I64, U8, Array, TaskProgress
+from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS, ModelFormat, matrix_format, specs_bytes, store_specs, token_bytes
 
 FORMAT = 2
 WEIGHTS_FILE = "weights.safetensors"
-Write = Callable[[str, "tuple[Codes, Array] | None"], None]
-"""Takes each linear layer in the order of the store: its name, and its codes and scales; None: it makes them."""
+Write = Callable[[str, "tuple[U8, Array] | None"], None]
+"""Called for each layer in store order with (codes, scales), or None to have `build` quantize the layer itself."""
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -88,7 +87,7 @@ class WeightStore:
         try:
             fits = linears is None or (
                 linears.keys() == self._linears.keys()
-                and all(matrix_format(linears[each]).fits(linear) for each, linear in self._linears.items())
+                and all(matrix_format(linears[key]).fits(linear) for key, linear in self._linears.items())
             )
         except ValueError:
             fits = False
@@ -113,7 +112,7 @@ class WeightStore:
             raise CheckpointError(f"{what}; quantize the model again")
         return self._identity
 
-    def raw(self, tensor: str) -> npt.NDArray[Any]:
+    def raw(self, tensor: str) -> Array:
         """Returns a tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
         return self._tensors[tensor].read()
 
@@ -125,20 +124,20 @@ class WeightStore:
         """Returns a linear layer's weights (rows, columns) float32, dequantized."""
         return self.form.of(name).decode(self.arrays(name), self._linears[name].columns)
 
-    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self, name: str) -> dict[str, Array]:
         """Maps the arrays of a linear layer by part, as `WeightFormat.arrays` names them."""
         linear = self._linears[name]
         parts = self.form.of(name).arrays(linear.rows, linear.columns)
         return {part: self._tensors[f"{name}.{part}"].read() for part in parts}
 
     def shift(self, name: str) -> F32 | None:
-        """Returns what zero points or offsets add to scale * (code - 8), (rows, blocks) float32, or None."""
-        arrays = self.arrays(name)
+        """Returns what zeros or offsets add to scale * (code - code_of_zero), (rows, blocks) float32, or None."""
+        arrays, zero = self.arrays(name), code_of_zero(self.form.of(name).pieces[0].form.bits)
         if "offsets" in arrays:
-            return to_float32(code_of_zero(4) * arrays["scales"] + arrays["offsets"])
+            return to_float32(zero * arrays["scales"] + arrays["offsets"])
         if "zeros" not in arrays:
             return None
-        shift: F32 = (code_of_zero(4) - arrays["zeros"].astype(np.float32)) * arrays["scales"]
+        shift: F32 = (zero - arrays["zeros"].astype(np.float32)) * arrays["scales"]
         return shift
 
     def bias(self, name: str) -> F32 | None:
@@ -151,7 +150,7 @@ class WeightStore:
 
     vector = array
 
-    def rows(self, table: str, ids: Ids) -> F32:
+    def rows(self, table: str, ids: I64) -> F32:
         """Returns the rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self._tensors[table].read()[ids])
 
@@ -194,10 +193,9 @@ def build(
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: beside
-    the mapped checkpoint and what a rounding takes at most about 0.3 GiB, or twice the bytes of a layer's experts
-    in the store. Raises CheckpointError when the disk is too small (before or while writing) or the folder
-    can't be written.
+    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: takes
+    the largest matrix as it is stored and about 0.3 GiB, beside the mapped checkpoint and what a rounding takes.
+    Raises CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     try:
@@ -239,14 +237,14 @@ def _write_weights(
     total, done = specs_bytes(specs), 0
     with TensorWriter(path, specs, {"weights": form.name}) as writer:
 
-        def write(name: str, array: npt.NDArray[Any]) -> None:
+        def write(name: str, array: Array) -> None:
             nonlocal done
             writer.write(name, array)
             done += array.nbytes
             if progress:
                 progress("converting" if form.name == "f32" else "quantizing", done, total)
 
-        def write_linear(name: str, rounded: tuple[Codes, Array] | None = None) -> None:
+        def write_linear(name: str, rounded: tuple[U8, Array] | None = None) -> None:
             """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
             for part, array in weights.stored_arrays(name, form.of(name), rounded):
                 write(f"{name}.{part}", array)

@@ -72,7 +72,7 @@ def available_memory_bytes(root: Root = "/") -> int:
 
 
 _blas_lock = threading.RLock()
-_blas_limits: dict[object, Sequence[int]] = {}  # of each library: at first, then in each open `blas_threads`
+_blas_limits = dict[object, Sequence[int]]()  # of each library: before, and in each open `blas_threads`, by age
 
 
 @functools.cache
@@ -87,27 +87,26 @@ def blas_threads(n: int) -> Iterator[None]:
     So one pool works at a time: BLAS has all cores in a prompt, and one in decoding. The number is the process's:
     where such statements of threads overlap, all use the latest one's, and the last bits of products may change.
     """
-    me, pools = object(), _blas().lib_controllers
+    me = object()
     try:
-        with _blas_lock:
-            if not _blas_limits:
-                _blas_limits[None] = [pool.num_threads for pool in pools]
-            _blas_limits[me] = [n] * len(pools)
-            _set_latest_limits()
+        _limit_blas(me, n)
         yield
     finally:
-        with _blas_lock:
-            if _blas_limits.pop(me, None):
-                _set_latest_limits()
-            if len(_blas_limits) == 1:
-                _blas_limits.clear()
+        _limit_blas(me, None)
 
 
-def _set_latest_limits() -> None:
-    for pool, limit in zip(_blas().lib_controllers, [*_blas_limits.values()][-1], strict=True):
-        pool.set_num_threads(limit)
-    with _blas().limit():  # changes nothing: after it threadpoolctl 3.8 lets other threads set limits, too
-        pass
+def _limit_blas(who: object, n: int | None) -> None:
+    pools = _blas().lib_controllers
+    with _blas_lock:
+        if len(_blas_limits) < 2:  # none is open
+            _blas_limits[None] = [pool.num_threads for pool in pools]
+        _blas_limits.pop(who, None)
+        if n is not None:
+            _blas_limits[who] = [n] * len(pools)
+        for pool, limit in zip(pools, [*_blas_limits.values()][-1], strict=True):
+            pool.set_num_threads(limit)
+        with _blas().limit():  # changes nothing: after it threadpoolctl 3.8 lets other threads set limits, too
+            pass
 
 
 def peak_rss_bytes() -> int:
@@ -129,9 +128,8 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
     needed = sum(parts.values())
     if needed > available:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        raise MemoryBudgetError(
-            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available", advice=HINT
-        )
+        problem = f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available"
+        raise MemoryBudgetError(problem, advice=HINT)
 
 
 @contextlib.contextmanager
@@ -145,19 +143,14 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
         yield
     except MemoryError as error:
         what_failed = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
-        raise MemoryBudgetError(
-            f"out of memory while {what}: {what_failed}; {format_bytes(free_bytes())} is free", advice=HINT
-        ) from error
+        problem = f"out of memory while {what}: {what_failed}; {format_bytes(free_bytes())} is free"
+        raise MemoryBudgetError(problem, advice=HINT) from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         if "cudaError" not in reason and "CUDA_ERROR" not in reason:
             raise
-        raise SessionError(
-            f"{reason}, while {what}",
-            field="device",
-            value="cuda",
-            advice="start the program again; if it comes back, use {device:cpu}",
-        ) from error
+        advice = "start the program again; if it comes back, use {device:cpu}"
+        raise SessionError(f"{reason}, while {what}", field="device", value="cuda", advice=advice) from error
 
 
 def format_bytes(n: int) -> str:
@@ -209,11 +202,7 @@ def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
             limit, usage, reclaimable = "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             mount /= "memory"
-            limit, usage, reclaimable = (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            limit, usage, reclaimable = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         group = mount / path.lstrip("/")

@@ -21,7 +21,7 @@ from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import CheckpointError
-from edgekv.eval.bench import BLOCKS, SchemeTimer, bench, bench_prefill
+from edgekv.eval.bench import MATMUL_METHODS, SchemeTimer, bench, bench_prefill
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.gate import DEFAULT_SCHEMES, GateLimits, Prose, Verdict, gate, judge, make_haystack, recommended
 from edgekv.kvcache import CacheSpec
@@ -290,7 +290,7 @@ def decoder() -> Decoder:
 def test_schemes_are_timed(decoder: Decoder) -> None:
     specs = CacheSpec.parse_list("dense,planes,onebit,kivi2")
     timings = bench(decoder, specs, [300], tokens=8)
-    assert not vars(decoder).keys() & set(BLOCKS)
+    assert not vars(decoder).keys() & set(MATMUL_METHODS)
     assert [t.kv for t in timings] == [str(spec) for spec in specs]
     for t in timings:
         assert (t.depth, t.tokens) == (300, 8)

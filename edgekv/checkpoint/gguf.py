@@ -82,7 +82,7 @@ class GgufTensor(MappedTensor):
             return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
         return dequantize(raw, kind)
 
-    def blocks(self, lo: int, hi: int) -> Blocks:
+    def blocks(self, lo: int, hi: int) -> UnpackedBlocks:
         codes, scales, offsets = blocks_of(self.raw_rows(lo, hi), self._type)
         return codes if offsets is None else codes - np.int8(8), scales, offsets
 
@@ -103,7 +103,7 @@ class GgufTensor(MappedTensor):
         return raw[rows]
 
 
-Blocks = tuple[I8, F32, F32 | None]
+UnpackedBlocks = tuple[I8, F32, F32 | None]
 """Codes (r, blocks, 32), their scales (r, blocks), and offsets (r, blocks) to add to codes from 0 on, or None."""
 
 
@@ -117,21 +117,21 @@ def _nibbles(packed: U8) -> I8:
     return np.concatenate([packed & 15, packed >> 4], axis=-1).view(np.int8)
 
 
-def _q4_0(blocks: U8) -> Blocks:
+def _q4_0(blocks: U8) -> UnpackedBlocks:
     """Unpacks a half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, plus 8."""
     return _nibbles(blocks[..., 2:]) - np.int8(8), _half(blocks, 0), None
 
 
-def _q4_1(blocks: U8) -> Blocks:
+def _q4_1(blocks: U8) -> UnpackedBlocks:
     """Unpacks a scale and a minimum, then nibbles as in Q4_0."""
     return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
-def _q8_0(blocks: U8) -> Blocks:
+def _q8_0(blocks: U8) -> UnpackedBlocks:
     return blocks[..., 2:].view(np.int8), _half(blocks, 0), None
 
 
-def _q4_k(blocks: U8) -> Blocks:
+def _q4_k(blocks: U8) -> UnpackedBlocks:
     """Unpacks 256 numbers: two half floats, 8 scales and 8 minima of 6 bits in 12 bytes, then 4 times 64 nibbles.
 
     A number is (first half float) * scale * nibble - (second half float) * minimum.
@@ -147,7 +147,7 @@ def _q4_k(blocks: U8) -> Blocks:
     return codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1)
 
 
-LAYOUTS: dict[str, tuple[int, Callable[[U8], Blocks], str]] = {
+LAYOUTS: dict[str, tuple[int, Callable[[U8], UnpackedBlocks], str]] = {
     "Q4_0": (18, _q4_0, "int4-32"),
     "Q8_0": (34, _q8_0, "int8-32"),
     "Q4_1": (20, _q4_1, "int4-32-offsets"),
@@ -162,7 +162,7 @@ NEAREST = dict.fromkeys(("Q5_0", "Q5_1"), "int8-32")
 """Types with more than 4 bits are quantized again to 8 bits; all others to 4."""
 
 
-def blocks_of(raw: U8, kind: str) -> Blocks:
+def blocks_of(raw: U8, kind: str) -> UnpackedBlocks:
     """Unpacks rows (r, bytes) of a type in LAYOUTS."""
     size, unpack, _ = LAYOUTS[kind]
     with np.errstate(invalid="ignore"):  # infinite scales of a damaged file

@@ -23,7 +23,7 @@ from edgekv.types import F32, I8, I64, U8, Array
 Words = npt.NDArray[np.uint32]
 Codes = npt.NDArray[np.int16]
 Rows = Callable[[int, int], Any]  # a function of lo and hi that computes rows lo..hi
-BLOCKS = (128, 32)  # columns per scale in the weight formats, the larger first
+GROUP_SIZES = (128, 32)  # columns per scale in the weight formats, the larger first
 PIECE = 1 << 22  # elements unpacked at a time
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word, from the low bits
 MX_BLOCK = 32
@@ -164,7 +164,7 @@ class GroupedTensor(QuantizedTensor):
         super().__init__(module.parts, module.name, name, (rows, columns), self._unpack)
         self._numbers, self._scales, self._zeros = numbers, scales, zeros
         self._columns = np.arange(columns) // group if group_of is None else group_of
-        self._block = next((size for size in BLOCKS if group % size == 0 or groups == 1), 0)
+        self._block = next((size for size in GROUP_SIZES if group % size == 0 or groups == 1), 0)
         centred = zeros is None or not zeros.any()
         if self._block and group_of is None and (bits == 4 or centred):
             fits = centred or zeros is None or (zeros.min() >= -8 and zeros.max() <= 7)

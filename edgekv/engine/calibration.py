@@ -1,7 +1,7 @@
 """Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`, in bits by need.
 
-What a linear layer needs is the KL of the model with that layer alone as good as in 3 bits (`add_noise`), on a
-part of the text.
+How many bits a linear layer needs is judged by the model's KL, on a part of the text, with noise like that of
+rounding to 3 bits in this layer alone (`add_noise`).
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def embedded(decoder: Decoder, windows: I64) -> F32:
 def add_noise(matrix: F32, bits: int) -> None:
     """Adds random errors like those of `gaussian.quantize`, in less time, to weights (rows, columns).
 
-    Weights rounded with the least squared error, E times their square, are not correlated with their errors: they
-    are 1 - E times the exact ones, plus noise with a square of E (1 - E) times theirs.
+    The best rounding leaves a mean squared error of E w^2, uncorrelated with the rounded weights. So these
+    are (1 - E) w plus noise of variance E (1 - E) w^2, where w^2 is the mean of a block.
     """
     columns, error, rng = matrix.shape[1], gaussian.ERRORS[bits], np.random.default_rng(0)
     for rows in np.array_split(matrix, -(-matrix.size // STREAMED)):

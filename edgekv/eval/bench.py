@@ -28,7 +28,7 @@ from edgekv.weights.random_weights import RandomWeights, random_store
 
 FILL_TOKENS = 512  # synthetic keys and values that are drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
-BLOCKS = ("attention_in", "attention_out", "head")  # methods of a `Decoder` whose time is counted as matmul
+MATMUL_METHODS = ("attention_in", "attention_out", "head")  # of a `Decoder`, whose time is counted as matmul
 PREFILL_RUNS = 2  # of which the faster counts
 SPARE_POSITIONS = 4096  # beyond the needed ones, where a shape has too few learned positions
 
@@ -79,13 +79,13 @@ def timed(seconds: Seconds, part: str, function: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def timed_blocks(decoder: Decoder, seconds: Seconds) -> Iterator[None]:
-    """Times the decoder's BLOCKS as matmul, within a with statement."""
-    for name in BLOCKS:
+    """Times the decoder's MATMUL_METHODS as matmul, within a with statement."""
+    for name in MATMUL_METHODS:
         setattr(decoder, name, timed(seconds, "matmul", getattr(decoder, name)))
     try:
         yield
     finally:
-        for name in BLOCKS:
+        for name in MATMUL_METHODS:
             delattr(decoder, name)
 
 

@@ -2,7 +2,8 @@
 
 The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
 with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
-come as near as the text can tell to the exact layer's outputs for the exact inputs (`output_correction`).
+approximate the exact layer's for the exact inputs. This correction is scaled by the share of it on which the two
+halves of the text agree: the rest is chance (`output_correction`).
 
 Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
 small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L
@@ -148,8 +149,7 @@ def hessian(x: F32) -> F32:
 def output_correction(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
     """Returns `Rounder.round`'s correction b: rows (r, columns) then give for own what they do for own + lost.
 
-    lost, own (tokens, columns); rounder has the hessian of own. b is the least-squares change, times the share of
-    it on which the two halves of the text agree: the rest is chance.
+    lost, own (tokens, columns); rounder has the hessian of own. b is the least-squares change, scaled.
     """
     half, some = len(own) // 2, rows[::SAMPLE]
     both: F32 = np.linalg.multi_dot([rows, lost.T, own])

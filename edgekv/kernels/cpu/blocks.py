@@ -189,8 +189,8 @@ IQ3_GAPS = (
     "-%/<*'(%'$,%')1+)('*4)'0*%.(--066C%0%.F'))'&&**3-(%%*)())'7%(('-(2&)/(%(%*'F%5.$</%-D<47;(..)<)')1'&&/)"
     "(%%(*,C),-()0:($20(/))&/-/G/6%ZC%1Z%%/%833*@95).()+/(2X121&<78>L%X'&,%/%/)3*.2%?&')&*4<;&19')(;M3C:J"
 )
-"""The grid of IQ3_S, 512 ascending numbers of four times 3 bits: by how much each is above the one before, from -1
-on, as the character 35 + gap. Three bits k stand for 2 k + 1."""
+"""The grid of IQ3_S: 512 ascending numbers of four times 3 bits, stored as gaps, a gap as chr(35 + gap); the
+number before the first is -1. Three bits k stand for 2 k + 1."""
 IQ3_GRID = [
     sum((2 * (number >> 3 * i & 7) + 1) << 8 * i for i in range(4))
     for number in itertools.accumulate((ord(gap) - 35 for gap in IQ3_GAPS), initial=-1)

@@ -15,8 +15,7 @@
 A rounded row (`matmul.prepare_rows`) has its units one behind the other:
 
     elements    a byte each, in the order of the codes: of each vector those of its bytes' low bits, then others
-    sums        an int32 for each lane of codes: in a block's first one minus the weights' zero point times the sum
-                of the block's elements, else 0
+    sums        an int32 for each lane: the first one of each block holds -zero_point * sum(elements), the others 0
     scales      a float32 for each lane: its block's
 
 In a panel a lane is one output: four elements of a row, in every lane, times four codes of each of the panel's
@@ -162,7 +161,7 @@ class Product(NamedTuple):
     offsets: int  # (outputs, blocks) float32; 0: none
     zeros: int  # in place of offsets (outputs, blocks) uint8, the codes that stand for 0; 0: none
     correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
-    decode: int  # address of a `BlockType.loop`, which makes of ``codes`` what is multiplied; 0: they are it
+    decode: int  # address of a `BlockType.loop`, which decodes ``codes`` before they are multiplied; 0: none
 
 
 MXFP4 = CodeLayout(4, 32, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
@@ -175,6 +174,8 @@ LAYOUTS = (
     *(rotated_layout(bits) for bits in GAUSSIAN),
 )
 PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
+"""A class for each layout: Numba compiles a kernel for each, and `layout_of` has the layout while that is emitted.
+All fields are int64, so that a kernel reads a product from memory as so many numbers (`product_at`)."""
 
 
 def layout_of(product: Any) -> CodeLayout:

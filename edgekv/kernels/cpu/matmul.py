@@ -58,8 +58,8 @@ from edgekv.types import F32, I64, U8, Array, Threads
 class QuantizedWeights(NamedTuple):
     """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.formats` packs them.
 
-    What is left of the last block of an output is padding. At most one of offsets and zeros is there. Or codes
-    are all there is, (outputs, bytes) in blocks of a type, which are decoded a tile or panel at a time.
+    What is left of the last block of an output is padding. At most one of offsets and zeros is there. With a
+    block_type, codes are raw GGUF blocks (outputs, bytes), and scales is None.
     """
 
     codes: U8  # (outputs, blocks, layout.block_bytes)

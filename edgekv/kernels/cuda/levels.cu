@@ -46,11 +46,11 @@ __device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
 }
 
 // A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
-// an input and of its partner, the one 64 further. The entry's number is a byte of the first plane: its low half belongs to the input,
-// its high half to the partner. Codes of 2 and 3 bits use the lower 2 bits of each half; with 3 bits, the third is put above them. With
-// 5 bits, two more bits, the codes' highest, are appended below. Bits of x, the input's code, and of p, the partner's (-: no matter):
+// an input and of its partner, the one 64 further. The entry's number is a byte of the first plane, with the third or fifth bits from the
+// second one. Bits of x, the input's code, and of p, the partner's (-: of no effect):
 //
 //     bit of the number    9   8   7   6   5   4   3   2   1   0
+//     2 bits                       -   -   p1  p0  -   -   x1  x0
 //     3 bits                       -   p2  p1  p0  -   x2  x1  x0
 //     5 bits               p3  p2  p1  p0  x3  x2  x1  x0  p4  x4
 #define PER_BYTE (WEIGHT_BITS == 5 ? 4 : 1)  // entries

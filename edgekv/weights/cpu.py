@@ -244,8 +244,8 @@ def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], d
     blocks = {n: functools.partial(block, CpuOps(store, Threads(n, n)), 0) for n in numbers}
     rows = {part: rng.standard_normal((PROMPT_ROWS, width), np.float32) for part, width in widths.items()}
     row = {part: x[:1] for part, x in rows.items()}
-    for each in blocks.values():
-        each(**row)
+    for run in blocks.values():
+        run(**row)
     return _best(blocks, row, DECODE_ROUNDS, DECODE_S), _best(blocks, rows, PROMPT_ROUNDS, 0)
 
 

@@ -279,8 +279,8 @@ class NumpyOps(WeightOps):
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)
         for expert, pairs in groups(expert_ids):
-            own = slice(expert * n, (expert + 1) * n)
-            result[pairs] = self._multiply(rows[pairs], matrices[own])
+            part = slice(expert * n, (expert + 1) * n)
+            result[pairs] = self._multiply(rows[pairs], matrices[part])
             if bias is not None:
-                result[pairs] += bias[own]
+                result[pairs] += bias[part]
         return result

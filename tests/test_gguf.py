@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "llama_cpp_demo.json").read_text())
 CONVERTED = json.loads((ROOT / "tests" / "golden" / "gguf.json").read_text())
 PLAIN = ["llama-tied-smollm", "llama-head-dim", "llama-biases", "rope-yarn", "gpt2"]
-QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
+QUANTIZED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
 
 
 @pytest.mark.parametrize("name", golden_cases.GGUF_CASES)
@@ -94,7 +94,7 @@ def test_plain_numbers_are_the_checkpoints(name: str, kind: str, tmp_path: pathl
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize(("name", "kind"), pairs(name=["llama2-gqa", "qwen2", "wide-gpt2"], kind=list(QUANTISED)))
+@pytest.mark.parametrize(("name", "kind"), pairs(name=["llama2-gqa", "qwen2", "wide-gpt2"], kind=list(QUANTIZED)))
 def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Path) -> None:
     """Every weight of the store is the file's own, to the bit."""
     folder = golden_cases.write_checkpoint(name.removeprefix("wide-"), tmp_path / "folder")
@@ -109,7 +109,7 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
     assert model.weights_note(model.weight_format("auto,head=q2")) == note
     store = model.store(form)
     for linear in model.arch.linears():
-        assert form.of(linear).name == QUANTISED[kind]
+        assert form.of(linear).name == QUANTIZED[kind]
         np.testing.assert_array_equal(store.matrix(linear), model.weights.matrix(linear))
     if kind != "Q4_1":
         wider = model.store(model.weight_format("int8-32"))  # 4 bits fit into 8

@@ -1,4 +1,4 @@
-"""KIVI: its quantiser by hand in float64, its window, its bytes."""
+"""KIVI: its quantizer by hand in float64, its window, its bytes."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from cache_cases import F32, F64, attend_last, attention, make, normal
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 128)]
 
 
-def quantised(x: F64, bits: int, axis: int) -> F64:
+def quantized(x: F64, bits: int, axis: int) -> F64:
     """Returns low + step * round((x - low) / step), ends along the axis in float16, step never too small."""
     top = 2**bits - 1
     low = x.min(axis, keepdims=True).astype(np.float16).astype(float)
@@ -23,9 +23,9 @@ def stored(k: F32, v: F32, n_packed: int, bits: int, group: int, vgroup: int) ->
     g, _, d = k.shape
     span = vgroup or d
     packed = k[:, :n_packed].reshape(g, n_packed // group, group, d)
-    k[:, :n_packed] = quantised(packed, bits, 2).reshape(g, n_packed, d)
+    k[:, :n_packed] = quantized(packed, bits, 2).reshape(g, n_packed, d)
     packed = v[:, :n_packed].reshape(g, n_packed, d // span, span)
-    v[:, :n_packed] = quantised(packed, bits, 3).reshape(g, n_packed, d)
+    v[:, :n_packed] = quantized(packed, bits, 3).reshape(g, n_packed, d)
     return k, v
 
 

@@ -165,7 +165,7 @@ def test_the_codebook_is_the_prompts() -> None:
     cache.prefill(q, k**3, v)
     fitted = cache.keys.arrays["lengths"].copy()
     assert not np.array_equal(default, fitted)
-    codes = cache.keys.quantise((k**3)[:, :384].astype(np.float16).astype(np.float32), 0)
+    codes = cache.keys.quantize((k**3)[:, :384].astype(np.float16).astype(np.float32), 0)
     np.testing.assert_array_equal(fitted, code_lengths(np.bincount(codes.ravel(), minlength=5)))
     cache.truncate(300)
     np.testing.assert_array_equal(cache.keys.arrays["lengths"], fitted)

@@ -34,7 +34,7 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
     return q / np.float32(np.sqrt(HEAD_DIM)), k + k[:, :1], v
 
 
-def quantised(
+def quantized(
     k: F64, v: F64, group: str, quantile: float, bits: int, ranges: tuple[float, float] = (1, 1)
 ) -> tuple[F64, F64]:
     """Quantizes one span by equations 7-9, rounded to the nearest level instead of down."""
@@ -60,11 +60,11 @@ def quantised(
 def attention(
     q: F32, k: F32, v: F32, spans: Sequence[tuple[int, int]], window: int | None = None, **options: object
 ) -> F64:
-    """Computes attention of the last tokens q over all of k, v, whose spans are quantised, in float64."""
+    """Computes attention of the last tokens q over all of k, v, whose spans are quantized, in float64."""
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
     for span in spans:
         part = slice(*span)
-        k[:, part], v[:, part] = quantised(k[:, part], v[:, part], **options)
+        k[:, part], v[:, part] = quantized(k[:, part], v[:, part], **options)
     return cache_cases.attention(q, k, v, window)
 
 
@@ -76,7 +76,7 @@ CALIBRATED = {"group": "channel", "bits": 1, "quantile": 0.0, "ranges": (0.5, 0.
     ("group", "of_bits", "backend"),
     pairs(group=tuple(AXES), of_bits=[(1, 0.2), (3, 0.02), (8, 0.0)], backend=BACKENDS),
 )
-def test_marked_spans_are_quantised_by_group(group: str, of_bits: tuple[int, float], backend: str) -> None:
+def test_marked_spans_are_quantized_by_group(group: str, of_bits: tuple[int, float], backend: str) -> None:
     bits, quantile = of_bits
     q, k, v = draw(303)
     cache = make(f"visual1:bits={bits},group={group},quantile={quantile}", backend)
@@ -199,7 +199,7 @@ def test_rewind(n: int, kept: int, text_capacity: int) -> None:
     for start, stop in ((20, 90), (140, 190)):
         if n > start:
             part, kept_part = slice(start, stop), slice(start, min(n, stop))
-            packed = quantised(k[:, part].astype(float), v[:, part].astype(float), "head", 0.2, 1)
+            packed = quantized(k[:, part].astype(float), v[:, part].astype(float), "head", 0.2, 1)
             k[:, kept_part], v[:, kept_part] = (x[:, : kept_part.stop - start] for x in packed)
     expected = attention(q[:, n:300], k, v, ())
     np.testing.assert_allclose(got, expected, atol=3e-3)

@@ -40,7 +40,7 @@ from gguf_writer import find_family, own_metadata, write_gguf
 
 DECODE_TOKENS = 16
 CALIBRATED = ", with a text"
-# Options of llama-bench by the name of the KV setting; quantised values need flash attention.
+# Options of llama-bench by the name of the KV setting; quantized values need flash attention.
 SETTINGS = {
     "f16": ["-fa", "0"],
     "f16, flash attention": ["-fa", "1"],

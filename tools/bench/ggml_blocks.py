@@ -1,4 +1,4 @@
-"""Compares how blocks of GGUF files are decoded with ggml's own dequantisation, bit for bit.
+"""Compares how blocks of GGUF files are decoded with ggml's own dequantization, bit for bit.
 
     python tools/bench/ggml_blocks.py BUILD/bin/libggml-base.so [--rows 4000]
 

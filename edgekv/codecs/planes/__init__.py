@@ -65,7 +65,7 @@ GROUP = 16
 N_GROUPS = BLOCK // GROUP
 
 GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
-"""Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
+"""Step of the best uniform quantizer of b bits for a Gaussian of variance 1: what rotated elements look like."""
 
 MIDDLE_CODE = {bits: np.float32((2**bits - 1) / 2) for bits in GAUSS_STEP}
 """By bits: the middle of the codes, which stands for 0."""

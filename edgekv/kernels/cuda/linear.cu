@@ -1,9 +1,9 @@
 // Products of weights (rows, columns) and an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
-// less for block-quantised codes (levels.cu), BLOCK_INPUTS to a scale.
+// less for block-quantized codes (levels.cu), BLOCK_INPUTS to a scale.
 
 #define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
 #define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
-#define QUANTISED (WEIGHT_BITS < 16)
+#define QUANTIZED (WEIGHT_BITS < 16)
 #define COPIES (WEIGHT_BITS == 5 ? 1 : 4)  // of each entry of the table of levels
 
 // Returns input i of the eight that a thread takes together: neighbours, or 4 of a rotated block and their partners.
@@ -24,7 +24,7 @@ struct Eight {
             words[0] = levels[0], words[1] = levels[1];
             return;
         }
-        if (QUANTISED || (aligned && k < columns)) {
+        if (QUANTIZED || (aligned && k < columns)) {
             load_words<min_of(4, WORDS)>(row + (i64)k * WEIGHT_BITS / 8, words);
             if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WORDS / 2);
             return;
@@ -52,7 +52,7 @@ struct Eight {
 
     static constexpr __host__ __device__ int position(int i)
     {
-        return ROTATED ? i / 4 * 8 : QUANTISED ? i % (16 / min_of(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
+        return ROTATED ? i / 4 * 8 : QUANTIZED ? i % (16 / min_of(WEIGHT_BITS, 8)) * WEIGHT_BITS : 0;
     }
 };
 
@@ -66,7 +66,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
     int first = blockIdx.x * ROWS_AT_ONCE;
-    int padded = QUANTISED ? blocks * BLOCK_INPUTS : columns;
+    int padded = QUANTIZED ? blocks * BLOCK_INPUTS : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     x += (i64)blockIdx.y * columns;
@@ -78,7 +78,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             int row = min_of(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned, table);
-            if (QUANTISED) scale[r] = scale_of(scale_at(scales, (i64)row * blocks + k / BLOCK_INPUTS));
+            if (QUANTIZED) scale[r] = scale_of(scale_at(scales, (i64)row * blocks + k / BLOCK_INPUTS));
         }
         if (aligned && k < columns) {
             float4 a = *(const float4*)(x + input(k, 0)), b = *(const float4*)(x + input(k, 4));
@@ -86,13 +86,13 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
         } else {
             UNROLL for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
         }
-        if (QUANTISED) {
+        if (QUANTIZED) {
             UNROLL for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
         }
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             float part = 0;
             UNROLL for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
-            sum[r] += QUANTISED ? scale[r] * (part * SINK - CODE_OF_ZERO * total) : part;
+            sum[r] += QUANTIZED ? scale[r] * (part * SINK - CODE_OF_ZERO * total) : part;
         }
     }
     __shared__ float sums[ROWS_AT_ONCE][WARPS];
@@ -115,16 +115,16 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int rows
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
     if (ROTATED) __syncthreads();
-    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTISED ? blocks * BLOCK_INPUTS : columns;
+    int k = 8 * (blockIdx.x * blockDim.x + threadIdx.x), padded = QUANTIZED ? blocks * BLOCK_INPUTS : columns;
     if (k >= columns) return;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
-        float scale = QUANTISED ? scale_of(scale_at(scales, row * blocks + k / BLOCK_INPUTS)) : 1, x[8];
+        float scale = QUANTIZED ? scale_of(scale_at(scales, row * blocks + k / BLOCK_INPUTS)) : 1, x[8];
         Eight w;
         w.load(weights + row * row_bytes, k, columns, aligned, table);
         UNROLL for (int i = 0; i < 8; ++i)
-            x[i] = QUANTISED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - CODE_OF_ZERO) * scale : w[i];
+            x[i] = QUANTIZED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - CODE_OF_ZERO) * scale : w[i];
         if (halves && aligned) {
             u32 pairs[4];
             UNROLL for (int i = 0; i < 4; ++i) pairs[i] = finite_half(x[2 * i]) | (u32)finite_half(x[2 * i + 1]) << 16;

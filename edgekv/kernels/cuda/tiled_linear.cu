@@ -1,4 +1,4 @@
-// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantised codes (levels.cu),
+// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantized codes (levels.cu),
 // BLOCK_INPUTS to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
 // of 16 bits, two digits of 8, with a unit for each chunk's inputs, or each block's of rotated ones. A chunk is 16 bytes of a row, a
 // span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. A team of WARPS_OF_TILE warps shares a
@@ -44,7 +44,7 @@ __device__ __forceinline__ int four_at(int base, int k)
     return ROTATED ? group / 8 * 32 + k % 4 * 8 + group % 8 : group;
 }
 
-// What added to a number leaves, in the lowest 16 bits, those of the rounded number plus 0x8080: both digits, each plus 128.
+// The lowest 16 bits of x + ROUNDS are those of round(x) + 0x8080: two digits, each plus 128.
 #define ROUNDS 12615808.0f
 
 __device__ __forceinline__ u32 two_digits(float x, float inverse) { return __float_as_uint(x * inverse + ROUNDS); }

@@ -243,7 +243,7 @@ class SignKeys(H1B):
 
     It is the baseline "Loki (1-bit Key)" of H1B-KV's Tables I and II, and equals ``h1b:keys_only=1``. The
     published Loki (arXiv 2406.02542) is something else: it ranks tokens by the leading principal components of
-    the keys and attends to the top k, and quantises nothing.
+    the keys and attends to the top k, and quantizes nothing.
     """
 
     name = "sign_keys"

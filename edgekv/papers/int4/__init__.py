@@ -89,7 +89,7 @@ class Int4Cache(FullCache):
     """Symmetric 4-bit keys and values, a scale per token: 2 * (head_dim/2 + 2) bytes per token and KV head.
 
     It is the baseline of H1B-KV's Tables I to III ("MiniCache (4-bit): symmetric quantization"). No token stays
-    exact, and queries are not quantised. The published MiniCache (arXiv 2405.14366) is something else: it merges
+    exact, and queries are not quantized. The published MiniCache (arXiv 2405.14366) is something else: it merges
     the caches of neighbouring layers.
     """
 

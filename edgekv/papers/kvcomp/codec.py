@@ -19,7 +19,7 @@ from edgekv.types import F32, U8, U64, Array
 WORD_BITS, WORD_BYTES = 64, 8
 PAGE_WORDS = 512
 POOL_MARGIN = 32  # the pool grows to 1/32 more than the blocks take
-HISTOGRAM_TOKENS = 1024  # quantised at a time
+HISTOGRAM_TOKENS = 1024  # quantized at a time
 
 
 class HuffmanCodec(Codec):
@@ -45,7 +45,7 @@ class HuffmanCodec(Codec):
         """Returns how many elements share a low and a step."""
 
     @abc.abstractmethod
-    def quantise(self, x: F32, t0: int) -> U8:
+    def quantize(self, x: F32, t0: int) -> U8:
         """Returns the codes of whole blocks x (n_kv_heads, n, head_dim) at tokens t0..; stores low and step."""
 
     def _levels(self, x: F32, rows: slice) -> U8:
@@ -116,7 +116,7 @@ class HuffmanCodec(Codec):
         counts = np.zeros(self.levels, np.int64)
         for a in range(0, n, longest):
             part = contiguous(F16.round(x[:, a : min(a + longest, n)]))
-            counts += to_host(np.bincount(self.quantise(part, 0).ravel(), minlength=self.levels))
+            counts += to_host(np.bincount(self.quantize(part, 0).ravel(), minlength=self.levels))
         self._use(Codebook.huffman(counts))
 
     def encode(self, x: F32, t0: int) -> None:
@@ -126,7 +126,7 @@ class HuffmanCodec(Codec):
     def encode_by(self, pack: Callable[..., None], x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0.., by a backend's `huffman_pack`."""
         a, first, n_blocks = self.arrays, t0 // self.block, x.shape[1] // self.block
-        codes = self.quantise(x, t0)
+        codes = self.quantize(x, t0)
         sizes = a["bits"][:, t0 : t0 + x.shape[1]].reshape(-1, n_blocks, self.block)  # a view
         sizes[:] = a["lengths"][codes].sum(axis=2).reshape(sizes.shape)
         n_bits = sizes.sum(axis=2, dtype=np.int64)
@@ -212,7 +212,7 @@ class HuffmanKeys(HuffmanCodec):
         channels = ((self.n_kv_heads, self.capacity // self.block, self.head_dim), "uint16")
         return {"low": channels, "step": channels, **super().layout()}
 
-    def quantise(self, x: F32, t0: int) -> U8:
+    def quantize(self, x: F32, t0: int) -> U8:
         """Returns codes (n_kv_heads, n, head_dim) of x."""
         n_kv_heads, n, head_dim = x.shape
         blocks = slice(t0 // self.block, (t0 + n) // self.block)
@@ -238,7 +238,7 @@ class HuffmanValues(HuffmanCodec):
         tokens = ((self.n_kv_heads, self.capacity), "uint16")
         return {"low": tokens, "step": tokens, **super().layout()}
 
-    def quantise(self, x: F32, t0: int) -> U8:
+    def quantize(self, x: F32, t0: int) -> U8:
         """Returns codes (n_kv_heads, n, head_dim) of x."""
         return self._levels(x, slice(t0, t0 + x.shape[1]))
 

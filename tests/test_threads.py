@@ -59,6 +59,10 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     monkeypatch.setattr(threads, "measure", None)
     assert threads.product_threads(store, None) == found
     assert threads.product_threads(store, 3) == (3, 3)
+    for linear in store.arch.layer_linears(0):
+        others = {name: "q3" if name == linear else "q4" for name in store.arch.linears()}
+        assert threads.remembered(store.arch, ModelFormat(store.form.name, tuple(others.items()))) is None
+    assert threads.remembered(store.arch, ModelFormat("gguf", tuple(dict.fromkeys(others, "q4").items()))) == found
 
 
 @pytest.mark.parametrize("weights", ["q4", "int8-32", "f32"])

@@ -277,9 +277,10 @@ def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
 
 
 def _key(arch: Architecture, form: ModelFormat) -> str:
-    """Returns the machine and the shape of the block: models that share both take the same threads."""
+    """Returns the machine, and shape and formats of layer 0: models that share them take the same threads."""
     machine, c = machine_info(), arch.config
     name, (fused, mixed) = _block(arch)[0], arch.widths(0)
-    shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
+    formats = ",".join(form.of(linear).name for linear in arch.layer_linears(0))
+    shape = f"{name} {formats} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
     where = f"{machine['board'] or machine['cpu']}, {machine['cores']} cores"
     return f"{where}, edgekv {machine['versions']['edgekv']}: {shape}"

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.checkpoint.gguf import KEPT, GgufTensor
 from edgekv.checkpoint.tensors import MappedFile
+from edgekv.cli import main
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.cpu.blocks import BLOCKS
@@ -283,7 +284,9 @@ def test_experts_of_other_architectures_are_refused(tmp_path: pathlib.Path) -> N
         Model.open(write_gguf(folder, tmp_path / "model.gguf", metadata=metadata))
 
 
-def test_other_blocks_are_quantized_again_and_it_is_said(tmp_path: pathlib.Path) -> None:
+def test_other_blocks_are_quantized_again_and_it_is_said(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, expected = write_k_quants(tmp_path, "Q5_1")
     session = Session.load(path, kv="dense:dtype=f32")
     assert session.plan.notes == ("weights of type Q5_1 were quantized a second time, to int8-32",)
@@ -293,3 +296,6 @@ def test_other_blocks_are_quantized_again_and_it_is_said(tmp_path: pathlib.Path)
         x, y = exact.matrix(linear), store.matrix(linear)
         assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(x)
     assert np.isfinite(session.logits([1, 2, 3])).all()
+    for weights, is_said in (("f32", False), ("auto", True)):
+        assert main(["quantize", str(path), "--weights", weights, "--output", str(tmp_path / weights)]) == 0
+        assert (f"edgekv: {session.plan.notes[0]}\n" in capsys.readouterr().err) == is_said

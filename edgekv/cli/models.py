@@ -357,6 +357,8 @@ def quantize_command(arguments: argparse.Namespace) -> int:
             build(weights, form, folder, bars.update, lambda store: copy_vision(model, store), rounding)
             store = WeightStore(folder)
     print(f"{store.folder}: {store.form.name}, {bytes_text(store.nbytes)}")
+    if note := model.weights_note(form):
+        say(note)
     return 0
 
 

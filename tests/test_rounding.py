@@ -410,9 +410,10 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     for name, model, weights, part in (
         ("short", DEMO, "q4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "q4", "not UTF-8"),
+        ("demo", DEMO, "q4", "text file; MODEL stands before --calibrate\n"),
         ("long", DEMO, "int8", "works with q2 to q5 only; --weights int8 gives int8 here; choose --weights q4"),
         ("long", DEMO, "auto", "--weights auto gives f32 here"),
-        ("long", store, "auto", "is a store"),
+        ("long", store, "auto", "is a store, rounded already; give the original checkpoint\n"),
         *(("long", DEMO, name, "q2.1 to q4.9") for name in ("q5.5", "q5.0", "q2.0", "q2.05", "q3.60", "q٣.6")),
     ):
         arguments = ["--model", str(model), "--weights", weights, "--calibrate", str(tmp_path / name)]

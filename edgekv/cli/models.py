@@ -324,7 +324,7 @@ def quantize_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a UTF-8 text like those the model is for, best 200 kB or more: q2 to q5 are rounded so that the model "
     text += "predicts this text as before; with --weights q3.6 it also decides each matrix's bits (without FILE: "
     calibrate = option("FILE", text + "a short text that ships with edgekv)", nargs="?", const=SHIPPED_TEXT)
-    output = option("FOLDER", "a new folder (default: the cache folder that run looks in)")
+    output = option("FOLDER", "a new folder; --calibrate needs one (default: the cache folder that run looks in)")
     weights = f"{OPTIONS['weights']['help']}; with --calibrate also q2.1 to q4.9, the mean of all matrices' bits"
     add_options(parser, f"{SOURCE} lora adapter", weights=weights, output=output, calibrate=calibrate)
 
@@ -345,7 +345,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
     with Bars() as bars:
         if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
             raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
-        text = source and read_text_option(str(source), "--calibrate")
+        text = source and read_text_option(str(source), "--calibrate", "; MODEL stands before --calibrate")
         rounding = None if text is None else Calibration(model, arguments.weights, text, bars.update)
         form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:

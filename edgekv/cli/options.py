@@ -399,15 +399,15 @@ def bytes_text(n: int) -> str:
     return f"{format_bytes(n)} ({n} bytes)"
 
 
-def read_text_option(source: str, option: str) -> str:
-    """Returns the UTF-8 text of a file, or of standard input for ``-``. Raises EdgeKVError."""
+def read_text_option(source: str, option: str, hint: str = "") -> str:
+    """Returns the UTF-8 text of a file, or of standard input for ``-``. Raises EdgeKVError, ``hint`` behind it."""
     try:
         return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
     except UnicodeDecodeError as error:
         reason = f"is not UTF-8 (byte {error.start})"
     except ValueError as error:
         reason = str(error)
-    raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file")
+    raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file{hint}")
 
 
 # Errors

@@ -56,7 +56,7 @@ class Calibration:
             problem = f"--calibrate works with q2 to q5 only; --weights {weights} gives {form.name} here"
             raise _refusal(problem, "choose {weights:q4}, or leave {calibrate} out")
         if not isinstance(model.weights, CheckpointWeights):
-            raise _refusal(f"{model.path} is a store, rounded already; give the original checkpoint")
+            raise _refusal(f"{model.path} is a store, rounded already", "give the original checkpoint")
         if any(config.layer_recurrences):
             raise _refusal(f"a text rounds no layers with a state ({config.model_type})", "leave {calibrate} out")
         if model.adapter:

@@ -23,7 +23,7 @@ from edgekv.cli import main
 from edgekv.engine import calibration
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
-from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64, U8
 from edgekv.weights import checkpoint_weights, gaussian
@@ -34,6 +34,7 @@ from edgekv.weights.random_weights import random_store
 from edgekv.weights.rounding import (
     DAMPING,
     SAMPLE,
+    CalibratingOps,
     Rounder,
     hessian,
     output_correction,
@@ -399,6 +400,18 @@ def test_a_weight_that_is_not_finite_is_named(
         assert main([*arguments, *more]) == 2
         assert f"tensor '{damaged}' has a number that is not finite" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_not_finite_of_an_idle_expert_is_named(tmp_path: pathlib.Path) -> None:
+    folder, y = golden_cases.write_checkpoint("qwen3-moe", tmp_path), np.ones((4, 64), np.float32)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    idle = (tensors["model.layers.0.mlp.gate.weight"].astype(np.float32) @ y[0]).argmin()
+    damaged = f"model.layers.0.mlp.experts.{idle}.up_proj.weight"
+    tensors[damaged][3, 5] = np.nan
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    ops = CalibratingOps(Model.open(folder).weights, ModelFormat("q3"), lambda name, rounded: None)
+    with pytest.raises(CheckpointError, match=f"tensor '{damaged}' has a number that is not finite"):
+        ops.add_experts(y, y, 0)
 
 
 def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,8 +249,10 @@ class CalibratingOps(StreamingOps):
 
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of each expert, rounded by its own inputs alone."""
-        matrices = np.split(self.weights.matrix(name), self._linears[name].n_experts)
-        for i, rotated in enumerate(map(rotate, matrices)):
+        linear = self._linears[name]
+        blocks = self._checkpoint.blocks(name, linear.n_elements)
+        for i, parts in enumerate(zip(*[blocks] * (len(linear.parts) // linear.n_experts), strict=True)):
+            rotated = rotate(np.concatenate(parts))
             rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._bits[name])
             yield rounder.round(rotated, np.zeros_like(rotated))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf as library
 import golden_cases
+import numpy as np
 import pytest
 import tokenizers
 from gguf_writer import write_gguf, write_vocabulary
@@ -176,6 +177,14 @@ def refuses(path: pathlib.Path, data: bytes, match: str, kind: type[EdgeKVError]
     path.write_bytes(data)
     with raises(kind, path, match=match):
         Model.open(path)
+
+
+def test_rope_factors_are_a_few_float32(tmp_path: pathlib.Path) -> None:
+    for values in (np.ones(16, np.float16), np.ones(4097, np.float32)):
+        path = write_vocabulary(tmp_path, lambda w, values=values: w.add_tensor("rope_freqs.weight", values))
+        match = rf"has type [01] and the shape \({len(values)},\); accepted: type 0 \(F32\), at most 4096 values"
+        with raises(CheckpointError, path, "rope_freqs.weight", match=match):
+            Model.open(path)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the library computes sizes from what it finds

@@ -30,7 +30,7 @@ INDEX, VERSION = "gguf.json", 3
 HEAD_BYTES = 1 << 20
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_ELEMENTS = 1 << 23  # of all arrays together; a vocabulary with scores, types and merges has 1.3 million
-MAX_DEPTH, MAX_DIMENSIONS = 4, 4
+MAX_DEPTH, MAX_DIMENSIONS, MAX_FACTORS = 4, 4, 4096
 ALIGNMENT = "general.alignment"
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
@@ -223,7 +223,10 @@ class Header:
             raise ValueError("two tensors have one name")
 
     def floats(self, tensor: HeaderTensor) -> list[float]:
-        """Returns the values of a small float32 tensor."""
+        """Returns the values of a tensor of at most MAX_FACTORS float32. Raises ValueError for any other."""
+        if tensor.kind != 0 or math.prod(tensor.shape) > MAX_FACTORS:
+            found = f"{tensor.name} has type {tensor.kind} and the shape {tensor.shape}"
+            raise ValueError(f"{found}; accepted: type 0 (F32), at most {MAX_FACTORS} values")
         self._position = tensor.start
         return self._numbers("<f4", math.prod(tensor.shape))
 

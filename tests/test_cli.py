@@ -126,7 +126,7 @@ BAD = {
     "run --prompt x --model /no/such": "/no/such",
     "run --prompt x --kv h2b": "--kv h2b",
     "run --prompt x --kv dense:v_bits=1": "applies to: planes",
-    "run --prompt x --weights int2": "accepted: auto",
+    "run --prompt x --weights int2": "--calibrate`; also int8-32, int4, int4-32; did you mean int8?",
     "run --prompt x --ctx 9000000": "--ctx 9000000",
     "run --prompt x --ctx 0": "--ctx",
     "run --prompt x --temperature -1": "--temperature -1",

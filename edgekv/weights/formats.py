@@ -252,7 +252,8 @@ def _named(name: str, arch: Architecture, own: ModelFormat | None) -> ModelForma
         raise ConfigError(what, field="weights", value=name, advice=way)
     if name not in WEIGHTS:
         accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
-        raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
+        also = f"also {', '.join(other for other in WEIGHTS if other not in OFFERED)}"
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=also)
     return ModelFormat(name)
 
 

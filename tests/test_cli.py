@@ -228,17 +228,19 @@ def test_what_is_set_in_vain_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert "context of 1,024 tokens" in said
 
 
-def test_a_long_task_is_said_once_where_no_bar_is_seen(
+def test_a_long_task_is_said_now_and_then_where_no_bar_is_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for long_s, lines in ((-1.0, 1), (math.inf, 0)):
+    for long_s, again_s, lines in ((-1.0, math.inf, 1), (-1.0, -1.0, 4), (math.inf, -1.0, 0)):
         monkeypatch.setattr("edgekv.cli.terminal.LONG_S", long_s)
+        monkeypatch.setattr("edgekv.cli.terminal.AGAIN_S", again_s)
         with Bars() as bars:
             for done in range(5):
                 bars.update("compiling", done, 4)
             for done in range(5):
                 bars.update("prefill", done, 4)
-        assert capsys.readouterr().err.splitlines() == ["edgekv: compiling: 25%"] * lines
+        said = [f"edgekv: compiling: {25 * n}%" for n in range(1, lines + 1)]
+        assert capsys.readouterr().err.splitlines() == said
 
 
 # What the library calls a parameter, the command line calls an option

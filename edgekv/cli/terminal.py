@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ WIDTH = 100  # of tables, in characters
 COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
 SOON_S = 0.4  # of a task, before which its bar is not drawn
-LONG_S = 2.0  # of a task, after which a line says that it goes on
+LONG_S, AGAIN_S = 2.0, 30.0  # of a task, after which a line says that it goes on; and between such lines
 PICTURES = (".png", ".svg", ".pdf")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -155,9 +154,9 @@ def plot(path: str, lines: Sequence[Line], **axes_settings: Any) -> None:
 
 
 class Bars:
-    """A progress bar on standard error, for one task at a time; if that is no terminal, a line for a long task."""
+    """A progress bar on standard error, for one task at a time; if that is no terminal, lines for a long task."""
 
-    _task, _bar, _begun_s = "", None, 0.0
+    _task, _bar, _due_s = "", None, 0.0
 
     def __enter__(self) -> Bars:
         return self
@@ -169,10 +168,10 @@ class Bars:
         """Shows that ``done`` of ``total`` steps of a task are done, and closes the bar of another task."""
         if not sys.stderr.isatty():
             if task != self._task:
-                self._task, self._begun_s = task, time.monotonic()
-            elif task != PREFILL and time.monotonic() - self._begun_s > LONG_S:
+                self._task, self._due_s = task, time.monotonic() + LONG_S
+            elif task != PREFILL and time.monotonic() > self._due_s:
                 say(f"{task}: {done / total:.0%}")
-                self._begun_s = math.inf
+                self._due_s = time.monotonic() + AGAIN_S
             return
         if task != self._task or self._bar is None:
             from tqdm import tqdm

@@ -200,7 +200,7 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     assert np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)) < 0.06
     manifest = json.loads((store.folder / "store.json").read_text())
     others = "Q9_K*256", "Q6_K", "f32*256"
-    for wrong in (*others, *(f"Q6_K*{n}" for n in ("0", "255", "1000000", "2_56", " 256", "0256", "٢٥٦"))):
+    for wrong in (*others, *(f"Q6_K*{n}" for n in ("0", "128", "255", "1000000", "2_56", " 256", "0256", "٢٥٦"))):
         manifest["linears"]["0.qkv"] = f"Q6_K*256+{wrong}"
         (store.folder / "store.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match="its linears are not those"):

@@ -165,8 +165,8 @@ class CpuOps(NumpyOps):
 def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
     """Returns the fewest outputs of a linear layer, or of an expert, of a format in fewer than 32 bits; else 0."""
     form, rows = store.form.of(name), store.arch.linears()[name].rows // n_experts
-    cycle = [piece.rows for piece in form.pieces]
-    return 0 if form == FORMATS["f32"] else rows // sum(cycle) * min(cycle)
+    pieces = [piece.rows for piece in form.pieces]
+    return 0 if form == FORMATS["f32"] else rows // sum(pieces) * min(pieces)
 
 
 def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[..., F32]:

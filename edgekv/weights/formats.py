@@ -29,7 +29,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 class Piece(NamedTuple):
-    """Rows of one format, ``rows`` in each cycle of a matrix's pieces; array names begin with ``prefix``."""
+    """Rows of one format, ``rows`` of each expert or of the matrix (1: all); array names begin with ``prefix``."""
 
     form: WeightFormat
     rows: int
@@ -127,14 +127,14 @@ class MixedFormat:
     pieces: tuple[Piece, ...]
 
     def fits(self, linear: Linear) -> bool:
-        """Returns whether every expert has whole cycles, of whole blocks."""
-        rows = linear.rows // max(1, linear.n_experts)
-        return rows % sum(p.rows for p in self.pieces) == 0 and all(p.form.fits(linear) for p in self.pieces)
+        """Returns whether the pieces, of whole blocks, are the rows of the layer or of each of its experts."""
+        rows = sum(piece.rows for piece in self.pieces) * max(1, linear.n_experts)
+        return rows == linear.rows and all(piece.form.fits(linear) for piece in self.pieces)
 
     def arrays(self, rows: int, columns: int) -> Specs:
         """Returns dtype and shape of the arrays, as `WeightFormat.arrays` does."""
-        cycles = rows // sum(piece.rows for piece in self.pieces)
-        specs = ((piece.prefix, piece.form.arrays(cycles * piece.rows, columns)) for piece in self.pieces)
+        n = rows // sum(piece.rows for piece in self.pieces)  # of experts
+        specs = ((piece.prefix, piece.form.arrays(n * piece.rows, columns)) for piece in self.pieces)
         return {f"{prefix}{part}": spec for prefix, arrays in specs for part, spec in arrays.items()}
 
     def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:

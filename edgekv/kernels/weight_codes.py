@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.types import I8
 
 ROTATED_INPUTS = 128
-"""Inputs that a product rotates together, for weights of 2 to 5 bits; a row's last ones with zeros behind them."""
+"""Inputs that a product rotates together, for weights of 2 to 5 bits; a row's last group is padded with zeros."""
 
 FLIPS = np.array([1 - 2 * int(bit) for bit in f"{0x243F6A8885A308D313198A2E03707344:0128b}"], np.float32)
 """The signs (ROTATED_INPUTS,) in front of their Hadamard transform: the first bits of pi behind the point."""

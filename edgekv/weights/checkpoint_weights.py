@@ -58,7 +58,7 @@ def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
 
 
 def common_format(names: Collection[str]) -> str:
-    """Returns the narrowest format that holds all of these; int8-32, which rounds, where only f32 does."""
+    """Returns the narrowest format that holds all exactly; if only f32 does, int8-32, which loses a little."""
     if len(names) == 1:
         return next(iter(names))
     stored = {"int8-32" if FORMATS[name].kept else name for name in names}  # kept blocks are rounded to it, too

@@ -7,6 +7,7 @@ How codes are made and read: `edgekv.weights.integers`, `edgekv.weights.gaussian
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -158,18 +159,19 @@ def matrix_format(name: str) -> MatrixFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFormat:
-    """Which format each matrix of a model has: that of ``name``, or where they differ those that linears names.
+    """Which format each matrix of a model has: `linears` gives it; if that is empty, all have the format ``name``.
 
-    linears: each linear layer and the name of its format (`matrix_format`); (): all have one of WEIGHTS.
+    linears: each linear layer and the name of its format (`matrix_format`); ``name`` is a label where it is given.
     """
 
     name: str
     linears: tuple[tuple[str, str], ...] = ()
+    _names = functools.cached_property[dict[str, str]](lambda self: dict(self.linears))
 
     def of(self, linear: str) -> MatrixFormat:
         """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
         exact = linear.endswith(ROUTER)
-        return matrix_format("f32" if exact else dict(self.linears)[linear] if self.linears else self.name)
+        return matrix_format("f32" if exact else self._names[linear] if self.linears else self.name)
 
 
 FORMATS = {

@@ -33,7 +33,7 @@ FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
 """Scales to try, as factors of the one that is best for a Gaussian of the block's deviation."""
 HALF = ROTATED_INPUTS // 2
 REACH = 128
-"""No level lies beyond it; `nearest` has two entries for each whole number from -REACH on."""
+"""Levels lie within +-REACH. `nearest` is a table in half steps over that range."""
 rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
 """Makes a kernel over rows of weights; its divisions are as written."""
 ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread

@@ -1,7 +1,7 @@
 """Weights of 4 and 8 bits: codes of whole numbers, or of the numbers e2m1, with one scale for a block of inputs.
 
 Whole numbers have a zero point of 2^(bits-1) or the block's own. Rounding to 4 bits searches the scale that
-minimises the block's squared error, to 8 bits it takes max|w| / 127. The layout was once that of MatMulNBits.
+minimises the block's squared error, to 8 bits it takes max|w| / 127.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgekv.types import F32, I8, U8, Array
 from edgekv.weights.gaussian import ROW_WORK, rows_kernel
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
-"""Scales to try, as factors of the one that puts the largest number at -8; below 0 of its opposite."""
+"""Scales to try: factor 1 maps the largest |w| to code -8, negative ones map it to the +8 side, clipped to 7."""
 
 
 def pack(numbers: I8, bits: int, *, e2m1: bool = False) -> U8:

@@ -23,6 +23,8 @@ from edgekv.errors import CheckpointError, ConfigError, TokenizerError
 from edgekv.models import architecture, gguf_families
 from edgekv.models.gguf import GgufMetadata
 from edgekv.text import load_tokenizer
+from edgekv.weights.formats import ModelFormat
+from edgekv.weights.store import WeightStore
 
 CONVERTED = json.loads((pathlib.Path(__file__).parent / "golden" / "gguf.json").read_text())
 
@@ -70,6 +72,28 @@ def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path, cl
         (store / "store.json").write_text(text)
         with pytest.raises(CheckpointError, match="not a weight store"):
             Model.open(store)
+
+
+def test_a_store_that_another_start_has_made_anew_stays(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, form = Model.open(folder), ModelFormat("int8")
+    store = model.store(form).folder
+
+    def slow(path: pathlib.Path) -> WeightStore:
+        """Finds the damaged store and says so when another start has made it anew."""
+        monkeypatch.setattr("edgekv.weights.store.WeightStore", WeightStore)
+        try:
+            return WeightStore(path)
+        finally:
+            assert model.store(form).folder == path
+            (path / "mark").touch()
+
+    (store / "store.json").write_text("{}")
+    monkeypatch.setattr("edgekv.weights.store.WeightStore", slow)
+    assert model.store(form).form == form
+    assert (store / "mark").exists()
+    assert not list(store.parent.glob("*.partial-*"))
 
 
 # Tokenizers

@@ -7,6 +7,7 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -171,14 +172,15 @@ class Rounding(Protocol):
 def open_or_build(weights: CheckpointWeights, form: ModelFormat, progress: TaskProgress | None) -> WeightStore:
     """Opens the checkpoint's store in the default folder, after making it if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identify(progress), form)
-    if is_store(folder):
-        try:
+    with contextlib.suppress(OSError):  # there is none, or another start has just removed it
+        made, store = folder.stat().st_ctime_ns, None
+        with contextlib.suppress(EdgeKVError):
             store = WeightStore(folder)
-        except EdgeKVError:
-            store = None
         if store and store.form == form:
             return store
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of a version that chose other formats
+        if folder.stat().st_ctime_ns == made:  # damaged, or of a version that chose other formats
+            aside = folder.rename(folder.with_name(f"{folder.name}.partial-{made:x}"))
+            shutil.rmtree(aside, ignore_errors=True)
     build(weights, form, folder, progress)
     return WeightStore(folder)
 

@@ -131,7 +131,7 @@ def embedded(decoder: Decoder, windows: I64) -> F32:
 
 
 def add_noise(matrix: F32, bits: int) -> None:
-    """Adds random errors like those of `gaussian.quantize`, in less time, to weights (rows, columns).
+    """Adds noise with the statistics of `gaussian.quantize`'s error to weights (rows, columns), in less time.
 
     The best rounding leaves a mean squared error of E w^2, uncorrelated with the rounded weights. So these
     are (1 - E) w plus noise of variance E (1 - E) w^2, where w^2 is the mean of a block.

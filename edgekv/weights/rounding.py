@@ -2,8 +2,8 @@
 
 The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
 with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
-approximate the exact layer's for the exact inputs. This correction is scaled by the share of it on which the two
-halves of the text agree: the rest is chance (`output_correction`).
+approximate the exact layer's for the exact inputs. This correction is also estimated on each half of the text;
+what differs between the two is taken for noise, and it is shrunk accordingly (`output_correction`).
 
 Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
 small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L
@@ -17,7 +17,7 @@ cheapest of the four is kept. A block is rounded in this way with several scales
 
 Then all is rounded again, from the last block to the first: each scale, then each pair, with all other columns as
 they are. With the slopes s = (w - q) H, and P the pair's own rows and columns of H, the best change of the pair's
-errors is -s P^-1. To round w + b H^-1 in place of w, b is added to the slopes, and b L^-T / L_jj to the targets.
+errors is -s P^-1. An output correction b moves w to w + b H^-1: slopes by b, and targets by (b L^-T)_j / L_jj.
 
 Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885);
 Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
@@ -130,10 +130,9 @@ def cholesky(h: F32) -> F32:
 
 
 def hessian(x: F32) -> F32:
-    """Returns H (columns, columns): the mean outer product of x's rows (n, columns) and of imagined rows.
+    """Returns H (columns, columns): the mean outer product of x's rows (n, columns), its diagonal damped.
 
-    Those are ``columns`` rows with x's mean squares but no correlations: a prior against chance in short texts.
-    Raises EdgeKVError where x is not finite.
+    The rest is shrunk by n / (n + columns): few inputs correlate by chance. Raises EdgeKVError if x is not finite.
     """
     n, columns = x.shape
     total: F32 = x.T @ x
@@ -250,9 +249,8 @@ class CalibratingOps(StreamingOps):
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of each expert, rounded by its own inputs alone."""
         linear = self._linears[name]
-        blocks = self._checkpoint.blocks(name, linear.n_elements)
-        for i, parts in enumerate(zip(*[blocks] * (len(linear.parts) // linear.n_experts), strict=True)):
-            rotated = rotate(np.concatenate(parts))
+        blocks = [self._checkpoint.blocks(name, linear.n_elements)] * (len(linear.parts) // linear.n_experts)
+        for i, rotated in enumerate(map(rotate, map(np.concatenate, zip(*blocks, strict=True)))):
             rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._bits[name])
             yield rounder.round(rotated, np.zeros_like(rotated))
 

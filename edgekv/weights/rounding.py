@@ -132,7 +132,7 @@ def cholesky(h: F32) -> F32:
 def hessian(x: F32) -> F32:
     """Returns H (columns, columns): the mean outer product of x's rows (n, columns), its diagonal damped.
 
-    The rest is shrunk by n / (n + columns): few inputs correlate by chance. Raises EdgeKVError if x is not finite.
+    The rest is shrunk by n / (n + columns): short texts correlate by chance. Raises EdgeKVError for NaN or inf.
     """
     n, columns = x.shape
     total: F32 = x.T @ x

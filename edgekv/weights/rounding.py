@@ -57,10 +57,7 @@ SAMPLE = 8  # one row of so many is enough to estimate what is chance
 
 
 def pairs_order(importance: F32) -> tuple[I64, I64]:
-    """Returns the rotated inputs (n,) in the order of H, partners side by side, and its blocks (n / 128,).
-
-    The heaviest block comes last.
-    """
+    """Returns rotated inputs (n,) in H's order, partners side by side, and blocks (n / 128,), heaviest last."""
     within = np.arange(ROTATED_INPUTS).reshape(2, -1).T.reshape(-1)
     blocks = np.argsort(importance.reshape(-1, ROTATED_INPUTS).sum(axis=1), kind="stable").astype(np.int64)
     return (blocks[:, None] * ROTATED_INPUTS + within).reshape(-1), blocks

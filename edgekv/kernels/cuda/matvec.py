@@ -86,7 +86,7 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
 
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
-    """Returns whether `packed_matvec` takes a matrix: codes without shifts, in rows that are not too long."""
+    """Returns whether `packed_matvec` takes a matrix: codes without shifts, rows of whole fours, not too long."""
     is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None and w.columns % 4 == 0
     return is_packed and w.chunks <= MOST_CHUNKS[w.first_plane_bits] and w.data.nbytes < 1 << 32
 

@@ -110,7 +110,7 @@ with mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
     assert kernel_cache.folder() is None
 import numpy as np
 from edgekv.weights.formats import FORMATS
-codes, _ = FORMATS["int8-32"].quantize(np.arange(64, dtype=np.float32).reshape(4, 16))
+codes = FORMATS["int8-32"].quantize(np.arange(64, dtype=np.float32).reshape(4, 16))["codes"]
 from edgekv.codecs.f16.cpu import KERNELS
 assert KERNELS["f16"].put.address
 print(codes.any())

@@ -25,7 +25,7 @@ from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
-from edgekv.types import F32, F64, U8
+from edgekv.types import F32, F64
 from edgekv.weights import checkpoint_weights, gaussian
 from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, bits_by_need
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
@@ -59,17 +59,15 @@ def drawn(rows: int, columns: int, seed: int = 0) -> F32:
 )
 def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     w = drawn(12, columns)
-    codes, scales = WeightFormat("", bits, block).quantize(w)
-    expected = quantize_numpy(w, bits, block)
-    np.testing.assert_allclose(scales, expected[1], rtol=1e-4, atol=1e-7)
-    ours, theirs = (decoded(*each, bits, block, columns) for each in ((codes, scales), expected))
-    errors = [np.square(values - w).sum() for values in (ours, theirs)]
+    form, expected = (
+        WeightFormat("", bits, block),
+        dict(zip(("codes", "scales"), quantize_numpy(w, bits, block), strict=True)),
+    )
+    found = form.quantize(w)
+    np.testing.assert_allclose(found["scales"], expected["scales"], rtol=1e-4, atol=1e-7)
+    errors = [np.square(form.decode(arrays, columns) - w).sum() for arrays in (found, expected)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-4)
     assert np.sqrt(errors[0] / np.square(w).sum()) < (0.16 if bits == 4 else 0.01)
-
-
-def decoded(codes: U8, scales: F32, bits: int, block: int, columns: int) -> F32:
-    return WeightFormat("", bits, block).decode({"codes": codes, "scales": scales}, columns)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -79,7 +77,7 @@ def test_formats_quantize_or_say_that_they_can_not(name: str) -> None:
         with pytest.raises(ValueError, match=f"can't be quantized to {name}; accepted are int8, "):
             form.quantize(w)
         return
-    decoded = form.decode(dict(zip(("codes", "scales"), form.quantize(w), strict=True)), 512)
+    decoded = form.decode(form.quantize(w), 512)
     assert np.square(decoded - w).mean() < 1.5 * gaussian.ERRORS[min(form.bits, 5)]
 
 
@@ -89,7 +87,7 @@ def test_storing_a_matrix_takes_its_bytes_once(name: str, monkeypatch: pytest.Mo
     weights = Model.open(DEMO).weights
     assert isinstance(weights, checkpoint_weights.CheckpointWeights)
     whole = dict(weights.stored_arrays("head", FORMATS[name]))
-    monkeypatch.setattr(checkpoint_weights, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(checkpoint_weights, "QUANTIZED_ELEMENTS", 1000)
     tracemalloc.start()
     arrays = dict(weights.stored_arrays("head", FORMATS[name]))
     _, peak = tracemalloc.get_traced_memory()

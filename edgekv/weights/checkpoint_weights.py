@@ -17,7 +17,7 @@ from edgekv.types import F32, I64, U8, Array
 from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelFormat, Piece, WeightFormat
 from edgekv.weights.integers import pack
 
-Blocks = tuple[U8, Array, Array | None]
+Codes = tuple[U8, Array, Array | None]
 """Codes (rows, blocks, bytes), scales (rows, blocks), and zero points or offsets as `Tensor.blocks` has them."""
 
 
@@ -42,7 +42,7 @@ class Weights(Protocol):
     def rows(self, table: str, ids: I64) -> F32: ...
 
 
-BLOCK_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
+QUANTIZED_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
@@ -169,7 +169,7 @@ class CheckpointWeights:
             specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
             arrays = {key: np.empty(shape, DTYPES[dtype]) for key, (dtype, shape) in specs.items()}
             zero, end = code_of_zero(piece.form.bits), 0
-            for codes, scales, added in [(*rounded, None)] if rounded else self.blocks_in(piece.form, parts):
+            for codes, scales, added in [(*rounded, None)] if rounded else self.codes_in(piece.form, parts):
                 rows = slice(end, end := end + len(codes))
                 arrays["codes"][rows], arrays["scales"][rows] = codes, scales
                 if piece.form.zeros:
@@ -178,12 +178,14 @@ class CheckpointWeights:
                     arrays["offsets"][rows] = -zero * scales if added is None else added
             yield from ((f"{piece.prefix}{key}", array) for key, array in arrays.items())
 
-    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Blocks]:
+    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:
         """Yields parts in a format, rows in order: as the file has them, or quantized where it has not all so."""
         if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
-            yield from ((*form.quantize(rows), None) for rows in self._blocks(parts, BLOCK_ELEMENTS))
+            for rows in self._rows_of(parts, QUANTIZED_ELEMENTS):
+                quantized = form.quantize(rows)
+                yield quantized["codes"], quantized["scales"], None
             return
-        for part, lo, hi in spans(parts, BLOCK_ELEMENTS):
+        for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
             codes, scales, added = self._tensors[part.tensor].blocks(lo, hi)
             finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
             codes = codes.reshape(hi - lo, -1, form.block)[:, :n]
@@ -196,14 +198,14 @@ class CheckpointWeights:
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
 
-    def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
+    def rows_of(self, name: str, max_elements: int) -> Iterator[F32]:
         """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``.
 
         Raises CheckpointError for a number that is not finite.
         """
-        return self._blocks(self._linears[name].parts, max_elements)
+        return self._rows_of(self._linears[name].parts, max_elements)
 
-    def _blocks(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
+    def _rows_of(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
         for part, lo, hi in spans(parts, max_elements):
             rows = self._part_rows(part, lo, hi)
             self._check_finite(part.tensor, rows)

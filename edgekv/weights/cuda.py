@@ -75,7 +75,7 @@ class DeviceWeights:
         for done, (name, linear) in enumerate(names.items(), 1):
             form, arrays, shift = held_format(store.form.of(name)), store.arrays(name), store.shift(name)
             if form == FORMATS["int8-32"] and form != store.form.of(name):
-                arrays = dict(zip(("codes", "scales"), form.quantize(store.matrix(name)), strict=True))
+                arrays = form.quantize(store.matrix(name))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
             blocks = 0 if scales is None else scales.shape[1]
             if form.rotated and scales is not None:

@@ -21,7 +21,7 @@ from edgekv.errors import ConfigError
 from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
 from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, level_tables
 from edgekv.models.architecture import Architecture, Linear
-from edgekv.types import F32, I8, U8, Array
+from edgekv.types import F32, I8, Array
 from edgekv.weights import gaussian, integers
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
@@ -95,16 +95,18 @@ class WeightFormat:
             return gaussian.decode(arrays["codes"], arrays["scales"], self.bits, columns)
         return integers.decode(arrays, self.bits, columns, e2m1=self.e2m1)
 
-    def quantize(self, weight: F32) -> tuple[U8, Array]:
-        """Returns codes (rows, blocks, bytes) and scales (rows, blocks) of weights (rows, columns).
+    def quantize(self, weight: F32) -> dict[str, Array]:
+        """Returns the arrays ``codes`` and ``scales`` of weights (rows, columns), as `arrays` describes them.
 
         Raises ValueError for f32 and for kept and e2m1 formats, which are only taken over.
         """
         if self.bits == 32 or self.kept or self.e2m1:
             raise ValueError(f"weights can't be quantized to {self.name}; accepted are {', '.join(WEIGHTS[1:])}")
         if self.rotated:
-            return gaussian.quantize(weight, self.bits)
-        return integers.quantize(weight, self.bits, self.block)
+            codes, scales = gaussian.quantize(weight, self.bits)
+        else:
+            codes, scales = integers.quantize(weight, self.bits, self.block)
+        return {"codes": codes, "scales": scales}
 
     def fits(self, linear: Linear) -> bool:
         """Returns whether a linear layer consists of whole blocks, where only those can be stored."""
@@ -196,6 +198,7 @@ WEIGHTS = tuple(name for name, form in FORMATS.items() if not any(getattr(form, 
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
 """Those of them to choose from: the others take more bytes for as much loss."""
+ALSO = f"also {', '.join(name for name in WEIGHTS if name not in OFFERED)}"
 
 HEAD = ",head="
 MEAN = re.compile(r"q(2\.[1-9]|[34]\.[0-9])")
@@ -237,7 +240,7 @@ def weight_format(name: str, arch: Architecture, own: ModelFormat | None = None)
         return form
     if head not in WEIGHTS:
         accepted = [f"{form.name}{HEAD}{offered}" for offered in OFFERED]
-        raise ConfigError("unknown", field="weights", value=name, accepted=accepted)
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=ALSO)
     linears = {linear: form.of(linear).name for linear in arch.linears()} | {"head": head}
     return ModelFormat(f"{form.name}{HEAD}{head}", tuple(linears.items()))
 
@@ -254,8 +257,7 @@ def _named(name: str, arch: Architecture, own: ModelFormat | None) -> ModelForma
         raise ConfigError(what, field="weights", value=name, advice=way)
     if name not in WEIGHTS:
         accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
-        also = f"also {', '.join(other for other in WEIGHTS if other not in OFFERED)}"
-        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=also)
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=ALSO)
     return ModelFormat(name)
 
 

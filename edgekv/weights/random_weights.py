@@ -16,7 +16,7 @@ from edgekv.checkpoint.tensors import DTYPES, Shape, Tensor, Tensors
 from edgekv.models import architecture
 from edgekv.models.architecture import WeightPart
 from edgekv.types import F32, Array, TaskProgress
-from edgekv.weights.checkpoint_weights import Blocks, CheckpointWeights
+from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes
 from edgekv.weights.formats import ModelFormat, WeightFormat
 from edgekv.weights.store import WeightStore, open_or_build
 
@@ -50,7 +50,7 @@ class RandomWeights(CheckpointWeights):
         drawn = {each: RandomTensor(path, each, shape, self._rng) for each, shape in arch.tensors().items()}
         super().__init__(Checkpoint(path, None, Tensors(drawn, ()), config, None, None, lambda _: name), arch)
 
-    def blocks_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Blocks]:
+    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:
         """Draws codes."""
         specs = form.arrays(sum(part.rows for part in parts), parts[0].columns)
         (_, codes), (dtype, scales) = specs["codes"], specs["scales"]

@@ -46,10 +46,10 @@ from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, nearest, rotate, round
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
-N = ROTATED_INPUTS  # columns of a block
+BLOCK = ROTATED_INPUTS  # columns with a scale
 TOGETHER = 256  # of a Cholesky factor, between two products
 CANDIDATES = len(gaussian.FACTORS)
-SCRATCH = (3 * N // 2 + 3) * CANDIDATES  # float32 that a thread needs
+SCRATCH = (3 * BLOCK // 2 + 3) * CANDIDATES  # float32 that a thread needs
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
 STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
 DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
@@ -58,9 +58,9 @@ SAMPLE = 8  # one row of so many is enough to estimate what is chance
 
 def pairs_order(importance: F32) -> tuple[I64, I64]:
     """Returns rotated inputs (n,) in H's order, partners side by side, and blocks (n / 128,), heaviest last."""
-    within = np.arange(ROTATED_INPUTS).reshape(2, -1).T.reshape(-1)
-    blocks = np.argsort(importance.reshape(-1, ROTATED_INPUTS).sum(axis=1), kind="stable").astype(np.int64)
-    return (blocks[:, None] * ROTATED_INPUTS + within).reshape(-1), blocks
+    within = np.arange(BLOCK).reshape(2, -1).T.reshape(-1)
+    blocks = np.argsort(importance.reshape(-1, BLOCK).sum(axis=1), kind="stable").astype(np.int64)
+    return (blocks[:, None] * BLOCK + within).reshape(-1), blocks
 
 
 class Rounder:
@@ -73,7 +73,7 @@ class Rounder:
         diagonal = self._factor.diagonal().copy()
         self._weights = diagonal * diagonal
         self._factor /= diagonal
-        self._spans = [(lo, lo + ROTATED_INPUTS) for lo in range(0, len(hessian), ROTATED_INPUTS)]
+        self._spans = [(lo, lo + BLOCK) for lo in range(0, len(hessian), BLOCK)]
         self._inverses = [np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi in self._spans]
         self._tables = gaussian.FACTORS * np.float32(DEVIATIONS[bits]), *nearest(bits)
 
@@ -101,7 +101,7 @@ class Rounder:
                 _round_block(len(w), ROW_WORK, *arrays, n_threads=len(scratch))
             codes[:, lo:hi], errors[:, lo:hi] = changed
         codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
-        return gaussian.pack(codes.reshape(*scales.shape, ROTATED_INPUTS), self.bits), scales.astype(BFLOAT16)
+        return gaussian.pack(codes.reshape(*scales.shape, BLOCK), self.bits), scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
         """Returns the sum of b H^-1 b^T over the rows of b (r, columns): the most that b lowers the error."""
@@ -177,7 +177,7 @@ class StreamingOps(NumpyOps):
     def _stored_linear(self, x: F32, name: str) -> F32:
         if name in self.replaced:
             return super()._stored_linear(x, name)
-        parts, bias = [x @ rows.T for rows in self._checkpoint.blocks(name, STREAMED)], self.weights.bias(name)
+        parts, bias = [x @ rows.T for rows in self._checkpoint.rows_of(name, STREAMED)], self.weights.bias(name)
         y: F32 = np.concatenate(parts, axis=1)
         return y if bias is None else y + bias
 
@@ -240,14 +240,14 @@ class CalibratingOps(StreamingOps):
         """Yields codes and scales of rows of a linear layer."""
         exact, own = map(rotate, np.split(x, 2))
         rounder, lost = Rounder(hessian(own), self._bits[name]), exact - own
-        for rows in map(rotate, self._checkpoint.blocks(name, ROUND_ELEMENTS)):
+        for rows in map(rotate, self._checkpoint.rows_of(name, ROUND_ELEMENTS)):
             yield rounder.round(rows, output_correction(rounder, rows, lost, own))
 
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of each expert, rounded by its own inputs alone."""
         linear = self._linears[name]
-        blocks = [self._checkpoint.blocks(name, linear.n_elements)] * (len(linear.parts) // linear.n_experts)
-        for i, rotated in enumerate(map(rotate, map(np.concatenate, zip(*blocks, strict=True)))):
+        parts = [self._checkpoint.rows_of(name, linear.n_elements)] * (len(linear.parts) // linear.n_experts)
+        for i, rotated in enumerate(map(rotate, map(np.concatenate, zip(*parts, strict=True)))):
             rounder = Rounder(hessian(rotate(rows[expert_ids == i])), self._bits[name])
             yield rounder.round(rotated, np.zeros_like(rotated))
 
@@ -264,34 +264,38 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
     # sums (CANDIDATES,)        the sum of its squared errors with each scale, weighted
     # aims (2, CANDIDATES)      the targets of a pair with each scale
     kept = scratch_at + 4 * part * SCRATCH
-    pairs, sums = floats(kept + 4 * N * CANDIDATES), floats(kept + 6 * N * CANDIDATES)
-    aims = floats(kept + 6 * N * CANDIDATES + 4 * CANDIDATES)
+    pairs, sums = floats(kept + 4 * BLOCK * CANDIDATES), floats(kept + 6 * BLOCK * CANDIDATES)
+    aims = floats(kept + 6 * BLOCK * CANDIDATES + 4 * CANDIDATES)
     for r in range(first, last):
         t, weight, errors = (
-            floats(targets_at + 4 * N * r),
-            floats(weight_at + 4 * N * r),
-            floats(errors_at + 4 * N * r),
+            floats(targets_at + 4 * BLOCK * r),
+            floats(weight_at + 4 * BLOCK * r),
+            floats(errors_at + 4 * BLOCK * r),
         )
-        codes, square = chars(codes_at + N * r), np.float32(0)
-        for j in range(N):
+        codes, square = chars(codes_at + BLOCK * r), np.float32(0)
+        for j in range(BLOCK):
             square += get(t, j) * get(t, j)
-        deviation = np.sqrt(square / np.float32(N))
+        deviation = np.sqrt(square / np.float32(BLOCK))
         for s in range(CANDIDATES):
             put(sums, s, np.float32(0))
-            for j in range(N):
-                put(floats(kept + 4 * N * s), j, np.float32(0))
-        for j in range(N - 2, -1, -2):
-            of_x, of_y, heavy = floats(factor_at + 4 * N * j), floats(factor_at + 4 * N * (j + 1)), get(weights, j)
+            for j in range(BLOCK):
+                put(floats(kept + 4 * BLOCK * s), j, np.float32(0))
+        for j in range(BLOCK - 2, -1, -2):
+            of_x, of_y, heavy = (
+                floats(factor_at + 4 * BLOCK * j),
+                floats(factor_at + 4 * BLOCK * (j + 1)),
+                get(weights, j),
+            )
             share, heaviness = get(of_x, j + 1), get(weights, j + 1) / heavy
             for s in range(CANDIDATES):  # apart from the next loop, for a processor that looks ahead
-                own, x, y = floats(kept + 4 * N * s), get(t, j), get(t, j + 1)
-                for i in range(N):  # errors before j are 0
+                own, x, y = floats(kept + 4 * BLOCK * s), get(t, j), get(t, j + 1)
+                for i in range(BLOCK):  # errors before j are 0
                     x += get(own, i) * get(of_x, i)
                     y += get(own, i) * get(of_y, i)
                 put(aims, s, x)
                 put(aims, s + CANDIDATES, y)
             for s in range(CANDIDATES):
-                own, x, y = floats(kept + 4 * N * s), get(aims, s), get(aims, s + CANDIDATES)
+                own, x, y = floats(kept + 4 * BLOCK * s), get(aims, s), get(aims, s + CANDIDATES)
                 step = deviation * get(factors, s)
                 inverse = np.float32(1) / step if step != 0 else np.float32(0)
                 x += (get(weight, j + 1) - y) * share
@@ -299,7 +303,7 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
                 code_x, code_y, level_x, level_y = found
                 lost_y = y - step * level_y
                 lost_x = x + share * lost_y - step * level_x
-                put(pairs, (s * N + j) // 2, np.float32(np.int32(code_x) + 256 * np.int32(code_y)))
+                put(pairs, (s * BLOCK + j) // 2, np.float32(np.int32(code_x) + 256 * np.int32(code_y)))
                 put(own, j, get(weight, j) - step * level_x)
                 put(own, j + 1, get(weight, j + 1) - step * level_y)
                 put(sums, s, get(sums, s) + heavy * (lost_x * lost_x + heaviness * lost_y * lost_y))
@@ -307,10 +311,10 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
         for s in range(1, CANDIDATES):
             best = s if get(sums, s) < get(sums, best) else best
         put(floats(scales_at), r, deviation * get(factors, best))
-        for j in range(N):
-            pair = int(get(pairs, (best * N + j) // 2))
+        for j in range(BLOCK):
+            pair = int(get(pairs, (best * BLOCK + j) // 2))
             put(codes, j, np.uint8(pair >> 8 if j & 1 else pair & 255))
-            put(errors, j, get(floats(kept), best * N + j))
+            put(errors, j, get(floats(kept), best * BLOCK + j))
 
 
 @rows_kernel
@@ -321,27 +325,27 @@ def _round_block_again(first: int, last: int, part: int, arguments: int) -> None
     hessian, near, levels, scales = floats(hessian_at), chars(near_at), floats(levels_at), floats(scales_at)
     for r in range(first, last):
         slope, weight, errors = (
-            floats(slopes_at + 4 * N * r),
-            floats(weight_at + 4 * N * r),
-            floats(errors_at + 4 * N * r),
+            floats(slopes_at + 4 * BLOCK * r),
+            floats(weight_at + 4 * BLOCK * r),
+            floats(errors_at + 4 * BLOCK * r),
         )
-        codes, gain, square = chars(codes_at + N * r), np.float32(0), np.float32(0)
-        for j in range(N):
+        codes, gain, square = chars(codes_at + BLOCK * r), np.float32(0), np.float32(0)
+        for j in range(BLOCK):
             product, value = np.float32(0), get(weight, j) - get(errors, j)
-            for i in range(N):
-                product += get(hessian, N * j + i) * (get(weight, i) - get(errors, i))
+            for i in range(BLOCK):
+                product += get(hessian, BLOCK * j + i) * (get(weight, i) - get(errors, i))
             gain += get(slope, j) * value
             square += product * value
         factor = np.float32(1) + (gain / square if square > 0 else np.float32(0))
         scale = get(scales, r) * factor
         put(scales, r, scale)
         inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-        for j in range(0, N, 2):  # the same codes with the new scale
+        for j in range(0, BLOCK, 2):  # the same codes with the new scale
             x, y = get(weight, j) - get(errors, j), get(weight, j + 1) - get(errors, j + 1)
             _set_pair(j, x * factor, y * factor, hessian, weight, errors, slope)
-        for j in range(0, N, 2):
-            of_x, of_y = get(hessian, N * j + j), get(hessian, N * (j + 1) + j + 1)
-            share = get(hessian, N * j + j + 1) / of_x
+        for j in range(0, BLOCK, 2):
+            of_x, of_y = get(hessian, BLOCK * j + j), get(hessian, BLOCK * (j + 1) + j + 1)
+            share = get(hessian, BLOCK * j + j + 1) / of_x
             left = of_y - share * share * of_x  # y's part of H, less what x makes up for
             change = (get(slope, j + 1) - share * get(slope, j)) / left
             y = get(weight, j + 1) - get(errors, j + 1) + change
@@ -360,6 +364,6 @@ def _set_pair(j: int, x: np.float32, y: np.float32, hessian: F32, weight: F32, e
     by_x, by_y = lost_x - get(errors, j), lost_y - get(errors, j + 1)
     put(errors, j, lost_x)
     put(errors, j + 1, lost_y)
-    for i in range(N):
-        added = by_x * get(hessian, N * j + i) + by_y * get(hessian, N * (j + 1) + i)
+    for i in range(BLOCK):
+        added = by_x * get(hessian, BLOCK * j + i) + by_y * get(hessian, BLOCK * (j + 1) + i)
         put(slope, i, get(slope, i) + added)

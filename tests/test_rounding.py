@@ -316,7 +316,7 @@ def test_experts_are_rounded_by_their_own_inputs(tmp_path: pathlib.Path, monkeyp
     exact = NumpyOps(model.weights)
     stores = {}
     for weights in ("q3", "q2.5"):
-        rounding = calibration.Calibration(model, weights, text, lambda *done: None)
+        rounding = calibration.Calibration.choose(model, weights, text, lambda *done: None)
         build(rounding.weights, rounding.form, tmp_path / weights, None, rounding=rounding)
         stores[weights] = WeightStore(tmp_path / weights)
         np.testing.assert_array_equal(stores[weights].matrix("0.router"), exact.weights.matrix("0.router"))
@@ -335,7 +335,7 @@ def test_whole_means_are_named_apart(cut: pathlib.Path, text: pathlib.Path) -> N
     """A mean of 3 bits has other weights than 3 bits everywhere, so sessions of one are not the other's."""
     model = Model.open(cut)
     rounded = [
-        calibration.Calibration(model, name, text.read_text(), lambda *done: None)
+        calibration.Calibration.choose(model, name, text.read_text(), lambda *done: None)
         for name in ("q3", "q3.0", "q3.1")
     ]
     assert [each.form.name for each in rounded] == ["q3", "q3.0", "q3.1"]

@@ -346,7 +346,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
             raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
         text = source and read_text_option(str(source), "--calibrate", "; MODEL stands before --calibrate")
-        rounding = None if text is None else Calibration(model, arguments.weights, text, bars.update)
+        rounding = None if text is None else Calibration.choose(model, arguments.weights, text, bars.update)
         form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:
             store = model.store(form, bars.update)

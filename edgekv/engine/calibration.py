@@ -40,15 +40,28 @@ CHARACTERS = 16  # of the text for each token of a window: more than any tokeniz
 
 
 class Calibration:
-    """The rounding of a checkpoint with a text; an instance is a `Rounding` of weights/store.py.
+    """The rounding of a checkpoint with a text, as `choose` has chosen it; a `Rounding` of weights/store.py.
 
     weights: the checkpoint's, with an identity that depends on the text and the bits. note: for store.json.
     """
 
-    def __init__(self, model: Model, weights: str, text: str, progress: TaskProgress) -> None:
-        """Raises ConfigError (fields calibrate, weights) for weights that it can't round, or too short a text.
+    def __init__(self, weights: CheckpointWeights, form: ModelFormat, windows: I64) -> None:
+        """windows: token ids (m, n) of the text."""
+        self.form, self._windows = form, windows
+        digest = hashlib.sha256(windows.tobytes()).hexdigest()[:16]
+        self.note = f"{windows.size} tokens {digest}"
+        formats = ",".join(form.of(name).name for name in weights.arch.linears())
+        facts = f"{weights.source.identity}+calibrated {VERSION} {digest} {formats}"
+        identity = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        source = dataclasses.replace(weights.source, identify=lambda progress: identity)
+        self.weights = CheckpointWeights(source, weights.arch)
 
-        weights: the format's name, also such as q3.6: `form` is then chosen here.
+    @classmethod
+    def choose(cls, model: Model, weights: str, text: str, progress: TaskProgress) -> Calibration:
+        """Chooses windows of the text and, for a name such as q3.6, each layer's bits, which takes minutes.
+
+        weights: the format's name. Raises ConfigError (fields calibrate, weights) for weights that it can't round,
+        or too short a text.
         """
         config, mean = model.config, mean_bits(weights)
         form = ModelFormat("q4") if mean else model.weight_format(weights)
@@ -63,22 +76,15 @@ class Calibration:
             raise _refusal(f"--calibrate does not go with the adapter {model.adapter.path}; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
         most = min(MAX_TOKENS, max(MIN_TOKENS, MAX_WORK // elements))
-        self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
-        if not len(self._windows):
+        chosen = windows(open_tokenizer(model), text, n, max(1, most // n))
+        if not len(chosen):
             raise _refusal(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
-        digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
-        self.form = self._by_need(model.weights, mean, progress) if mean else form
-        self.note = f"{self._windows.size} tokens {digest}"
-        formats = ",".join(self.form.of(name).name for name in model.arch.linears())
-        facts = f"{model.identity}+calibrated {VERSION} {digest} {formats}"
-        identity = hashlib.sha256(facts.encode()).hexdigest()[:16]
-        self.weights = CheckpointWeights(
-            dataclasses.replace(model.weights.source, identify=lambda progress: identity), model.arch
-        )
+        return cls(model.weights, format_by_need(model.weights, chosen, mean, progress) if mean else form, chosen)
 
     def __call__(self, form: ModelFormat, write: Write) -> None:
         """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
-        decoder, n = self._decoder(CalibratingOps(self.weights, form, write)), self._windows.shape[1]
+        n = self._windows.shape[1]
+        decoder = open_decoder(CalibratingOps(self.weights, form, write), n)
         try:
             with blas_threads(decoder.threads):
                 x = embedded(decoder, self._windows)
@@ -87,42 +93,44 @@ class Calibration:
             self.weights.require_finite()
             raise
 
-    def _decoder(self, ops: StreamingOps) -> Decoder:
-        backend = CpuBackend(ops.weights, ops, numba_kernels(), all_cores())
-        return Decoder(backend, self._windows.shape[1])
 
-    def _by_need(self, weights: CheckpointWeights, mean: float, progress: TaskProgress) -> ModelFormat:
-        """Returns the format of codes of ``mean`` bits."""
-        linears = weights.arch.linears()
-        sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
-        ops = StreamingOps(weights)
-        decoder, needs = self._decoder(ops), dict[str, float]()
-        least, most = NEED_TOKENS
-        n_tokens = min(most, max(least, 2 * NEED_WORK // (len(sizes) * sum(sizes.values()))))
-        n = min(NEED_WINDOW, n_tokens, self._windows.shape[1])
-        with blas_threads(decoder.threads):
-            inputs = [embedded(decoder, spread(self._windows, n_tokens // n)[:, :n])]
-            for i in range(weights.arch.config.n_layers):
-                inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
-            rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
-            exact = log_softmax(decoder.head(inputs[-1][rows]))
-            for layer, names in itertools.groupby(sizes, lambda name: name.partition(".")[0]):
-                changed = dict[str, F32]()  # what leaves the layer with one of its matrices in few bits
-                for name in names:
-                    progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
-                    add_noise(matrix := weights.matrix(name), NEED_BITS)
-                    with ops.using(name, matrix):
-                        if name == "head":
-                            needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
-                            continue
-                        changed[name] = decoder.read_together(inputs[int(layer)], n, int(layer), int(layer) + 1)
-                if changed:  # go through the other layers together: each matrix is read once for all
-                    last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)
-                    logits = decoder.head(np.concatenate([x[rows] for x in np.split(last, len(changed))]))
-                    for name, own in zip(changed, np.split(logits, len(changed)), strict=True):
-                        needs[name] = _divergence(exact, own)
-        of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
-        return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
+def open_decoder(ops: StreamingOps, n: int) -> Decoder:
+    """Opens a decoder for windows of n tokens."""
+    return Decoder(CpuBackend(ops.weights, ops, numba_kernels(), all_cores()), n)
+
+
+def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progress: TaskProgress) -> ModelFormat:
+    """Returns the format of codes of ``mean`` bits, by each layer's need; windows: token ids (m, n)."""
+    linears = weights.arch.linears()
+    sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
+    ops, needs = StreamingOps(weights), dict[str, float]()
+    decoder = open_decoder(ops, windows.shape[1])
+    least, most = NEED_TOKENS
+    n_tokens = min(most, max(least, 2 * NEED_WORK // (len(sizes) * sum(sizes.values()))))
+    n = min(NEED_WINDOW, n_tokens, windows.shape[1])
+    with blas_threads(decoder.threads):
+        inputs = [embedded(decoder, spread(windows, n_tokens // n)[:, :n])]
+        for i in range(weights.arch.config.n_layers):
+            inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
+        rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
+        exact = log_softmax(decoder.head(inputs[-1][rows]))
+        for layer, names in itertools.groupby(sizes, lambda name: name.partition(".")[0]):
+            changed = dict[str, F32]()  # what leaves the layer with one of its matrices in few bits
+            for name in names:
+                progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
+                add_noise(matrix := weights.matrix(name), NEED_BITS)
+                with ops.using(name, matrix):
+                    if name == "head":
+                        needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
+                        continue
+                    changed[name] = decoder.read_together(inputs[int(layer)], n, int(layer), int(layer) + 1)
+            if changed:  # go through the other layers together: each matrix is read once for all
+                last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)
+                logits = decoder.head(np.concatenate([x[rows] for x in np.split(last, len(changed))]))
+                for name, own in zip(changed, np.split(logits, len(changed)), strict=True):
+                    needs[name] = _divergence(exact, own)
+    of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
+    return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
 
 
 def embedded(decoder: Decoder, windows: I64) -> F32:

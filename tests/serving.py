@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -33,21 +34,18 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def serving(
-    folder: pathlib.Path, *options: object, template: str = TEMPLATE, model: pathlib.Path = DEMO
+    folder: pathlib.Path, *options: object, template: str = TEMPLATE, program: Sequence[str] = ("-m", "edgekv")
 ) -> Iterator[Server]:
-    """Serves a model on a free port, with a template, until the block ends."""
-    file = folder / "template.jinja"
+    """Serves the demo model on a free port until the block ends; what it says is in folder/log."""
+    file, log = folder / "template.jinja", folder / "log"
     file.write_text(template)
-    command = [sys.executable, "-m", "edgekv", "serve", "--model", str(model), "--port", "0", "--ctx", "1024"]
-    command += ["--chat-template", str(file), *map(str, options)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        while (line := process.stderr.readline()) and not (found := re.search(r"(http://\S+)", line)):
-            said += line
-        assert line, said
-        assert found
+    command = [sys.executable, *program, "serve", "--model", DEMO, "--port", 0, "--ctx", 1024]
+    command += ["--chat-template", file, *options]
+    with log.open("w") as said, subprocess.Popen(list(map(str, command)), stderr=said, text=True) as process:
         try:
+            while not (found := re.search(r"(http://\S+)\s", log.read_text())):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
             yield Server(found[1], process)
         finally:
             process.terminate()

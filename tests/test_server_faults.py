@@ -5,12 +5,12 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
-from serving import DEMO, engine_of, open_endpoints, samples
+from serving import engine_of, open_endpoints, samples
 
 from edgekv import Session
 from edgekv.errors import ContextError, MemoryBudgetError, SessionError
@@ -22,19 +22,6 @@ from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import FAILED, CompletionRequest, RequestError
 
 ANSWER = {"model": "m", "prompt": "It was", "max_tokens": 2, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Session]:
-    with Session.load(DEMO, ctx=64) as session:
-        yield session
-
-
-def raise_first(errors: list[BaseException]) -> None:
-    if errors:
-        raise errors.pop(0)
-
-
 WHOSE = [
     (MemoryBudgetError("out of memory while reading 3 tokens"), 503, "overloaded"),
     (SessionError("the pass was interrupted"), 503, "interrupted"),
@@ -43,11 +30,10 @@ WHOSE = [
 
 
 @pytest.mark.parametrize("place", ["engine.Engine.answer", "prompts.RequestEncoder.ids"])
-def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_fault_it_is(place: str, demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors arise in the engine's thread and, for a prompt's ids, in the endpoint."""
-    errors: list[BaseException] = [error for error, _, _ in WHOSE]
-    monkeypatch.setattr(f"edgekv.server.{place}", lambda *_: raise_first(errors))
-    with open_endpoints(loaded, raising=True) as client:
+    monkeypatch.setattr(f"edgekv.server.{place}", mock.Mock(side_effect=[error for error, _, _ in WHOSE]))
+    with open_endpoints(demo, raising=True) as client:
         for error, status, code in WHOSE:
             answer = client.post("/v1/completions", json=ANSWER)
             refusal = answer.json()["error"]
@@ -57,18 +43,18 @@ def test_whose_fault_it_is(place: str, loaded: Session, monkeypatch: pytest.Monk
             assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
 
 
-def test_a_panic_keeps_the_slot(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_keeps_the_slot(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Rust library's panic is no Exception."""
-    works, errors = Engine.answer, [BaseException("a panic")]
-    monkeypatch.setattr(Engine, "answer", lambda *job: raise_first(errors) or works(*job))
-    with open_endpoints(loaded) as client:
-        answer = client.post("/v1/completions", json=ANSWER)
+    with open_endpoints(demo) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "answer", mock.Mock(side_effect=BaseException("a panic")))
+            answer = client.post("/v1/completions", json=ANSWER)
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, FAILED)
         assert samples(client.get("/metrics").text)["edgekv_active"] == 0
         assert client.post("/v1/completions", json=ANSWER).status_code == 200
 
 
-def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_have_a_place_in_memory(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is held for them until they are answered, and not after."""
     goes_on, answer = threading.Event(), Engine.answer
 
@@ -79,7 +65,7 @@ def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch:
     monkeypatch.setattr(Engine, "answer", answer_later)
     large = {**ANSWER, "logit_bias": {str(i): 0 for i in range(2000)}}
     limits = ServerLimits(max_bodies=500_000)
-    with open_endpoints(loaded, raising=True, limits=limits) as client, ThreadPoolExecutor(2) as threads:
+    with open_endpoints(demo, raising=True, limits=limits) as client, ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.post, "/v1/completions", json=large)
         while "edgekv_active 1.0" not in client.get("/metrics").text:
             time.sleep(0.01)
@@ -92,7 +78,7 @@ def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch:
         assert client.post("/v1/completions", json={**large, "user": [0] * 6000}).status_code == 413
 
 
-def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_take_turns(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many answers of one request shut no other out, and take one place of those that wait."""
     began: list[str] = []
 
@@ -101,7 +87,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
         return AnswerEnd(job.index, "stop", {})
 
     async def run() -> None:
-        engine = engine_of(loaded)
+        engine = engine_of(demo)
         for name, n in {"a": 100, "b": 1, "c": 2, "d": 1}.items():
             channel = Channel()
             names[channel] = name
@@ -124,14 +110,12 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_answer_that_cannot_be_built_says_so(
-    loaded: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    demo: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object, **options: object) -> None:
-        raise KeyError("a bug")
-
+    fail = mock.Mock(side_effect=KeyError("a bug"))
     monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
     fault = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
-    with open_endpoints(loaded) as client:
+    with open_endpoints(demo) as client:
         for method in ("__init__", "take", "whole"):
             with monkeypatch.context() as patch:
                 patch.setattr(CompletionFormat, method, fail)

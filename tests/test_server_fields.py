@@ -1,8 +1,8 @@
 """Every field of a request to `edgekv serve` changes the answer, or is refused."""
 
 import dataclasses
+import functools
 import json
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,9 @@ import numpy as np
 import openai
 import power_trees as trees
 import pytest
+from helpers import text_of
 from serving import DEMO, chat, open_endpoints, openai_client, samples
+from slot_cases import at_once
 from starlette.testclient import TestClient
 
 from edgekv import Session
@@ -23,15 +25,9 @@ USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.load(DEMO, kv="onebit", ctx=1024) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def http(session: Session) -> Iterator[TestClient]:
-    options: Any = {"pool_bytes": 100 << 20, "origins": ["https://app.example"]}
-    with open_endpoints(session, queue_limit=2, **options) as http:
+def http(demo: Session) -> Iterator[TestClient]:
+    origins = ["https://app.example"]
+    with open_endpoints(demo, queue_limit=2, pool_bytes=100 << 20, origins=origins) as http:
         yield http
 
 
@@ -50,17 +46,14 @@ def sea(client: openai.OpenAI, **options: Any) -> Any:
     return chat(client, SEA, **{"max_tokens": 8} | options)
 
 
-def test_a_completion_is_the_sessions_text(client: openai.OpenAI, session: Session) -> None:
-    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
-    own = session.fork()
-    greedy = dataclasses.replace(session.model.sampling, temperature=0.0)
-    expected = "".join(step.text for step in own.generate(PROMPT, max_new_tokens=24, sampling=greedy))
-    assert answer.choices[0].text == expected
-    assert answer.choices[0].finish_reason == "length"
+def test_a_completion_is_the_sessions_text(client: openai.OpenAI, demo: Session) -> None:
+    answer, own = complete(client, max_tokens=24), demo.fork()
+    greedy = dataclasses.replace(demo.model.sampling, temperature=0.0)
+    expected = text_of(own.generate(PROMPT, max_new_tokens=24, sampling=greedy))
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "length")
     assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (24, len(own.tokens) - 24)
     ids = own.tokens[: answer.usage.prompt_tokens]
-    again = client.completions.create(model="demo", prompt=ids, max_tokens=24, temperature=0)
-    assert again.choices[0].text == expected
+    assert complete(client, ids, max_tokens=24).choices[0].text == expected
 
 
 def test_a_stream_brings_the_same_text(client: openai.OpenAI) -> None:
@@ -81,8 +74,7 @@ def test_stop_seed_and_sampling(client: openai.OpenAI) -> None:
     stopped = chat(client, "Hello", stop=[word])
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].message.content == whole[: whole.index(word)]
-    limited = chat(client, "Hello", max_tokens=openai.omit, max_completion_tokens=3)
-    assert limited.usage.completion_tokens == 3
+    assert chat(client, "Hello", max_tokens=openai.omit, max_completion_tokens=3).usage.completion_tokens == 3
 
 
 def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
@@ -111,20 +103,11 @@ def test_the_energy_of_requests_is_told_where_there_is_a_meter(slots: int) -> No
     with Session.load(DEMO, kv="q8", ctx=1024, slots=slots) as session:
         options: Any = {"pool_bytes": 100 << 20, "power": SharedMeter(trees.Steady()), "slots": slots}
         with open_endpoints(session, **options) as http, openai_client(http) as client:
-            told, begun_s = [], time.perf_counter()
-
-            def ask(n: int) -> None:
-                usage = sea(client, n=n, max_tokens=100).usage
-                told.append(usage.energy_joules)
-
-            threads = [threading.Thread(target=ask, args=[n]) for n in (1, 2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            begun_s = time.perf_counter()
+            answers = at_once([functools.partial(sea, client, n=n, max_tokens=100) for n in (1, 2)])
             streams = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 100}
-            told.append(list(sea(client, **streams))[-1].usage.energy_joules)
-            told.append(complete(client, max_tokens=100).usage.energy_joules)
+            answers += [list(sea(client, **streams))[-1], complete(client, max_tokens=100)]
+            told = [answer.usage.energy_joules for answer in answers]
             seconds, after = time.perf_counter() - begun_s, samples(http.get("/metrics").text)
             assert min(told) > 0
             assert sum(told) == pytest.approx(after["edgekv_energy_joules_total"], abs=0.001)
@@ -173,7 +156,7 @@ def test_several_answers(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == sea(client).usage.prompt_tokens
 
 
-def test_lists_of_prompts(client: openai.OpenAI, session: Session) -> None:
+def test_lists_of_prompts(client: openai.OpenAI, demo: Session) -> None:
     """More answers than requests may wait."""
     prompts = ["Once", "The sea", "A man"]
     answer = complete(client, prompts, n=2, seed=3, temperature=1)
@@ -181,18 +164,18 @@ def test_lists_of_prompts(client: openai.OpenAI, session: Session) -> None:
     singly = [complete(client, prompt, seed=3 + i, temperature=1) for prompt in prompts for i in range(2)]
     assert [choice.text for choice in answer.choices] == [each.choices[0].text for each in singly]
     assert answer.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in singly) / 2
-    texts = [choice.text for choice in complete(client, [session.encode(prompt) for prompt in prompts]).choices]
+    texts = [choice.text for choice in complete(client, [demo.encode(prompt) for prompt in prompts]).choices]
     assert texts == [complete(client, prompt).choices[0].text for prompt in prompts]
 
 
-def test_embeddings(client: openai.OpenAI, session: Session) -> None:
+def test_embeddings(client: openai.OpenAI, demo: Session) -> None:
     """The client asks for base64 by itself."""
     texts = ["The sea was calm.", "A ship."]
     answer = client.embeddings.create(model="demo", input=texts)
     for found, text in zip(answer.data, texts, strict=True):
-        assert found.embedding == pytest.approx(session.embed(text).tolist(), abs=1e-6)
-    assert answer.usage.total_tokens == sum(len(session.encode(text)) for text in texts)
-    floats = client.embeddings.create(model="demo", input=session.encode(texts[1]), encoding_format="float")
+        assert found.embedding == pytest.approx(demo.embed(text).tolist(), abs=1e-6)
+    assert answer.usage.total_tokens == sum(len(demo.encode(text)) for text in texts)
+    floats = client.embeddings.create(model="demo", input=demo.encode(texts[1]), encoding_format="float")
     assert floats.data[0].embedding == pytest.approx(answer.data[1].embedding, abs=1e-6)
 
 
@@ -205,7 +188,7 @@ def test_a_page_elsewhere_may_call_if_it_is_named(http: TestClient) -> None:
             assert answer.status_code == (400 if method == "OPTIONS" and allowed is None else 200)
 
 
-def test_what_is_unsaid_is_as_the_model_has_it(client: openai.OpenAI, http: TestClient, session: Session) -> None:
+def test_what_is_unsaid_is_as_the_model_has_it(client: openai.OpenAI, http: TestClient, demo: Session) -> None:
     """Its generation_config, else what `edgekv run` takes: null is as good as absent, a value holds."""
     asks: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "seed": 4}
     own: Any = {"temperature": 1, "repetition_penalty": 1.1, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
@@ -225,8 +208,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
-DATA = "data:image/png;base64,AAAA"
-SEEN = {"type": "image_url", "image_url": {"url": DATA}}
+SEEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 BAD_TOOL = [{"function": {"name": "f", "parameters": {"type": 3}}}]
 BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blame, what is answered
@@ -251,8 +233,6 @@ BAD: list[tuple[Any, str | None, str]] = [  # of chats: fields, which is to blam
     ({"chat_template_kwargs": {"messages": []}}, "messages", "which the server does"),
     (message(content="word " * 5000), "messages", "context is 1024"),
 ]
-
-
 ELSEWHERE: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, which is to blame, what is answered
     ("completions", {"prompt": [5, 99999]}, "prompt", "vocabulary"),
     ("completions", {"prompt": "x", "echo": True}, "echo", "accepted: false"),
@@ -285,9 +265,9 @@ def test_bad_requests_are_refused_in_one_line(http: TestClient) -> None:
 
 
 def test_the_type_and_size_of_a_body(http: TestClient) -> None:
-    body = b'{"prompt": "x", "max_tokens": 1}'  # without a model, as curl is used
     for kind, status in (("Application/JSON; charset=UTF-8", 200), ("text/plain", 415)):
-        answer = http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+        body, headers = b'{"prompt": "x", "max_tokens": 1}', {"Content-Type": kind}  # no model, as curl is used
+        answer = http.post("/v1/completions", content=body, headers=headers)
         assert answer.status_code == status
     assert "'text/plain'; send Content-Type: application/json" in answer.json()["error"]["message"]
     long = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
@@ -320,12 +300,8 @@ def test_odd_bodies_are_the_clients_fault(http: TestClient) -> None:
 
 
 def test_wrong_paths_methods_and_names(http: TestClient) -> None:
-    missing, method_not = (404, "not_found"), (405, "method_not_allowed")
-    for path, expected in {
-        "GET /nope": missing,
-        "GET /v1/completions": method_not,
-        "POST /health": method_not,
-    }.items():
+    gone, refused = (404, "not_found"), (405, "method_not_allowed")
+    for path, expected in (("GET /nope", gone), ("GET /v1/completions", refused), ("POST /health", refused)):
         answer = http.request(*path.split())
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], "GET /v1/models" in error["message"]) == (*expected, True)

@@ -10,12 +10,11 @@ import openai
 import pytest
 from PIL import Image
 from scenes import draw_scene, render
-from serving import ROOT, open_endpoints, openai_client
+from serving import open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.server.limits import ServerLimits
 
-SCENES = ROOT / "models" / "scenes"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
@@ -36,15 +35,9 @@ def turn(text: str, *images: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.load(SCENES, ctx=1024) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def client(session: Session) -> Iterator[openai.OpenAI]:
-    limits = ServerLimits(max_request=16 << 20, max_bodies=96 << 20)
-    with open_endpoints(session, TEMPLATE, limits=limits) as http, openai_client(http) as client:
+def client() -> Iterator[openai.OpenAI]:
+    limits, session = ServerLimits(max_request=16 << 20, max_bodies=96 << 20), Session.load("scenes", ctx=1024)
+    with session, open_endpoints(session, TEMPLATE, limits=limits) as http, openai_client(http) as client:
         yield client
 
 

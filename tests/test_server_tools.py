@@ -58,25 +58,17 @@ def ask(client: openai.OpenAI, messages: Any = USER, **options: Any) -> Any:
     )
 
 
-def check(call: Any, name: str) -> None:
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name == name
-    if name == "weather":
-        assert arguments["city"] in ("Paris", 'a "b" }', "Köln")
-        assert 1 <= arguments["days"] <= 9
-    else:
-        assert arguments["zone"] in ("UTC", "CET")
-
-
 def test_a_forced_call_follows_its_schema(client: openai.OpenAI) -> None:
-    for name, seed in (("weather", 0), ("weather", 1), ("clock", 2)):
-        answer = ask(client, tool_choice=named(name), seed=seed).choices[0]
+    for choice, seed in ((named("weather"), 0), (named("weather"), 1), (named("clock"), 2), ("required", 0)):
+        answer = ask(client, tool_choice=choice, seed=seed).choices[0]
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         (call,) = answer.message.tool_calls
         assert call.id
-        check(call, name)
-    (call,) = ask(client, tool_choice="required", seed=0).choices[0].message.tool_calls
-    check(call, call.function.name)
+        arguments, name = json.loads(call.function.arguments), call.function.name
+        assert choice in ("required", named(name))
+        assert arguments.keys() == ({"city", "days"} if name == "weather" else {"zone"})
+        allowed = {"city": CITY["enum"], "days": range(1, 10), "zone": ("UTC", "CET")}
+        assert all(value in allowed[key] for key, value in arguments.items())
 
 
 @pytest.mark.parametrize("n", [1, 5, 40, 120])
@@ -97,14 +89,11 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(n: int, client: openai
 
 def test_an_agents_loop_with_two_tools(client: openai.OpenAI) -> None:
     """Calls, results, an answer: the conversation comes back whole, as the client's own objects."""
-    tools = {"weather": lambda city, days: f"{days} days of rain in {city}", "clock": lambda zone: f"12:00 {zone}"}
     messages: list[Any] = [{"role": "system", "content": "You are a clerk."}, *USER]
     for name in ("weather", "clock"):
         message = ask(client, messages, tool_choice=named(name), seed=2).choices[0].message
-        messages.append(message)
-        for call in message.tool_calls:
-            result = tools[call.function.name](**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in message.tool_calls]
+        messages += [message, *results]
     final = ask(client, messages, tool_choice="none", max_tokens=10)
     assert final.choices[0].message.content
     assert final.usage.prompt_tokens_details.cached_tokens > 100  # what the calls read is not read again

@@ -79,7 +79,7 @@ class CheckpointWeights:
 
     def __init__(self, source: Checkpoint, arch: Architecture) -> None:
         self.arch, self.source, self._tensors = arch, source, source.tensors
-        self._linears = arch.linears()
+        self._linears, self._finite = arch.linears(), set[str]()  # tensors without a number that is not
         for tensor, shape in arch.tensors().items():
             self._tensors.require(tensor, shape)
         extra = unexpected(arch, self._tensors)
@@ -208,7 +208,10 @@ class CheckpointWeights:
     def _rows_of(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
         for part, lo, hi in spans(parts, max_elements):
             rows = self._part_rows(part, lo, hi)
-            self._check_finite(part.tensor, rows)
+            if part.tensor not in self._finite:
+                self._check_finite(part.tensor, rows)
+            if hi == part.rows:
+                self._finite.add(part.tensor)
             yield rows
 
     def matrix(self, name: str) -> F32:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 from helpers import SESSION_KV, Cli, n_cached, raises, text_of
@@ -130,15 +131,6 @@ def test_a_question_is_taken_back(loaded: Session) -> None:
     assert talk.messages == [{"role": "system", "content": "Stories."}]
 
 
-def test_a_message_that_does_not_fit_is_forgotten(loaded: Session) -> None:
-    talk = chat(loaded.fork(ctx=60))
-    list(talk.ask("Tom", max_new_tokens=4))
-    with raises(ContextError, field="ctx"):
-        talk.ask("word " * 100)
-    assert len(talk.messages) == 2
-    assert text_of(talk.ask("Lily", max_new_tokens=4))
-
-
 def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session) -> None:
     session = loaded.fork()
     talk, other = chat(session, system="Be brief."), chat(loaded.fork(), system="Be brief.")
@@ -189,7 +181,7 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
     steps = talk.ask("Tom")
     next(steps)
     with monkeypatch.context() as patch:
-        patch.setattr(talk.session, "rewind", lambda n_tokens: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(talk.session, "rewind", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     assert talk.messages == []
@@ -201,25 +193,24 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
 
 
 def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question or a retry is refused, interrupted in its prompt, or never begun."""
+    """A question is too long, or it or a retry is refused, interrupted in its prompt, or never begun."""
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    talk = chat(loaded.fork(), system="Stories.")
+    talk = chat(loaded.fork(ctx=128), system="Stories.")
     first = text_of(talk.ask("Tom", max_new_tokens=8))
     before = copy.deepcopy(talk.messages)
+    with raises(ContextError, field="ctx"):
+        talk.ask("word " * 60)
+    assert talk.messages == before
     for answer in (talk.retry, functools.partial(talk.ask, "Lily")):
         with raises(ConfigError, field="max_new_tokens"):
             answer(max_new_tokens=0)
         assert talk.messages == before
         with monkeypatch.context() as patch:
-            patch.setattr(talk.session.caches[0], "attend", interrupt)
+            patch.setattr(talk.session.caches[0], "attend", mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 next(answer())
         assert talk.messages == before
-        steps = answer()
-        steps.close()
+        answer().close()
         assert talk.messages == before
     assert text_of(talk.retry(max_new_tokens=8)) == first
     assert talk.messages == before
@@ -314,12 +305,8 @@ def test_tools_and_schemas_are_refused_before_work(demo: Session) -> None:
     with pytest.raises(ConfigError, match="schema can't be followed"):
         talk.ask("What?")
     assert (talk.messages, talk.session.tokens) == ([], [])
-    talk.schema = {
-        "type": "object",
-        "properties": {"a": {"const": 1}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    fields = {"properties": {"a": {"const": 1}}, "required": ["a"]}
+    talk.schema = {"type": "object", "additionalProperties": False, **fields}
     assert json.loads(text_of(talk.ask("Is it?"))).keys() == {"a"}
 
 
@@ -419,12 +406,16 @@ def edgekv(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "edgekv", "chat", *map(str, arguments)]
 
 
+def typed(lines: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(edgekv(*arguments), input=lines, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_the_terminal(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     lines = f"Once upon a time\n/retry\n/save {tmp_path / 'a'}\nAnd then\n/load {tmp_path / 'a'}\n/history\n"
     lines += f"/load {tmp_path}/none\n/clear\n/retry\n\n/exit\nnever read\n"
-    command = edgekv("--model", folder, "--ctx", 512, "--kv", "onebit", "--greedy", "--system", "Stories.")
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = typed(lines, "--model", folder, "--ctx", 512, "--kv", "onebit", "--greedy", "--system", "Stories.")
     answers = done.stdout.splitlines()
     assert answers[0] == answers[1] != ""
     history = done.stderr[done.stderr.index("system: Stories.") :].splitlines()
@@ -439,9 +430,8 @@ def test_load_takes_the_files_scheme_and_context(ctx: int, folder: pathlib.Path,
     with Session.load(folder, ctx=128, kv="onebit") as session:
         list(Chat(session).ask("Once", max_new_tokens=4))
         session.save(path)
-    command = edgekv("--model", folder, "--ctx", ctx, "--kv", "q4", "--greedy", "--max-new-tokens", 4)
     lines = f"/load {path}\nAnd then\n/save {tmp_path / 'again'}\n/exit\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
+    done = typed(lines, "--model", folder, "--ctx", ctx, "--kv", "q4", "--greedy", "--max-new-tokens", 4)
     if ctx < 128:
         assert f"{path}: has a context of 128, more than this chat; open it in a chat" in done.stderr
         assert f"edgekv chat {folder} --session {path}" in done.stderr

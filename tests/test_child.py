@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,11 +128,7 @@ def test_texts_at_once_have_a_process_each_and_one_that_is_killed_ends_its_own(t
 
 def test_an_unanswered_question_ends_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next text's schema would be taken for the tokens."""
-
-    def interrupt(text: str) -> list[int]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenizer, "encode_inside", interrupt)
+    monkeypatch.setattr(tokenizer, "encode_inside", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         follow(JsonSchema({"const": "a text that must come"}, tokenizer, tokenizer.vocab_size), tokenizer)
     monkeypatch.undo()
@@ -193,14 +190,11 @@ def test_hostile_templates_end_in_a_line(source: str) -> None:
 
 @pytest.mark.parametrize("started", [True, False])
 def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
-    def interrupt(*_: object) -> bytes:
-        raise KeyboardInterrupt
-
     close()
     if started:
         rendered(FINE)
     with monkeypatch.context() as patch:
-        patch.setattr(child.BoundedChild, "_received", interrupt)
+        patch.setattr(child.BoundedChild, "_received", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             rendered("the first")
     assert rendered(FINE) == "user: x\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from unittest import mock
 
 import pytest
+from helpers import text
 
 from edgekv import Session
 from edgekv.server.engine import SessionPool
@@ -24,9 +26,6 @@ def test_the_pool_keeps_within_its_bytes(demo: Session) -> None:
 
 
 def test_a_session_that_fails_stays_in_the_pool(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
-
     pool = SessionPool(demo.fork(), 2 * demo.plan.cache_bytes, slots=2)
     session, new = pool.acquire(list(range(100, 150)))
     session.prefill(new)
@@ -34,12 +33,11 @@ def test_a_session_that_fails_stays_in_the_pool(demo: Session, monkeypatch: pyte
     beginning = list(range(100, 145))
     for method in ("align", "copy_from"):
         with monkeypatch.context() as patch:
-            patch.setattr(Session, method, fail)
+            patch.setattr(Session, method, mock.Mock(side_effect=MemoryError))
             with pytest.raises(MemoryError):
                 pool.acquire([*beginning, 7])
     sessions = [pool.acquire([*beginning, i])[0] for i in (7, 8)]
-    assert pool.n_sessions == 2
-    assert [len(each.tokens) for each in sessions] == [45, 45]
+    assert (pool.n_sessions, [len(each.tokens) for each in sessions]) == (2, [45, 45])
 
 
 class HeldCopy:
@@ -123,16 +121,13 @@ def test_what_needs_a_conversation_that_is_copied_waits(
 @pytest.mark.parametrize("kv", ["h1b", "onebit"])
 def test_one_clients_prompt_does_not_change_anothers_answer(demo: Session, kv: str) -> None:
     """The pool held another's prompt that begins alike, an equal one, or one with nothing in common."""
-    common, asked = list(range(100, 160)), [7, 8, 9]
-    answers, temperatures = [], []
+    common, asked, answers = list(range(100, 160)), [7, 8, 9], []
     for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):
         base = demo.fork(kv=kv)
         pool = SessionPool(base, base.plan.cache_bytes)
         for ids in (others, [*common, *asked]):
             session, new = pool.acquire(ids)
-            answer = [step.token for step in session.generate(new, max_new_tokens=8, temperature=0.0)]
+            answer = text(session, new, 8)
             pool.release(session)
-        answers.append(answer)
-        temperatures.append([cache.extra_state().get("tau") for cache in session.caches])
+        answers.append((answer, [cache.extra_state().get("tau") for cache in session.caches]))
     assert all(answer == answers[0] for answer in answers)
-    assert all(tau == temperatures[0] for tau in temperatures)

@@ -4,26 +4,21 @@ import dataclasses
 import gc
 import json
 import pathlib
+import re
 import threading
 import weakref
+from unittest import mock
 
 import golden_cases
 import numpy as np
 import pytest
-from helpers import SESSION_KV, n_cached, raises
+from helpers import SESSION_KV, n_cached, raises, text, text_of
 
-from edgekv import LoadOptions, SamplingParams, Session
+from edgekv import LoadOptions, SamplingParams, Session, SessionError
 from edgekv.engine import runner
 from edgekv.engine.loading import Options
 from edgekv.engine.report import RunReport
-from edgekv.errors import (
-    CheckpointError,
-    ConfigError,
-    ContextError,
-    MemoryBudgetError,
-    SessionError,
-    TokenizerError,
-)
+from edgekv.errors import CheckpointError, ConfigError, ContextError, MemoryBudgetError, TokenizerError
 
 
 def leave_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
@@ -49,9 +44,9 @@ def test_a_second_generate_continues_the_first(loaded: Session, kv: str) -> None
     prompt, session = golden_cases.tokens("llama31")[:20], loaded.fork(kv=kv)
     sampling, runs = SamplingParams(temperature=1.0, seed=11), []
     for _ in range(2):
-        first = [step.token for step in session.generate(prompt, max_new_tokens=5, sampling=sampling)]
+        first = text(session, prompt, 5, sampling=sampling)
         assert n_cached(session) == 24  # the fifth answer token is not in the cache yet
-        second = [step.token for step in session.generate([7, 8], max_new_tokens=5, sampling=sampling)]
+        second = text(session, [7, 8], 5, sampling=sampling)
         assert session.tokens == [*prompt, *first, 7, 8, *second]
         assert n_cached(session) == 31
         runs.append([*first, *second])
@@ -81,16 +76,13 @@ def test_second_caches_are_asked_for(
 
 
 def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
-
     session = Session.load(model, weights="f32", ctx=40)
     other, untouched = session.fork(), session.fork()
     for each in (session, untouched):
         each.prefill([1, 2, 3])
     other.prefill([4, 5, 6, 7])
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "copy_used", fail)
+        patch.setattr(runner, "copy_used", mock.Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             session.copy_from(other)
     assert (session.tokens, n_cached(session)) == ([1, 2, 3], 3)
@@ -101,14 +93,12 @@ def test_report_counts(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=60)
     steps = list(session.generate([1, 2, 3], max_new_tokens=6, temperature=0.0))
     report = session.report()
-    assert report.prefill_tokens == 3
-    assert len(report.decode_latencies_s) == 5
+    assert (report.prefill_tokens, len(report.decode_latencies_s)) == (3, 5)
     assert report.decode_latencies_s == [step.latency_s for step in steps[1:]]
     assert report.time_to_first_token_s == steps[0].latency_s
     assert steps[-1].finish_message == "max_new_tokens"
     assert report.finish_reason == steps[-1].finish_reason == "length"
-    assert report.settings["ctx"] == 60
-    assert report.settings["seed"] is not None
+    assert (report.settings["ctx"], report.settings["seed"] is None) == (60, False)
     assert report.bytes_read_per_token > session.plan.weights_bytes / 2
 
 
@@ -137,12 +127,8 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
 ) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     before = session.logits([1, 2, 3, 4])
-
-    def interrupted(*arrays: object) -> object:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(session.caches[1], "attend", interrupted)
+        patch.setattr(session.caches[1], "attend", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             session.logits([5])
     assert [cache.n_seen for cache in session.caches] == [4, 4, 4]
@@ -156,12 +142,8 @@ def test_interrupted_rewinds_are_mended(model: pathlib.Path, change: str, monkey
     """The layers would have had several lengths, and the next text been another one."""
     session, other = (Session.load(model, kv="dense:dtype=f32", weights="f32") for _ in range(2))
     session.prefill([1, 2, 3, 4])
-
-    def interrupted(*_: int) -> int:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(session.caches[1], "truncate", interrupted)
+        patch.setattr(session.caches[1], "truncate", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             session.rewind(2) if change == "rewind" else session.reset()
     other.prefill(session.tokens)
@@ -175,13 +157,9 @@ def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> 
     session, refused = Session.load(model, weights="f32", slots=slots), []
 
     def use() -> None:
-        for call in (
-            lambda: session.prefill([9]),
-            lambda: session.generate([9], temperature=0.0),
-            lambda: session.rewind(0),
-        ):
+        for call, given in ((session.prefill, [9]), (session.generate, [9]), (session.rewind, 0)):
             with pytest.raises(SessionError) as caught:
-                call()
+                call(given)
             refused.append(caught.value)
 
     def progress(done: int, total: int) -> None:
@@ -201,10 +179,8 @@ def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> 
 def test_stop_string_and_text(stories: pathlib.Path) -> None:
     session = Session.load(stories, weights="f32")
     steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"], temperature=0.0))
-    text = "".join(step.text for step in steps)
     assert (steps[-1].finish_reason, steps[-1].finish_message) == ("stop", "stop string")
-    assert "park" not in text
-    assert text.startswith(", there was")
+    assert re.match(r", there was(?!.*park)", text_of(steps), re.DOTALL)
 
 
 def test_a_prompt_is_text_or_ids(stories: pathlib.Path) -> None:
@@ -297,20 +273,13 @@ SHOWN = {"settings": SETTINGS, "model": {"name": "small", "n_parameters": 40_100
 
 
 def test_derived_numbers() -> None:
-    report = RunReport(
-        **SHOWN,
-        prefill_tokens=8000,
-        prefill_s=16.0,
-        decode_latencies_s=[0.020, 0.030, 0.020, 0.020, 0.110],
-        bytes_read_per_token=60_000_000,
-    ).derived()
-    numbers = report.as_dict()
-    assert numbers["prefill_tokens_per_s"] == 500
-    assert numbers["decode_tokens"] == 5
-    assert numbers["decode_tokens_per_s"] == pytest.approx(25)
-    assert numbers["latency_median_ms"] == pytest.approx(20)
-    assert numbers["latency_p95_ms"] == pytest.approx(94)  # 80% of the way from the 4th to the 5th
-    assert numbers["achieved_gb_per_s"] == pytest.approx(3)
+    latencies_s = [0.020, 0.030, 0.020, 0.020, 0.110]  # of which p95 is 80% of the way from the 4th to the 5th
+    report = RunReport(**SHOWN, prefill_tokens=8000, prefill_s=16.0, decode_latencies_s=latencies_s)
+    report.bytes_read_per_token = 60_000_000
+    numbers = report.derived().as_dict()
+    expected = {"prefill_tokens_per_s": 500, "decode_tokens": 5, "decode_tokens_per_s": 25}
+    expected |= {"latency_median_ms": 20, "latency_p95_ms": 94, "achieved_gb_per_s": 3}
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected)
 
 
 def test_what_was_not_measured_is_none() -> None:
@@ -318,8 +287,7 @@ def test_what_was_not_measured_is_none() -> None:
     measured = {"settings", "model", "machine", "notes", "compile_s", "prefill_tokens", "decode_tokens"}
     numbers = report.as_dict()
     assert {name for name, value in numbers.items() if value is not None} == measured | {"decode_latencies_s"}
-    assert "None" not in report.to_text()
-    assert "nan" not in report.to_text()
+    assert not re.search("None|nan", report.to_text())
 
 
 def test_settings_of_any_type_fit_json() -> None:
@@ -329,6 +297,6 @@ def test_settings_of_any_type_fit_json() -> None:
         "stop": ("x", "\udcff"),
         "scheme": {"bits": np.arange(2)[1], "exact": np.bool_(True)},
     }
-    found = RunReport(settings=given, model={}, machine={}).as_dict()["settings"]
     expected = {"model": "a/b", "threshold": None, "stop": ["x", "\udcff"], "scheme": {"bits": 1, "exact": True}}
+    found = RunReport(settings=given, model={}, machine={}).as_dict()["settings"]
     assert json.loads(json.dumps(found)) == expected

@@ -7,13 +7,14 @@ import fcntl
 import functools
 import io
 import os
-import pathlib
 import shutil
 import stat
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from helpers import Cli, raises
 from safetensors import safe_open
 
 from edgekv.checkpoint.hub import load_shape
-from edgekv.checkpoint.tensors import ALIGNMENT, MappedTensor, Tensors, TensorWriter
+from edgekv.checkpoint.tensors import ALIGNMENT, Tensors, TensorWriter
 from edgekv.cli.terminal import one_line as shown_line
 from edgekv.cli.terminal import redraw, visible_terminals
 from edgekv.engine.session_file import write as write_session
@@ -42,13 +43,15 @@ from edgekv.weights.random_weights import RandomWeights
 from edgekv.weights.store import WeightStore, build
 
 
-def mode_of(path: pathlib.Path) -> int:
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def write_all(
-    path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], arrays: Iterable[tuple[str, np.ndarray]]
-) -> None:
+def write_all(path: Path, specs: Any, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     with TensorWriter(path, specs) as writer:
         for name, array in arrays:
             writer.write(name, array)
@@ -67,12 +70,10 @@ def test_writer_streams_rows_and_aligns(tmp_path: Path) -> None:
         writer.write("scalar", expected["scalar"])
         writer.write("strided", expected["strided"])
         assert not path.exists()
-    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert names(tmp_path) == ["a.safetensors"]
     assert path.stat().st_size == writer.nbytes
     file = Tensors.open(path)
-    first = file["bf"]
-    assert isinstance(first, MappedTensor)
-    assert first.start % ALIGNMENT == 0
+    assert file["bf"].start % ALIGNMENT == 0
     assert list(file) == list(specs)
     for name, array in expected.items():
         np.testing.assert_array_equal(file[name].read(), array)
@@ -97,7 +98,7 @@ def test_writer_refuses_what_the_specs_do_not_say(tmp_path: Path) -> None:
         TensorWriter(tmp_path / "a", {"w": ("F8_E4M3", (1,))})
     with raises(CheckpointError, "a.safetensors", f"{128 + (1 << 60):,}", "free"):
         write_all(tmp_path / "a.safetensors", {"w": ("U8", (1 << 60,))}, [])  # is told before anything is written
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left")])
@@ -105,17 +106,13 @@ def test_what_stops_a_writer_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """A full disk is told by the last call that writes."""
-
-    def fail(*_: object) -> None:
-        raise error
-
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"old")
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=error))
     with pytest.raises((KeyboardInterrupt, CheckpointError)):
         write_all(path, {"w": ("U8", (1,))}, [("w", np.zeros(1, np.uint8))])
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert names(tmp_path) == ["a.safetensors"]
 
 
 def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
@@ -126,7 +123,7 @@ def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Pa
         assert len(os.listdir(tmp_path)) == 2
         first.write("w", np.full(1, 1, np.uint8))
         second.write("w", np.full(1, 2, np.uint8))
-    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert names(tmp_path) == ["a.safetensors"]
     assert Tensors.open(path)["w"].read() == 1
 
 
@@ -142,7 +139,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "a.json").read_bytes() == b"{}"
 
 
-def test_modes_and_devices(tmp_path: pathlib.Path) -> None:
+def test_modes_and_devices(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         atomic_write(tmp_path / "report", b"1")
@@ -164,7 +161,7 @@ def test_modes_and_devices(tmp_path: pathlib.Path) -> None:
     assert Path("/dev/null").is_char_device()
 
 
-def test_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own are followed; those of others in a folder like /tmp are not, as in Linux itself."""
     (tmp_path / "link").symlink_to("target")
     atomic_write(tmp_path / "link", b"1")
@@ -184,7 +181,7 @@ def test_links(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "target").read_bytes() == b"1"
 
 
-def test_what_can_not_be_written_is_known_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_written_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     for name in ("absent/x", "file/x", ".", "n" * 300, "~nosuch/x", "a\0b"):
@@ -195,21 +192,17 @@ def test_what_can_not_be_written_is_known_before(tmp_path: pathlib.Path, monkeyp
         require_writable("absent/x")
     for path in ("new", "file", "/dev/null"):
         require_writable(path)
-    assert os.listdir(tmp_path) == ["file"]
+    assert names(tmp_path) == ["file"]
 
 
 # Folders
 
 
-def names(folder: pathlib.Path) -> list[str]:
-    return sorted(os.listdir(folder))
-
-
-def write(partial: pathlib.Path) -> None:
+def write(partial: Path) -> None:
     (partial / "a").write_bytes(b"a")
 
 
-def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
+def test_what_another_one_writes_stays(tmp_path: Path) -> None:
     """The number may be of no process here, as another container's would be."""
     other = tmp_path / f"folder.partial-{2**22 + 1}"
     other.mkdir()
@@ -222,21 +215,20 @@ def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
     assert names(tmp_path) == ["folder", "next"]
 
 
-def test_the_first_one_that_is_whole_stays(tmp_path: pathlib.Path) -> None:
+def test_the_first_one_that_is_whole_stays(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
 
-    def late(partial: pathlib.Path) -> None:
+    def late(partial: Path) -> None:
         (partial / "late").write_bytes(b"b")
         create_folder_once(folder, write)
 
     assert create_folder_once(folder, late) == folder
-    assert names(tmp_path) == ["folder"]
-    assert names(folder) == ["a"]
+    assert (names(tmp_path), names(folder)) == (["folder"], ["a"])
 
 
-def test_a_folder_that_goes_before_it_is_locked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_goes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without a lock looks like a leftover to others."""
-    lock, taken = fcntl.flock, list[pathlib.Path]()
+    lock, taken = fcntl.flock, list[Path]()
 
     def after_another(file: object, flags: int) -> None:
         if len(taken) < 2:
@@ -250,23 +242,18 @@ def test_a_folder_that_goes_before_it_is_locked(tmp_path: pathlib.Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", after_another)
     create_folder_once(tmp_path / "folder", write)
     assert len(set(taken)) == 2
-    assert names(tmp_path) == ["folder"]
-    assert names(tmp_path / "folder") == ["a"]
+    assert (names(tmp_path), names(tmp_path / "folder")) == (["folder"], ["a"])
 
 
-def test_a_filesystem_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(file: object, flags: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     (tmp_path / "folder.partial-1").mkdir()
     create_folder_once(tmp_path / "folder", write)
-    assert names(tmp_path) == ["folder", "folder.partial-1"]
-    assert names(tmp_path / "folder") == ["a"]
+    assert (names(tmp_path), names(tmp_path / "folder")) == (["folder", "folder.partial-1"], ["a"])
 
 
-def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
-    def fail(partial: pathlib.Path) -> None:
+def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
+    def fail(partial: Path) -> None:
         write(partial)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -275,7 +262,7 @@ def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: pathlib.Path) -> None:
+def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: Path) -> None:
     weights = RandomWeights(load_shape("tiny", 1))
     build(weights, ModelFormat("int8"), tmp_path / "store", None)
     assert WeightStore(tmp_path / "store").identity == weights.source.identity
@@ -290,14 +277,10 @@ def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: pat
 # Reading
 
 
-@pytest.fixture
-def pipe(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A pipe that nobody writes to: whoever opens it plainly waits for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    return tmp_path / "pipe"
-
-
-def test_what_is_no_regular_file_is_refused_at_once(pipe: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Whoever opens a pipe plainly waits for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for path, what in ((pipe, "pipe"), (tmp_path, "folder"), ("/dev/zero", "device"), ("a\0b", "no such file")):
         with pytest.raises(OSError, match=what):
             open_regular(path)
@@ -305,7 +288,7 @@ def test_what_is_no_regular_file_is_refused_at_once(pipe: pathlib.Path, tmp_path
         read_object(pipe)
 
 
-def test_what_is_parsed_whole_has_a_bound(tmp_path: pathlib.Path) -> None:
+def test_what_is_parsed_whole_has_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for text, most, why in (
         ('{"a": 1234567890}', 9, "accepted are 9"),
@@ -319,7 +302,7 @@ def test_what_is_parsed_whole_has_a_bound(tmp_path: pathlib.Path) -> None:
             read_object(path, most)
 
 
-def test_a_memo_is_what_was_written_or_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memo_is_what_was_written_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     memo, content = Memo("of/this.json", 3), {"a": [1, 2.5, None], "b": {"c": "d"}}
     assert memo.read() is None
@@ -328,12 +311,10 @@ def test_a_memo_is_what_was_written_or_nothing(tmp_path: pathlib.Path, monkeypat
     assert (memo.read(), mode_of(path)) == (content, 0o600)
     assert Memo("of/this.json", 4).read() is None
     whole = path.read_text()
-    damaged = ["", "[]", "{}", "[" * 100000, whole[:-9], whole.replace("2.5", "2.6"), whole.replace('"d"', "[]")]
-    for text in damaged:
-        path.write_text(text)
+    texts = ["", "[]", "{}", "[" * 100000, whole[:-9], whole.replace("2.5", "2.6"), whole.replace('"d"', "[]")]
+    for damaged in (b"\xff", *map(str.encode, texts)):
+        path.write_bytes(damaged)
         assert memo.read() is None
-    path.write_bytes(b"\xff")
-    assert memo.read() is None
     path.unlink()
     os.mkfifo(path)
     assert memo.read() is None
@@ -368,30 +349,26 @@ LONG, RUN = "n" * 300, ("run", "--prompt", "x")
         ("power", "record", "--csv", "absent/x", "--", "touch", "begun"),
     ],
 )
-@pytest.mark.usefixtures("pipe")
 def test_the_command_line_refuses_files_in_one_line_before_any_work(
-    arguments: tuple[str, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     (tmp_path / "deep.json").write_text("[" * 100000)
     (tmp_path / "wide.csv").write_text(f'time,watts\n"{LONG * 1000}"\n')
     (tmp_path / "odd.csv").write_text("time,watts\n0001-01-01T00:00:00,3\n1e300,4\n")
-    before = sorted(os.listdir())
+    before = names(tmp_path)
     cli(*arguments, status=2)
-    assert sorted(os.listdir()) == before
+    assert names(tmp_path) == before
 
 
-class Tty(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_no_character_commands_the_terminal(tmp_path: pathlib.Path, cli: Cli) -> None:
+def test_no_character_commands_the_terminal(tmp_path: Path, cli: Cli) -> None:
     """Bars and tables may; what is not a terminal gets the text as it is, but for errors' names."""
     folder = tmp_path / "a\x1b]0;b\n\x07"
     folder.mkdir()
     assert "/a\\x1b]0;b\\n\\x07: holds no" in cli("info", "--model", folder, status=2).err
-    out, err, text = Tty(), Tty(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
+    out, err, text = io.StringIO(), io.StringIO(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
+    out.isatty = err.isatty = lambda: True  # type: ignore[method-assign]
     with redirect_stdout(out), redirect_stderr(err):
         with visible_terminals():
             print(text)

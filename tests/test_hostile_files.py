@@ -4,8 +4,8 @@ import json
 import pathlib
 import struct
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import gguf as library
 import golden_cases
@@ -42,16 +42,10 @@ def whole(folder: pathlib.Path) -> bytes:
 
 # Stores
 
-STORE_LIES: dict[str, Callable[[Any], None]] = {
-    "format": put("format", "one"),
-    "weights": put("weights", ["int8"]),
-    "identity": put("identity", None),
-    "config": put("config", [1]),
-    "its model": put("config/model_type", []),
-    "its layers": put("config/num_hidden_layers", 1_000_000),
-    "linears": put("linears", {"0.qkv": "int8"}),
-    "a format": put("linears", {"0.qkv": "int9"}),
-}
+STORE_LIES: tuple[tuple[str, Any], ...] = (  # a place in store.json, and what is put there
+    *(("format", "one"), ("weights", ["int8"]), ("identity", None), ("config", [1]), ("config/model_type", [])),
+    *(("config/num_hidden_layers", 1_000_000), ("linears", {"0.qkv": "int8"}), ("linears", {"0.qkv": "int9"})),
+)
 
 
 def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path, cli: Cli) -> None:
@@ -59,9 +53,9 @@ def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path, cl
     cli("quantize", "--model", folder, "--weights", "int8", "--output", store)
     Model.open(store)
     manifest = (store / "store.json").read_text()
-    for name, lie in STORE_LIES.items():
+    for name, lie in STORE_LIES:
         changed = json.loads(manifest)
-        lie(changed)
+        put(name, lie)(changed)
         (store / "store.json").write_text(json.dumps(changed))
         with pytest.raises(EdgeKVError):
             pytest.fail(f"{name}: {Model.open(store)}")
@@ -125,17 +119,10 @@ def test_odd_tokenizers(tmp_path: pathlib.Path) -> None:
             load_tokenizer(tmp_path)
 
 
-class Panic(BaseException):
-    """An error as Rust's panics arrive: no Exception."""
-
-
 def test_panics_are_errors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rust's panics are no Exceptions."""
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-    opened = load_tokenizer(tmp_path)
-
-    def panic(*arguments: object, **options: object) -> None:
-        raise Panic("index out of bounds")
-
+    opened, panic = load_tokenizer(tmp_path), mock.Mock(side_effect=BaseException("index out of bounds"))
     monkeypatch.setattr(opened, "_encode", panic)
     with pytest.raises(TokenizerError, match="index out of bounds"):
         opened.encode("x")
@@ -220,15 +207,15 @@ def test_damaged_gguf_files(whole: bytes, tmp_path: pathlib.Path) -> None:
     refuses(path, b"", "no GGUF file")
     refuses(path, whole[:4] + b"\x63" + whole[5:], "correct GGUF file")
     refuses(path, whole.replace(b"llama", b"mamba"), "'mamba' is not supported; supported: llama", ConfigError)
-    for key, value, match in (
-        ("tokenizer.ggml.pre", "tekken", "cuts texts like 'tekken'"),
-        ("tokenizer.ggml.model", "bert", "tokenizer 'bert' is not supported"),
+    for model, cuts, match in (
+        ("gpt2", "tekken", "cuts texts like 'tekken'"),
+        ("bert", "default", "tokenizer 'bert' is not supported"),
     ):
 
-        def fill(writer: library.GGUFWriter, strange: dict[str, str] = {key: value}) -> None:  # noqa: B006
+        def fill(writer: library.GGUFWriter, model: str = model, cuts: str = cuts) -> None:
             writer.add_token_list(["a", "b"])
-            for name, text in ({"tokenizer.ggml.model": "gpt2"} | strange).items():
-                writer.add_string(name, text)
+            writer.add_tokenizer_model(model)
+            writer.add_tokenizer_pre(cuts)
 
         refuses(path, write_vocabulary(tmp_path, fill).read_bytes(), match, TokenizerError)
     with raises(CheckpointError, field="model"):

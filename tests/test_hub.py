@@ -96,16 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
     def log_message(self, *args: object) -> None:
         pass
 
-    def _answer(self, body: bool) -> None:
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(Request(self.command, path, dict(self.headers)))
         is_api = path.startswith("/api/models/")
@@ -121,43 +115,35 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in (*repository.revisions, repository.commit):
             return self._refuse(404, "RevisionNotFound")
         if is_api:
-            return self._send_json(repository, name)
+            files = [{"rfilename": file, "size": p.stat().st_size} for file, p in repository.files().items()]
+            files += [{"rfilename": file, "size": 1} for file in repository.listed]
+            facts = {"id": name, "modelId": name, "sha": repository.commit, "siblings": files, "tags": []}
+            return self._send(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
         if file not in repository.files():
             return self._refuse(404, "EntryNotFound", {"X-Repo-Commit": repository.commit})
-        return self._send_file(repository, file, body)
+        return self._send_file(repository, file)
+
+    do_HEAD = do_GET
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for header, value in {"X-Error-Code": code, "Content-Length": "0", **(headers or {})}.items():
-            self.send_header(header, value)
-        self.end_headers()
+        self._send(status, b"", {"X-Error-Code": code, **(headers or {})})
 
-    def _send_json(self, repository: Repository, name: str) -> None:
-        files = [{"rfilename": file, "size": p.stat().st_size} for file, p in repository.files().items()]
-        files += [{"rfilename": file, "size": 1} for file in repository.listed]
-        facts = {"id": name, "modelId": name, "sha": repository.commit, "siblings": files, "tags": []}
-        data = json.dumps(facts).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _send_file(self, repository: Repository, file: str, body: bool) -> None:
+    def _send_file(self, repository: Repository, file: str) -> None:
         data = repository.files()[file].read_bytes()
         start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].partition("-")[0])
-        self.send_response(206 if start else 200)
-        truth = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
-        for header, value in (truth | repository.lies).items():
-            self.send_header(header, value)
-        self.send_header("Content-Length", str(len(data) - start))
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        cut = repository.cut.pop(file, None) if self.command == "GET" else None
+        self._send(206 if start else 200, data[start:], headers | repository.lies, cut)
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+        self.send_response(status)
+        for header, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(header, value)
         self.end_headers()
-        if not body:
-            return
-        cut = repository.cut.pop(file, None)
-        self.wfile.write(data[start:] if cut is None else data[start : start + cut])
+        if self.command == "GET":
+            self.wfile.write(data[:cut])
         self.close_connection = cut is not None
 
 
@@ -166,10 +152,9 @@ def demo(tmp_path: pathlib.Path) -> Repository:
     """The demo model with what other repositories hold beside."""
     folder = tmp_path / "demo"
     shutil.copytree(ROOT / "models" / "demo", folder)
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "flax_model.msgpack"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"never read")
-    return Repository(folder, revisions=("main", "v1"))
+    return holding(
+        folder, "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "flax_model.msgpack"
+    )
 
 
 @pytest.fixture
@@ -305,17 +290,18 @@ def test_a_budget_downloads_the_config_alone(demo: Repository, here: Run) -> Non
         assert set(hub.fetched()) == {"config.json"}
 
 
-def gguf_files(folder: pathlib.Path, *files: str) -> Repository:
+def holding(folder: pathlib.Path, *files: str) -> Repository:
+    """Returns a repository of such files, which only hold their names."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_bytes(b"GGUF of " + file.encode())
+        (folder / file).write_text(file)
     return Repository(folder)
 
 
 def test_a_gguf_file(tmp_path: pathlib.Path, here: Run) -> None:
-    with serving(some__GGUF=gguf_files(tmp_path / "files", "a-Q4_0.gguf", "a-Q8_0.gguf")) as hub:
+    with serving(some__GGUF=holding(tmp_path / "files", "a-Q4_0.gguf", "a-Q8_0.gguf")) as hub:
         done = here(hub, "pull", "some/GGUF:a-Q8_0.gguf")
-        assert pathlib.Path(done.out.strip()).read_bytes() == b"GGUF of a-Q8_0.gguf"
+        assert pathlib.Path(done.out.strip()).read_bytes() == b"a-Q8_0.gguf"
         assert hub.fetched() == ["a-Q8_0.gguf"]
         for name in ("some/GGUF", "some/GGUF:b.gguf"):
             refused = here(hub, "pull", name, status=2)
@@ -326,12 +312,12 @@ def test_a_quantization_names_its_file(tmp_path: pathlib.Path, here: Run) -> Non
     """In any case, offline once it is here; where none or several have it, those that are there are named."""
     parts = ("a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf")
     single = ("a-Q4_K_M.gguf", "a-IQ4_K_M.gguf", "mmproj-a-q4_k_m.gguf", "sub/a.f16.gguf")
-    with serving(some__GGUF=gguf_files(tmp_path / "files", *single, *parts)) as hub:
+    with serving(some__GGUF=holding(tmp_path / "files", *single, *parts)) as hub:
         for name, file in (("q4_k_m", "a-Q4_K_M.gguf"), ("F16", "sub/a.f16.gguf")):
             done = here(hub, "pull", f"some/GGUF:{name}")
             found = find_cached(HubName("some/GGUF", None, name))
             assert str(found) == done.out.strip()
-            assert found.read_bytes() == b"GGUF of " + file.encode()
+            assert found.read_bytes() == file.encode()
         assert hub.fetched() == ["a-Q4_K_M.gguf", "a.f16.gguf"]
         none, several = (here(hub, "info", f"some/GGUF:{name}", status=2) for name in ("Q5_0", "Q8_0"))
     assert "has no single GGUF file of Q5_0; accepted: some/GGUF:a-IQ4_K_M.gguf, some/GGUF:a-Q4" in none.err
@@ -341,26 +327,24 @@ def test_a_quantization_names_its_file(tmp_path: pathlib.Path, here: Run) -> Non
 def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models, parts of downloads and stores are listed and go by their names; nothing else is touched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(home.parent / "cache"))
-    files, other, bert = (home.parent / name for name in ("files", "other", "bert"))
-    for folder in (files, other, bert):
-        folder.mkdir()
-    for file in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
-        (files / file).write_bytes(b"x" * 1000 + file.encode())
+    files, other = (home.parent / name for name in ("files", "other"))
+    gguf = holding(files, "a-Q4_0.gguf", "a-Q8_0.gguf")
     shutil.copy(files / "a-Q8_0.gguf", files / "b-Q8_1.gguf")
-    (bert / "config.json").write_text('{"model_type": "bert"}')
+    other.mkdir()
     shutil.copy(demo.folder / "config.json", other)
-    with serving(some__demo=demo, some__GGUF=Repository(files), some__other=Repository(other)) as hub:
+    with serving(some__demo=demo, some__GGUF=gguf, some__other=Repository(other)) as hub:
         for name in ("some/demo", "some/GGUF:Q4_0", "some/GGUF:Q8_0", "some/GGUF:Q8_1"):
             here(hub, "pull", name)
         here(hub, "budget", "some/other")
     here(hub, *RUN, "--model", "some/demo")
-    hidden = home / "hub" / "models--org--bert" / "snapshots" / "0" / "config.json"
+    cache = home / "hub"
+    hidden = cache / "models--org--bert" / "snapshots" / "0" / "config.json"
     hidden.parent.mkdir(parents=True)
-    hidden.write_text((bert / "config.json").read_text())
-    (home / "hub" / "models--broken--one").write_text("no folder")
-    (home / "hub" / "models--org--link").symlink_to(files)
-    (home / "hub" / "models--org--loop" / "snapshots").mkdir(parents=True)
-    (home / "hub" / "models--org--loop" / "snapshots" / "x").symlink_to("x")
+    hidden.write_text('{"model_type": "bert"}')
+    (cache / "models--broken--one").write_text("no folder")
+    (cache / "models--org--link").symlink_to(files)
+    (cache / "models--org--loop" / "snapshots").mkdir(parents=True)
+    (cache / "models--org--loop" / "snapshots" / "x").symlink_to("x")
     stores = home.parent / "cache" / "edgekv" / "stores"
     (stores / "damaged-int8-v1").mkdir()
     (stores / "random-0-q4-v1").mkdir()
@@ -373,7 +357,7 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     found = listed()
     model = sum((demo.folder / file).stat().st_size for file in ("model.safetensors", "tokenizer.model"))
     assert model < found["some/demo", "llama"] < model + 5000
-    assert found["some/GGUF:a-Q4_0.gguf", "GGUF"] == 1011
+    assert found["some/GGUF:a-Q4_0.gguf", "GGUF"] == 11
     assert found["some/other", "not whole; `edgekv pull` goes on"] == (other / "config.json").stat().st_size + 40
     assert found["some/demo", "weights as f32"] > model
     rest = {name for name, _ in found if not name.startswith("some/")}
@@ -387,13 +371,13 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     gone = found["some/demo", "llama"] + found["some/demo", "weights as f32"]
     done = here(hub, "rm", "some/demo", "some/GGUF:q4_0")
     assert f"({gone} bytes)\n" in done.out
-    assert "some/GGUF:q4_0: freed 1011 B" in done.out
-    assert (home / "hub" / "models--some--GGUF").is_dir()
+    assert "some/GGUF:q4_0: freed 11 B" in done.out
+    assert (cache / "models--some--GGUF").is_dir()
     here(hub, "rm", "some/GGUF", "some/other")
     assert {name for name, _ in listed()} == rest
     assert hidden.exists()
     assert sorted(path.name for path in files.iterdir()) == ["a-Q4_0.gguf", "a-Q8_0.gguf", "b-Q8_1.gguf"]
-    assert {path.name for path in (home / "hub").glob("models--some--*")} == set()
+    assert not list(cache.glob("models--some--*"))
     shutil.rmtree(home)
     assert json.loads(here(hub, "list", "--json").out) is not None
 
@@ -427,14 +411,12 @@ def test_without_a_network(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_are_one_line(
     demo: Repository, here: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized = tmp_path / "hqq"
-    quantized.mkdir()
+    quantized = holding(tmp_path / "hqq", "model.safetensors")
     config = json.loads((demo.folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
-    (quantized / "config.json").write_text(json.dumps(config))
-    (quantized / "model.safetensors").write_bytes(b"never fetched")
+    (quantized.folder / "config.json").write_text(json.dumps(config))
     demo.gated = True
-    with serving(some__demo=demo, some__hqq=Repository(quantized)) as hub:
+    with serving(some__demo=demo, some__hqq=quantized) as hub:
         for arguments, said in (
             (["pull", "some/none"], "is not at http://127.0.0.1"),
             (["pull", "some/demo"], "error: some/demo: is gated: accept its terms at"),

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels import numba_kernels, numpy_kernels
+from edgekv.kernels import Kernels, arrays, numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
+from edgekv.types import F32, F64
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
 
 BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 
 
-def make(kv: str, heads: Heads, capacity: int, backend: str = "numba", **geometry: object) -> KVCache:
-    """Returns an empty layer."""
+def make(
+    kv: str, heads: Heads, capacity: int, backend: str | Kernels = "numba", memory: Any = arrays, **geometry: Any
+) -> KVCache:
+    """Returns an empty layer in this memory."""
     spec = CacheSpec.parse(kv)
     cache = spec.scheme(Geometry(*heads, capacity, **geometry), spec.config)
-    cache.allocate(BACKENDS[backend](None), Workspace())
+    cache.allocate(BACKENDS[backend](None) if isinstance(backend, str) else backend, Workspace(memory))
     return cache
 
 
@@ -52,6 +54,12 @@ def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap
     return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0).astype(float)
 
 
+def half_above(x: npt.NDArray[np.floating]) -> F64:
+    """Returns the least numbers of float16 that are not below x."""
+    near = x.astype(np.float16)
+    return np.where(near < x, np.nextafter(near, np.float16(np.inf)), near).astype(float)
+
+
 def read_prompt(cache: KVCache, tokens: Sequence[F32], stop: int | None = None) -> None:
     cache.prefill(*(x[:, :stop] for x in tokens))
     type(cache).finish_prefill([cache])
@@ -61,6 +69,11 @@ def attend_last(cache: KVCache, tokens: Sequence[F32], n: int) -> F32:
     """Returns the attention of the last n tokens at once, behind the others as a prompt."""
     read_prompt(cache, tokens, -n)
     return cache.attend(*(x[:, -n:] for x in tokens)).copy()
+
+
+def read(cache: KVCache, tokens: Sequence[F32], first: int, stop: int) -> F32:
+    """Returns the attention of these tokens at once."""
+    return cache.attend(*(x[:, first:stop] for x in tokens)).copy()
 
 
 def attend_singly(cache: KVCache, tokens: Sequence[F32], first: int = 0, stop: int | None = None) -> F32:

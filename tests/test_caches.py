@@ -1,5 +1,6 @@
 """The contract of every KV scheme, on both kernel backends."""
 
+import dataclasses
 from typing import Any
 
 import cache_cases
@@ -151,21 +152,23 @@ def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None
     cache = make(name, heads)
     assert isinstance(cache, SinkWindowCache)
     q, k, v = draw(heads, TOKENS)
-    packed = set()
+    packed, (sink, least, block) = set(), dataclasses.astuple(cache.sizes)
     for i in range(TOKENS):
         cache.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
         packed.add(cache.n_packed)
         latest = slice(i + 1 - cache.n_recent, i + 1)
         assert latest.start == cache.n_sink + cache.n_packed
+        assert min(least, i + 1 - cache.n_sink) <= cache.n_recent < least + block
         for part, x in (("recent_key", k), ("recent_value", v)):
             held = cache.stored()[part].decode(0, cache.n_recent)
             np.testing.assert_array_equal(held, x[:, latest].astype(np.float16))
     assert len(packed) > 2
-    for n in (150, 200, 330):  # a prompt leaves as many exact as tokens that come one by one
+    border = sink + least + block
+    for n in (border - 1, border, 330):  # a prompt leaves as many exact as tokens that come one by one
         cache = make(name, heads)
         cache.prefill(q[:, :n], k[:, :n], v[:, :n])
-        behind = n - cache.n_sink
-        assert cache.n_recent == behind - cache.n_packed >= min(cache.sizes.residual_length, behind)
+        assert cache.n_recent == n - sink - cache.n_packed
+        assert least <= cache.n_recent < least + block
         held = cache.stored()["recent_key"].decode(0, cache.n_recent)
         np.testing.assert_array_equal(held, k[:, n - cache.n_recent : n].astype(np.float16))
 

@@ -9,15 +9,14 @@ import dataclasses
 
 import cache_cases
 import numpy as np
-import numpy.typing as npt
 import pytest
-from cache_cases import BACKENDS
+from cache_cases import BACKENDS, half_above
 from kernel_cases import pairs
 
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.papers.evicting import EvictingCache, attention_received, budget_tokens, highest_ranked, lowest_ranked
+from edgekv.types import F32, F64
 
-F32 = npt.NDArray[np.float32]
 G, GROUP, D = 2, 3, 24
 SCHEMES = {
     "streaming": "streaming:budget=40,sink=3", "h2o": "h2o:budget=40,recent=0.3", "tova": "tova:budget=40",
@@ -33,12 +32,8 @@ def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | Non
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
     """Draws queries, and keys and values that float16 holds."""
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((G * GROUP, n, D)).astype(np.float32) * np.float32(0.5)
-    k, v = rng.standard_normal((2, G, n, D))
-    k = (k + np.random.default_rng(99).standard_normal((G, 1, D))).astype(np.float16).astype(np.float32)
-    v = v.astype(np.float16).astype(np.float32)
-    return q.astype(np.float16).astype(np.float32), k, v
+    q, k, v = cache_cases.draw((G * GROUP, G, D), n, seed, offset=1)
+    return q, k.astype(np.float16).astype(np.float32), v.astype(np.float16).astype(np.float32)
 
 
 def kept_positions(cache: EvictingCache) -> list[list[int]]:
@@ -59,7 +54,7 @@ class Reference:
         self.held: list[list[int]] = [[] for _ in range(G)]
         self.mass = np.zeros((G, 0))
 
-    def weights(self, g: int, position: int, held: list[int]) -> npt.NDArray[np.float64]:
+    def weights(self, g: int, position: int, held: list[int]) -> F64:
         """Returns softmax (GROUP, len(held)) of the group's queries at a position over held tokens."""
         scores = self.q[g * GROUP : (g + 1) * GROUP, position] @ self.k[g, held].T
         seen = np.array(held) <= position
@@ -89,7 +84,7 @@ class Reference:
         """Returns the tokens that a query sees."""
         return self.held[g]
 
-    def attend(self, q: F32, k: F32, v: F32) -> npt.NDArray[np.float64]:
+    def attend(self, q: F32, k: F32, v: F32) -> F64:
         out = np.empty(q.shape)
         for i in range(q.shape[1]):
             t = self.k.shape[1]
@@ -119,7 +114,7 @@ class Reference:
         candidates = [p for p in self.held[g] if p < n - self.recent]
         return min(candidates, key=lambda p: (p >= hidden, p >= hidden and self.mass[g, p], p))
 
-    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+    def learn(self, t: int, weights: list[F64]) -> None:
         """Adds what a query teaches about the tokens that it saw."""
 
 
@@ -129,14 +124,14 @@ class ReferenceStreaming(Reference):
 
 
 class ReferenceH2O(Reference):
-    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+    def learn(self, t: int, weights: list[F64]) -> None:
         for g, w in enumerate(weights):
             self.mass[g, self.reach(g)] += w.sum(axis=0)
 
 
 class ReferenceMiKV(ReferenceH2O):
     bits = 4
-    balance: npt.NDArray[np.float64] = np.ones((G, D))
+    balance: F64 = np.ones((G, D))
 
     def prefill(self, q: F32, k: F32, v: F32) -> None:
         self.balance = np.sqrt(np.abs(q).reshape(G, -1, D).max(axis=1) / np.abs(k).max(axis=1))
@@ -150,23 +145,21 @@ class ReferenceMiKV(ReferenceH2O):
         self.k[g, p] = self.packed(self.k[g, p] * self.balance[g]) / self.balance[g]
         self.v[g, p] = self.packed(self.v[g, p])
 
-    def packed(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def packed(self, x: F64) -> F64:
         """Returns x (D,) after a round trip through its low end and step, both in float16."""
         low, top = float(np.float16(x.min())), 2**self.bits - 1
-        step = np.float16((x.max() - low) / top)
-        if float(step) < (x.max() - low) / top:
-            step = np.nextafter(step, np.float16(np.inf))
-        return low + float(step) * np.clip(np.rint((x - low) / float(step)), 0, top)
+        step = half_above((x.max() - low) / top)
+        return low + step * np.clip(np.rint((x - low) / step), 0, top)
 
 
 class ReferenceTovaPerHead(Reference):
-    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+    def learn(self, t: int, weights: list[F64]) -> None:
         for g, w in enumerate(weights):
             self.mass[g, self.held[g]] = w.mean(axis=0)
 
 
 class ReferenceTova(Reference):
-    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+    def learn(self, t: int, weights: list[F64]) -> None:
         assert self.held[0] == self.held[1]
         self.mass[:, self.held[0]] = np.mean([w.mean(axis=0) for w in weights], axis=0)
 

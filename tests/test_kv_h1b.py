@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from cache_cases import F32, F64, make, normal
+from cache_cases import half_above, make, normal
 
 from edgekv.errors import CacheError
 from edgekv.papers.h1b import FIT_TAUS, H1B
 from edgekv.papers.h1b.codec import pack_signs
+from edgekv.types import F32, F64
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
 
@@ -14,9 +15,7 @@ SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
 def four_bits(v: F32) -> F64:
     """Computes equation 4: (round(v / delta) + z - z) * delta in 0..15, delta in float16 and never too small."""
     low, high = np.minimum(v.min(-1, keepdims=True), 0), np.maximum(v.max(-1, keepdims=True), 0)
-    exact = (high - low) / np.float32(15)
-    delta = exact.astype(np.float16)
-    delta = np.where(delta < exact, np.nextafter(delta, np.float16(np.inf)), delta).astype(float)
+    delta = half_above((high - low) / np.float32(15))
     zero = np.rint(-low / delta)
     return (np.clip(np.rint(v / delta) + zero, 0, 15) - zero) * delta
 

@@ -2,18 +2,16 @@
 
 import numpy as np
 import pytest
-from cache_cases import F32, F64, Heads, attend_last, attention, make, normal
+from cache_cases import Heads, attend_last, attention, half_above, make, normal
+
+from edgekv.types import F32, F64
 
 TOP = {"int4": 7, "dense:dtype=q8": 127}
 
 
 def rounded(x: F32, top: int) -> F64:
     """Returns scale * round(x / scale) per token, the scale stored in float16 and never too small."""
-    exact = np.abs(x).max(axis=-1, keepdims=True).astype(float) / top
-    scale = exact.astype(np.float16).astype(float)
-    scale = np.where(
-        scale < exact, np.nextafter(exact.astype(np.float16), np.float16(np.inf)).astype(float), scale
-    )
+    scale = half_above(np.abs(x).max(axis=-1, keepdims=True).astype(float) / top)
     return scale * np.clip(np.rint(x / scale), -top, top)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 
 import cache_cases
 import numpy as np
-import numpy.typing as npt
 import pytest
-from cache_cases import BACKENDS, attend_last, attention
+from cache_cases import BACKENDS, attend_last, attention, half_above, normal
 
 from edgekv.papers.kvcomp import KVComp
 from edgekv.papers.kvcomp.reference import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
+from edgekv.types import F64, I64
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
+draw = functools.partial(cache_cases.draw, (HEADS, KV_HEADS, HEAD_DIM), offset=2)
 
 
 def make(
@@ -24,13 +26,7 @@ def make(
     return cache
 
 
-def draw(n: int, seed: int = 0) -> tuple[npt.NDArray[np.float32], ...]:
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((h, n, HEAD_DIM), np.float32) for h in (HEADS, KV_HEADS, KV_HEADS))
-    return q / np.float32(np.sqrt(HEAD_DIM)), k + 2 * k[:, :1], v
-
-
-def huffman_bits(counts: npt.NDArray[np.int64]) -> int:
+def huffman_bits(counts: I64) -> int:
     """Returns the total length of a Huffman code by merging the two rarest, again and again."""
     heap, total = [int(count) for count in counts], 0
     heapq.heapify(heap)
@@ -107,19 +103,16 @@ def test_attention_is_that_of_the_levels(backend: str, krel: float, vrel: float,
     np.testing.assert_allclose(got, attention(q[:, n:], k, v), atol=2e-3)
 
 
-def rounded(x: npt.NDArray[np.float64], relative_step: float, axis: int) -> npt.NDArray[np.float64]:
+def rounded(x: F64, relative_step: float, axis: int) -> F64:
     low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
-    step = ((high - low) * relative_step).astype(np.float16).astype(float)
-    step = np.where(
-        step < (high - low) * relative_step, np.nextafter(step.astype(np.float16), np.float16(np.inf)), step
-    )
+    step = half_above((high - low) * relative_step)
     return low + np.rint((x - low) / step) * step
 
 
 def test_bytes_are_those_of_the_formula() -> None:
     d, g, block, window, n, levels = 128, 2, 64, 128, 1000, (5, 5)
     cache = make("kvcomp", capacity=1100, head_dim=d)
-    q, k, v = (np.random.default_rng(0).standard_normal((h, n, d), np.float32) for h in (HEADS, g, g))
+    q, k, v = normal((HEADS, g, d), n, 0)
     capacity = (1100 - window) // block * block
     tables = sum(size * 3 for size in levels) + 2 * 8 * 2**TABLE_BITS
     fixed = capacity * g * (4 * d / block + 4 + 2 * (2 + 4 / block)) + tables + (window + block) * g * 4 * d

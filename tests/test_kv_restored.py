@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import attend_last, draw
+from cache_cases import attend_last, attend_singly, draw, make, read
 from helpers import SCHEMES
 
 from edgekv.kernels import numba_kernels
 from edgekv.kernels.arrays import zeros
-from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import CacheState, Geometry, KVCache, Workspace
+from edgekv.kvcache.cache import CacheState, KVCache
 
 HEADS, TOKENS, GUARD = (4, 2, 64), 420, 4096
 SMALL = {  # of which something has left, or was chosen, when 300 tokens are in
@@ -60,10 +59,8 @@ class Guarded:
 
 def opened(name: str, memory: Guarded, window: int | None = None) -> KVCache:
     """A layer for TOKENS."""
-    spec = CacheSpec.parse(SMALL.get(name, name))
-    cache = spec.scheme(Geometry(*HEADS, TOKENS, 2, 4, sliding_window=window), spec.config)
-    cache.allocate(numba_kernels(1), Workspace(memory))
-    return cache
+    kernels, layer = numba_kernels(1), {"layer": 2, "n_layers": 4, "sliding_window": window}
+    return make(SMALL.get(name, name), HEADS, TOKENS, kernels, memory, **layer)
 
 
 def filled(name: str, window: int | None = None) -> KVCache:
@@ -76,12 +73,11 @@ def filled(name: str, window: int | None = None) -> KVCache:
 
 def goes_on(cache: KVCache) -> None:
     """Reads tokens one by one, together, and after a rewind."""
-    q, k, v = draw(HEADS, TOKENS, seed=3)
+    tokens = draw(HEADS, TOKENS, seed=3)
     with np.errstate(all="ignore"):
-        for a, b in (*((i, i + 1) for i in range(300, 340)), (340, 410)):
-            cache.attend(q[:, a:b], k[:, a:b], v[:, a:b])
-        n = cache.truncate(200)
-        cache.attend(q[:, n:250], k[:, n:250], v[:, n:250])
+        attend_singly(cache, tokens, 300, 340)
+        read(cache, tokens, 340, 410)
+        read(cache, tokens, cache.truncate(200), 250)
 
 
 @pytest.mark.parametrize("window", [None, 90])

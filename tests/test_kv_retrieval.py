@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, Heads, attend_last
+from cache_cases import BACKENDS, Heads, attend_last, draw
 from kernel_cases import EITHER_WAY, assert_close, bound, pairs
 
 from edgekv.kernels import cpu, reference
@@ -19,20 +20,12 @@ from edgekv.papers.retrieval import largest
 Summary = Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 
-def make(kv: str, backend: str = "numba", **geometry: object) -> KVCache:
-    """A layer that retrieves: 4 query heads, 2 KV heads of 16 channels, 600 tokens, unless said otherwise."""
-    sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "capacity": 600, "layer": 2, "n_layers": 4} | geometry
-    heads = sizes.pop("n_heads"), sizes.pop("n_kv_heads"), sizes.pop("head_dim")
-    return cache_cases.make(kv, heads, sizes.pop("capacity"), backend, **sizes)
+FEW: Heads = (4, 2, 16)
 
 
-def draw(n: int, seed: int = 0, n_heads: int = 4, n_kv_heads: int = 2, head_dim: int = 16) -> list[np.ndarray]:
-    """Draws queries, keys and values; keys have a common offset, so that levels and bounds matter."""
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((n_heads, n, head_dim)) * 0.5
-    k = rng.standard_normal((n_kv_heads, n, head_dim)) + 2 * rng.standard_normal((n_kv_heads, 1, head_dim))
-    v = rng.standard_normal((n_kv_heads, n, head_dim))
-    return [x.astype(np.float32) for x in (q, k, v)]
+def make(kv: str, heads: Heads = FEW, backend: str = "numba", capacity: int = 600, **geometry: Any) -> KVCache:
+    """A layer that retrieves, unless it is said to be another one."""
+    return cache_cases.make(kv, heads, capacity, backend, **{"layer": 2, "n_layers": 4} | geometry)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -46,7 +39,13 @@ def softmax(s: np.ndarray) -> np.ndarray:
 
 
 def by_hand(
-    tokens: list[np.ndarray], n: int, summary: Summary, n_chosen: int, unit: int, block: int, window: int | None
+    tokens: Sequence[np.ndarray],
+    n: int,
+    summary: Summary,
+    n_chosen: int,
+    unit: int,
+    block: int,
+    window: int | None,
 ) -> np.ndarray:
     """Attends with the last n tokens to the n_chosen best units each, and to what is not indexed.
 
@@ -115,16 +114,15 @@ HEADS = [(4, 2, 16), (3, 3, 12), (8, 1, 24), (1, 1, 128)]
 )
 def test_attends_to_what_the_paper_chooses(kv: str, window: int | None, heads: Heads, backend: str) -> None:
     n, steps = 400, 70  # over a border of groups, and over several pages
-    sizes = dict(zip(("n_heads", "n_kv_heads", "head_dim"), heads, strict=True))
-    tokens = draw(n, **sizes)
-    got = attend_last(make(kv, backend, sliding_window=window, **sizes), tokens, steps)
+    tokens = draw(heads, n, offset=2)
+    got = attend_last(make(kv, heads, backend, sliding_window=window), tokens, steps)
     np.testing.assert_allclose(got, by_hand(tokens, steps, *RULES[kv], window), atol=2e-3)
 
 
 @pytest.mark.parametrize("kv", ["fier:k=288", "quest:k=288"])
 def test_is_dense_to_the_bit_while_k_covers_the_index(kv: str) -> None:
     caches = [make(each) for each in ("dense", kv)]
-    np.testing.assert_array_equal(*(attend_last(cache, draw(300), 10) for cache in caches))
+    np.testing.assert_array_equal(*(attend_last(cache, draw(FEW, 300), 10) for cache in caches))
     assert [cache.bytes_read() for cache in caches] == [300 * 2 * 16 * 4] * 2
 
 
@@ -147,7 +145,7 @@ def test_where_attention_stays_dense() -> None:
 )
 def test_bytes(kv: str, k: int, block: int, index: int) -> None:
     d, capacity = 128, 4096
-    cache = make(kv, head_dim=d, capacity=capacity)
+    cache = make(kv, (4, 2, d), capacity=capacity)
     assert cache.planned_bytes() == cache.nbytes == 2 * (capacity * 4 * d + capacity // block * index)
     keys = np.zeros((2, 4001, d), np.float32)
     cache.append_prompt(keys, keys)
@@ -155,7 +153,7 @@ def test_bytes(kv: str, k: int, block: int, index: int) -> None:
 
 
 def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
-    _, keys, values = draw(300)
+    _, keys, values = draw(FEW, 300)
     whole, pieces = make("fier:k=64"), make("fier:k=64")
     whole.append_prompt(keys, values)
     begin = 0

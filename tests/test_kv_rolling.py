@@ -7,7 +7,7 @@ import pathlib
 import golden_cases
 import numpy as np
 import pytest
-from cache_cases import attention
+from cache_cases import attention, normal, read
 from cuda_cases import OnDevice
 
 from edgekv import Session
@@ -19,8 +19,7 @@ from edgekv.kvcache.policies import RollingCache, rolling_tokens
 from edgekv.models import architecture
 
 H, G, D, CAPACITY = 4, 2, 32, 1500
-RNG = np.random.default_rng(3)
-Q, K, V = (RNG.standard_normal((heads, CAPACITY, D)).astype(np.float32) for heads in (H, G, G))
+TOKENS = Q, K, V = normal((H, G, D), CAPACITY, 3)
 
 
 def layer(kv: str, window: int, kernels: Kernels, memory: object = None) -> KVCache:
@@ -34,10 +33,6 @@ def expected(first: int, stop: int, window: int) -> np.ndarray:
     return attention(Q[:, first:stop], K[:, :stop], V[:, :stop], window)
 
 
-def read(cache: KVCache, first: int, stop: int) -> np.ndarray:
-    return np.array(cache.attend(Q[:, first:stop], K[:, first:stop], V[:, first:stop]))
-
-
 @pytest.mark.parametrize("backend", [numpy_kernels, lambda: numba_kernels(1)])
 @pytest.mark.parametrize("window", [1, 12, 100, 300])
 def test_equals_attention_over_the_window(window: int, backend: object) -> None:
@@ -46,7 +41,7 @@ def test_equals_attention_over_the_window(window: int, backend: object) -> None:
     assert isinstance(cache, RollingCache)
     cache.prefill(Q[:, :700], K[:, :700], V[:, :700])
     for first, stop in ((700, 701), (701, 1000), (1000, 1001), (1001, 1002), (1002, CAPACITY)):
-        np.testing.assert_allclose(read(cache, first, stop), expected(first, stop, window), atol=2e-5)
+        np.testing.assert_allclose(read(cache, TOKENS, first, stop), expected(first, stop, window), atol=2e-5)
         assert cache.counters_valid()
 
 
@@ -65,10 +60,12 @@ def test_rewinds_within_what_is_kept(window: int) -> None:
     cache, more = layer("dense:dtype=f32", window, numba_kernels(1)), rolling_tokens(window) - window
     cache.prefill(Q[:, :1200], K[:, :1200], V[:, :1200])
     assert cache.truncate(1200 - more) == 1200 - more
-    np.testing.assert_allclose(read(cache, 1200 - more, 1250), expected(1200 - more, 1250, window), atol=2e-5)
+    np.testing.assert_allclose(
+        read(cache, TOKENS, 1200 - more, 1250), expected(1200 - more, 1250, window), atol=2e-5
+    )
     assert cache.truncate(1250 - more) == 1250 - more
     assert cache.truncate(1250 - more - 1) == 0
-    np.testing.assert_allclose(read(cache, 0, 40), expected(0, 40, window), atol=2e-5)
+    np.testing.assert_allclose(read(cache, TOKENS, 0, 40), expected(0, 40, window), atol=2e-5)
     assert cache.truncate(3) == 3
 
 

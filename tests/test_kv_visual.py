@@ -8,7 +8,7 @@ from typing import Any
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, F32, F64, attend_last, relative
+from cache_cases import BACKENDS, attend_last, relative
 from kernel_cases import pairs
 
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
@@ -17,6 +17,7 @@ from edgekv.kernels.arrays import zeros
 from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import AXES, encode_levels
+from edgekv.types import F32, F64
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
@@ -28,10 +29,9 @@ def make(kv: str, backend: str = "numba", capacity: int = 320, window: int | Non
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((h, n, HEAD_DIM), np.float32) for h in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = cache_cases.draw((HEADS, KV_HEADS, HEAD_DIM), n, seed, offset=1)
     k[0] *= 2  # heads that differ, as in the paper's figure 4
-    return q / np.float32(np.sqrt(HEAD_DIM)), k + k[:, :1], v
+    return q / 2, k, v
 
 
 def quantized(

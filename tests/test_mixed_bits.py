@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_cases import F64, attend_last, attention, draw, make, relative
+from cache_cases import attend_last, attention, draw, make, relative
 from helpers import raises, text
 
 from edgekv import Session
@@ -28,6 +28,7 @@ from edgekv.kvcache.mixed_bits import (
     head_noise,
 )
 from edgekv.kvcache.planes import KEY_SCALES, Planes, PlanesConfig
+from edgekv.types import F64
 
 KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
 PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import Heads, attend_last, draw, read_prompt, relative
+from cache_cases import Heads, attend_last, draw, read, read_prompt, relative
 from helpers import SCHEMES, n_cached
 
 from edgekv import Session
@@ -20,10 +20,6 @@ BACK = 350  # beyond every exact window
 
 def make(name: str) -> KVCache:
     return cache_cases.make(name, HEADS, 1400, layer=2, n_layers=4)
-
-
-def read(cache: KVCache, tokens: tuple[np.ndarray, ...], a: int, b: int) -> np.ndarray:
-    return cache.attend(*(x[:, a:b] for x in tokens)).copy()
 
 
 def gone_on(cache: KVCache, tokens: tuple[np.ndarray, ...], n: int, m: int, seed: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import n_cached, raises
+from helpers import n_cached, raises, text, text_of
 
 from edgekv import Chat, EdgeKVError, Embeddings, Sampler, SamplingParams, Session
 from edgekv.engine.loading import Options
@@ -71,20 +71,14 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 GIVEN: dict[str, dict[str, Any]] = {
-    "save": {"path": "never"},
-    "generate": {"prompt": [5]},
-    "prefill": {"prompt": [5]},
-    "logits": {"prompt": [5]},
-    "encode_prompt": {"prompt": "a"},
+    **{name: {"prompt": [5]} for name in ("generate", "prefill", "logits")},
+    **{"save": {"path": "never"}, "encode_prompt": {"prompt": "a"}},
 }
 
 
 def cases(table: dict[str, dict[str, tuple[Any, ...]]]) -> list[Any]:
-    return [
-        pytest.param(method, name, values, id=f"{method}-{name}")
-        for method, parameters in table.items()
-        for name, values in parameters.items()
-    ]
+    found = [(method, name, values) for method, given in table.items() for name, values in given.items()]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in found]
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +91,8 @@ def session(stories: pathlib.Path) -> Session:
 
 def snapshot(session: Session) -> tuple[Any, ...]:
     arrays = [array.tobytes() for cache in session.caches for array in cache.arrays.values()]
-    return (
-        list(session.tokens),
-        n_cached(session),
-        session.last_sampler,
-        dict(session.memo),
-        session.lora,
-        session.nbytes,
-        arrays,
-    )
+    text = list(session.tokens), n_cached(session), session.last_sampler, dict(session.memo)
+    return *text, session.lora, session.nbytes, arrays
 
 
 def refuses(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
@@ -151,30 +138,26 @@ def test_a_wrong_option_is_named(stories: pathlib.Path, _: str, name: str, value
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
             Session.load(stories, **{"device": "numpy", name: value})
-        files = [
-            each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, str)
-        ]
-        said = str(caught.value)
-        assert caught.value.field == name or any(len(file) > 3 and file in said for file in files), (value, said)
+        said, files = str(caught.value), value.values() if isinstance(value, dict) else [value]
+        names_file = any(isinstance(file, str) and len(file) > 3 and file in said for file in files)
+        assert caught.value.field == name or names_file, (value, said)
 
 
 def test_what_is_no_setting_at_all(stories: pathlib.Path, session: Session) -> None:
+    calls: list[tuple[Callable[..., Any], Any]] = [(Sampler, {"params": SamplingParams(), "vocab_size": -1})]
     for path in NO_PATH:
-        for load in (lambda path=path: Session.load(path), lambda path=path: Session.restore(path, session)):
-            with pytest.raises(EdgeKVError):
-                load()
+        calls += [(Session.load, {"path": path}), (Session.restore, {"path": path, "model": session})]
     for wrong in (5, "x", {"ctx": 5}):
-        calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        calls += [
             (Session.load, {"path": stories, "progress": wrong}),
             (Session.restore, {"path": "a", "model": stories, "progress": wrong}),
             (Sampler, {"params": wrong, "vocab_size": 5}),
-            (Sampler, {"params": SamplingParams(), "vocab_size": -1}),
             (Chat, {"session": wrong, "template": ChatTemplate.plain(session.require_tokenizer())}),
             (Chat, {"session": session, "template": wrong}),
         ]
-        for call, given in calls:
-            with pytest.raises(EdgeKVError):
-                call(**given)
+    for call, given in calls:
+        with pytest.raises(EdgeKVError):
+            call(**given)
 
 
 def test_what_is_named_wrong_is_named_in_the_error(session: Session) -> None:
@@ -201,10 +184,10 @@ def test_settings_by_name_are_those_of_the_parameters(session: Session) -> None:
     session = session.fork()
     chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()))
     settings = {"temperature": 2.0, "top_k": 90, "top_p": 1.0, "min_p": 0.0, "seed": 4, "presence_penalty": 1.0}
-    by_name = [step.token for step in chat.ask("Tom", max_new_tokens=8, **settings)]
-    assert by_name == [s.token for s in chat.retry(max_new_tokens=8, sampling=SamplingParams(**settings))]
-    assert by_name == [step.token for step in chat.retry(max_new_tokens=8, **settings)]
-    assert by_name != [step.token for step in chat.retry(max_new_tokens=8, **settings | {"temperature": 0.0})]
+    by_name = text_of(chat.ask("Tom", max_new_tokens=8, **settings))
+    for how in ({"sampling": SamplingParams(**settings)}, settings):
+        assert by_name == text_of(chat.retry(max_new_tokens=8, **how))
+    assert by_name != text_of(chat.retry(max_new_tokens=8, **settings | {"temperature": 0.0}))
 
 
 def test_numbers_of_numpy_are_numbers(session: Session) -> None:
@@ -215,11 +198,7 @@ def test_numbers_of_numpy_are_numbers(session: Session) -> None:
         logit_bias={np.int64(5): np.float32(1)},
     )  # fmt: skip
     assert {type(value) for value in params.as_dict().values()} == {int, float, dict}
-    made = [
-        [step.token for step in each.generate(prompt, max_new_tokens=n, sampling=params)]
-        for each, prompt, n in ((one, ids, np.int16(6)), (other, list(map(int, ids)), 6))
-    ]
-    assert made[0] == made[1]
+    assert text(one, ids, np.int16(6), sampling=params) == text(other, list(map(int, ids)), 6, sampling=params)
     one.rewind(np.uint8(4))
     assert one.tokens == other.tokens[:4]
     assert one.align(list(ids)) == other.align(ids.tolist())

@@ -37,32 +37,16 @@ def make_sentencepiece(folder: pathlib.Path, *, remove_extra_whitespaces: bool =
 
 
 def make_spaced_json(folder: pathlib.Path) -> None:
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *LETTERS,
-        "he",
-        "▁t",
-        "▁the",
-    ]
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<s>", "</s>", *octets, "▁", *LETTERS, "he", "▁t", "▁the"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = [("h", "e"), ("▁", "t"), ("▁t", "he")]
     library = tokenizers.Tokenizer(BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.add_special_tokens(["<unk>", "<s>", "</s>", "<|end|>"])
-    library.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    library.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
+    normal, back = tokenizers.normalizers, tokenizers.decoders
+    library.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
+    steps = [back.Replace("▁", " "), back.ByteFallback(), back.Fuse(), back.Strip(" ", 1, 0)]
+    library.decoder = back.Sequence(steps)
     library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     library.save(str(folder / "tokenizer.json"))
 
@@ -103,10 +87,9 @@ MAKE: dict[str, Callable[[pathlib.Path], None]] = {
 
 def make_folders(factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """Writes a folder of each of FORMATS."""
-    made = {}
-    for name, make in MAKE.items():
-        made[name] = factory.mktemp(name.replace(" ", "_"))
-        make(made[name])
+    made = {name: factory.mktemp(name.replace(" ", "_")) for name in FORMATS}
+    for name, folder in made.items():
+        MAKE[name](folder)
     return made
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cuda_host.driver import HostDriver
 from helpers import SCHEMES
-from kernel_cases import CODECS, assert_close, backend_module
+from kernel_cases import CODECS, C, assert_close, backend_module, blank
 
 from edgekv.engine.cuda import CudaBackend, runs
 from edgekv.engine.decoder import Decoder
@@ -53,6 +53,19 @@ class OnDevice:
 
     def up(self, x: np.ndarray) -> Any:
         return self.driver.upload(x.copy())
+
+    def encoded(self, here: C, there: C, *parts: tuple[np.ndarray, int]) -> C:
+        """Encodes tokens at their places here and there, compares all arrays, and returns the host's codec."""
+        blank(here), blank(there, self.kernels, self.driver)
+        for x, place in parts:
+            reference.encode(here, x, place)
+            self.kernels.encode(there, self.up(x), place)
+        self.check_arrays(here, there)
+        return here
+
+    def check_arrays(self, here: Any, there: Any) -> None:
+        for name, array in here.arrays.items():
+            np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
 
     def check(self, name: str, *arguments: Any, tolerance: float = 2e-6, kind: str | None = None) -> list[Any]:
         """Calls a kernel here and in the reference, on copies, and compares every argument and result afterwards.

@@ -14,7 +14,7 @@ import pytest
 from helpers import HAS_PAPERS
 
 from edgekv.codecs.codec import Codec
-from edgekv.kernels import reference, threads
+from edgekv.kernels import arrays, reference, threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.attend import readable
 from edgekv.kernels.cpu.loops import address_of, bind
@@ -174,6 +174,12 @@ def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: floa
 def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
     """Returns the codec on given arrays; any kernels may read it."""
     codec.bind(arrays, reference)
+    return codec
+
+
+def blank(codec: C, kernels: Any = reference, memory: Any = arrays) -> C:
+    """Returns the codec on arrays of zeros in this memory."""
+    codec.bind({name: memory.zeros(*spec) for name, spec in codec.layout().items()}, kernels)
     return codec
 
 

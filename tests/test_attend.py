@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import HAS_PAPERS, SCHEMES
-from kernel_cases import CODECS, EITHER_WAY, normal
+from kernel_cases import CODECS, EITHER_WAY, blank, normal
 
 from edgekv.codecs.codec import Codec, Layout
 from edgekv.codecs.f16 import F16
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.arrays import zeros
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry
@@ -137,7 +136,7 @@ def test_every_kind_is_tried() -> None:
 
 
 def filled(codec: Codec, x: F32) -> Any:
-    codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, reference)
+    blank(codec)
     if hasattr(codec, "set_ends"):
         ends = np.linspace(1, 2, codec.arrays["low"].size, dtype=np.float32).reshape(codec.arrays["low"].shape)
         codec.set_ends(-ends, ends)

@@ -8,6 +8,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
+from golden_cases import GEMMA3, GPT2, LLAMA, LLAMA3, LONGROPE, PHI3, SMOLLM3, YARN
 from helpers import raises
 
 from edgekv import Session, models
@@ -17,14 +18,8 @@ from edgekv.errors import ConfigError
 from edgekv.models import architecture, register_family
 from edgekv.models.rope import frequencies
 
-LLAMA, GPT2 = golden_cases.LLAMA, golden_cases.GPT2
 LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "image_token_index": 3}
-GEMMA3, PHI3 = golden_cases.GEMMA3, golden_cases.PHI3
-SMOLLM3 = golden_cases.SMOLLM3
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"type": "linear", "factor": 2.0}
-LLAMA3 = golden_cases.LLAMA3
-LONGROPE = golden_cases.LONGROPE
 
 
 def rope(**changes: Any) -> np.ndarray:
@@ -57,17 +52,15 @@ def test_what_transformers_reads_from_a_config() -> None:
 
 NUMBERS = [math.nan, math.inf, -math.inf, 10**400, -1, 0, 1e-300, 1 << 62, 0.5]
 ODD: list[Any] = [*NUMBERS, "", "many", [], [1, "x"], {}, {"a": []}, True]
+VARIED = """gemma3-options gemma3-v5-parameters phi3-longrope-partial smollm3-options olmo2 granite ministral3
+mistral qwen2-sliding qwen3 qwen3-moe-options mixtral gpt-oss lfm2-options qwen3_5-options"""
 BASES = [
     LLAMA | {"rope_scaling": LLAMA3},
     LLAMA | {"rope_scaling": LONGROPE},
     GPT2,
     LLAVA,
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 64}},
-    *(golden_cases.CASES[name] for name in ("gemma3-options", "gemma3-v5-parameters", "phi3-longrope-partial")),
-    *(golden_cases.CASES[name] for name in ("smollm3-options", "olmo2", "granite", "ministral3")),
-    *(golden_cases.CASES[name] for name in ("mistral", "qwen2-sliding", "qwen3")),
-    *(golden_cases.CASES[name] for name in ("qwen3-moe-options", "mixtral", "gpt-oss")),
-    *(golden_cases.CASES[name] for name in ("lfm2-options", "qwen3_5-options")),
+    *map(golden_cases.CASES.__getitem__, VARIED.split()),
 ]
 
 
@@ -153,8 +146,6 @@ def test_every_shape_has_its_published_size() -> None:
     with raises(ConfigError, field="shape", match="llama9.*gpt2-xl.*tinyllama"):
         load_shape("llama9")
 
-
-# Families of others
 
 FAMILY = """
 from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config

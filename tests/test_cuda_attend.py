@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cuda_cases import OnDevice
-from kernel_cases import CODECS, normal, pairs
+from kernel_cases import CODECS, blank, normal, pairs
 
 from edgekv.codecs.codec import Codec
 from edgekv.codecs.f16 import F16, Float32
 from edgekv.codecs.ints import Int8
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
-from edgekv.kernels import numpy_kernels, reference
+from edgekv.kernels import arrays, numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import Launch
 from edgekv.kernels.interface import Segment
@@ -76,14 +76,11 @@ class Both:
     def add(self, pair: str, first: int, stop: int, position: int) -> None:
         k, v = (normal(self.rng, self.g, self.capacity, self.d) for _ in range(2))
         k += 2 * normal(self.rng, self.g, 1, self.d)
-        for kernels, up, segments in (
-            (numpy_kernels(), np.copy, self.here),
-            (self.device.kernels, self.device.up, self.there),
+        for kernels, memory, up, segments in (
+            (numpy_kernels(), arrays, np.copy, self.here),
+            (self.device.kernels, self.device.driver, self.device.up, self.there),
         ):
-            codecs = PAIRS[pair](self.g, self.capacity, self.d)
-            for codec in codecs:
-                layout = codec.layout().items()
-                codec.bind({name: up(np.zeros(size, kind)) for name, (size, kind) in layout}, kernels)
+            codecs = [blank(each, kernels, memory) for each in PAIRS[pair](self.g, self.capacity, self.d)]
             kernels.append(*codecs, up(k), up(v), 0)
             segments.append(Segment(*codecs, first, stop, position))
 

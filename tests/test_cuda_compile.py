@@ -14,13 +14,12 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from kernel_cases import blank
 from test_cuda_attend import PAIRS
 
 import edgekv
 from edgekv.codecs.planes.cuda import encode_program
-from edgekv.kernels import numpy_kernels
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program, rotated_program
@@ -36,14 +35,8 @@ ALL = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90:
 REPORT = re.compile(r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.S)
 
 
-def bound(codec: Any) -> Any:
-    """Returns the codec on arrays of the host."""
-    codec.bind({name: np.zeros(*spec) for name, spec in codec.layout().items()}, numpy_kernels())
-    return codec
-
-
 def codecs(pair: str, head_dim: int = 128) -> list[Any]:
-    return [bound(codec) for codec in PAIRS[pair](2, 192, head_dim)]
+    return [blank(codec) for codec in PAIRS[pair](2, 192, head_dim)]
 
 
 @functools.cache
@@ -66,7 +59,7 @@ def programs() -> dict[Program, str]:
         **{Program(("exact",), (("WIDTH", 128),), exact=True): "rotations", ENCODE: "encoders"},
         **{module.ENCODE: module.__name__ for module in (huffman, int4, signs)},
         encode_program(2): "encoders of planes",
-        range_program("KEYS", read_keys(bound(SignIndex(2, 192, 128, 32, "mad"))), 1): "scores of FIER's index",
+        range_program("KEYS", read_keys(blank(SignIndex(2, 192, 128, 32, "mad"))), 1): "scores of FIER's index",
     }
     for pair in PAIRS:
         keys, values = (read(codec) for read, codec in zip((read_keys, read_values), codecs(pair), strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
+from cache_cases import Heads, draw, make, read_prompt
 from cuda_cases import ON_CUDA, OnDevice, open_caches
 from cuda_host.driver import HostDriver
 from helpers import SCHEMES, text
@@ -28,11 +29,10 @@ from edgekv.engine.scheduler import SerialScheduler
 from edgekv.engine.session import choose_token
 from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.eval.evaluate import evaluate
-from edgekv.kernels import numpy_kernels
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import Geometry, KVCache, Workspace, rewind
+from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.weights import gaussian
 from edgekv.weights.cuda import CudaOps, DeviceWeights
 
@@ -167,12 +167,8 @@ PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, seed=1),
     SamplingParams(temperature=0.9, top_k=7, top_p=1.0, min_p=0.1, seed=3, repetition_penalty=1.4),
-    SamplingParams(
-        temperature=1.0, top_k=0, top_p=0.6, min_p=0.02, seed=4, repetition_penalty=1.2, repetition_window=4
-    ),
-    SamplingParams(
-        temperature=1.0, seed=5, frequency_penalty=0.7, presence_penalty=-0.4, logit_bias={7: 4, 9: -100}
-    ),
+    SamplingParams(1.0, top_k=0, top_p=0.6, min_p=0.02, seed=4, repetition_penalty=1.2, repetition_window=4),
+    SamplingParams(1.0, seed=5, frequency_penalty=0.7, presence_penalty=-0.4, logit_bias={7: 4, 9: -100}),
 ]
 
 
@@ -400,7 +396,8 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     assert np.abs(logits[1] - logits[0]).max() < LOGIT_ERROR * np.abs(logits[0]).max()
 
 
-HEADS = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim
+HEADS: list[Heads] = [(2, 2, 64), (6, 2, 24)]
+LAYER = {"layer": 2, "n_layers": 4}
 CACHE_CAPACITY = 150
 # Small windows and budgets, so that few tokens reach every part of a scheme.
 SMALL_SCHEMES = {
@@ -408,65 +405,38 @@ SMALL_SCHEMES = {
     "kvcomp": "kvcomp:residual_length=16,block=32", "fier": "fier:k=32", "quest": "quest:k=32",
 }  # fmt: skip
 CACHE_TOLERANCE = 2e-3  # that of the contract test of all schemes
-VARIANTS = [
-    *(SMALL_SCHEMES.get(name, name) for name in ON_CUDA),
-    "dense:dtype=f32",
-    "dense:dtype=q8",
-    "onebit:residual_length=16,v_bits=3",
-]
+VARIANTS = [SMALL_SCHEMES.get(name, name) for name in ON_CUDA]
+VARIANTS += ["dense:dtype=f32", "dense:dtype=q8", "onebit:residual_length=16,v_bits=3"]
 
 
-def make(text: str, shape: str, kernels: Any, workspace: Workspace) -> KVCache:
-    spec = CacheSpec.parse(text)
-    cache = spec.scheme(Geometry(*HEADS[shape], CACHE_CAPACITY, layer=2, n_layers=4), spec.config)
-    cache.allocate(kernels, workspace)
-    return cache
-
-
-def draw(shape: str, n: int, seed: int) -> list[np.ndarray]:
-    """Draws queries, keys and values, with an offset of all keys."""
-    n_heads, groups, d = HEADS[shape]
-    rng = np.random.default_rng(seed)
-    offset = 3 * np.random.default_rng(1).standard_normal((groups, 1, d))
-    parts = (
-        rng.standard_normal((n_heads, n, d)) * 2 / np.sqrt(d),
-        rng.standard_normal((groups, n, d)) + offset,
-        rng.standard_normal((groups, n, d)),
-    )
-    return [x.astype(np.float32) for x in parts]
-
-
-def converse(cache: KVCache, up: Any, shape: str) -> np.ndarray:
+def converse(cache: KVCache, up: Any, heads: Heads) -> np.ndarray:
     """A prompt, single tokens, several at once, a rewind, one more: all that attends."""
-    cache.prefill(*map(up, draw(shape, 100, 0)))
-    type(cache).finish_prefill([cache])
-    out = [to_host(cache.attend(*map(up, draw(shape, 1, seed)))).copy() for seed in range(1, 4)]
-    out.append(to_host(cache.attend(*map(up, draw(shape, 9, 4)))).copy())
+    read_prompt(cache, [*map(up, draw(heads, 100))])
+    out = [to_host(cache.attend(*map(up, draw(heads, n, seed)))).copy() for seed, n in enumerate((1, 1, 1, 9), 1)]
     cache.truncate(105)
-    out.append(to_host(cache.attend(*map(up, draw(shape, 1, 5)))).copy())
+    out.append(to_host(cache.attend(*map(up, draw(heads, 1, 5)))).copy())
     return np.concatenate(out, axis=1)
 
 
-@pytest.mark.parametrize(("text", "shape"), [(text, list(HEADS)[i % 2]) for i, text in enumerate(VARIANTS)])
-def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) -> None:
-    here = make(text, shape, numpy_kernels(), Workspace())
-    there = make(text, shape, device.kernels, Workspace(device.driver))
-    expected, actual = converse(here, lambda x: x, shape), converse(there, device.up, shape)
+@pytest.mark.parametrize(("text", "heads"), [(text, HEADS[i % 2]) for i, text in enumerate(VARIANTS)], ids=str)
+def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, heads: Heads) -> None:
+    here = make(text, heads, CACHE_CAPACITY, "numpy", **LAYER)
+    there = make(text, heads, CACHE_CAPACITY, device.kernels, device.driver, **LAYER)
+    expected, actual = converse(here, lambda x: x, heads), converse(there, device.up, heads)
     assert np.linalg.norm(actual - expected) < CACHE_TOLERANCE * np.linalg.norm(expected)
     assert there.n_seen == here.n_seen
     assert there.nbytes == here.nbytes
-    for name, array in here.arrays.items():
-        np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    device.check_arrays(here, there)
     assert here.truncate(0) == there.truncate(0) == 0
-    again = there.attend(*map(device.up, draw(shape, 40, 6)))
-    assert_close(to_host(again), here.attend(*draw(shape, 40, 6)), CACHE_TOLERANCE)
+    again = there.attend(*map(device.up, draw(heads, 40, 6)))
+    assert_close(to_host(again), here.attend(*draw(heads, 40, 6)), CACHE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_steady_step_changes_counters_alone(name: str) -> None:
     """`advance` changes them as appending does, until `flush` is due."""
-    cache = make(SMALL_SCHEMES.get(name, name), "gqa", numpy_kernels(), Workspace())
-    cache.attend(*draw("gqa", 70, 0))
+    cache = make(SMALL_SCHEMES.get(name, name), HEADS[1], CACHE_CAPACITY, "numpy", **LAYER)
+    cache.attend(*draw(HEADS[1], 70))
     for seed in range(CACHE_CAPACITY - 70):
         if not cache.is_static():
             continue
@@ -475,7 +445,7 @@ def test_a_steady_step_changes_counters_alone(name: str) -> None:
         expected, is_due = cache.state().counters, cache.needs_flush()
         cache.advance(-1)
         assert cache.state().counters == before
-        cache.attend(*draw("gqa", 1, seed))
+        cache.attend(*draw(HEADS[1], 1, seed))
         assert (cache.state().counters != expected) == is_due
         assert not cache.needs_flush()
     assert not cache.is_static()

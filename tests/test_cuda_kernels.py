@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from cache_cases import attention
 from cuda_cases import OnDevice
-from kernel_cases import Case, codec, generator, normal, quantize_numpy
+from kernel_cases import Case, blank, codec, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
-from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
@@ -58,14 +57,8 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
     x = normal(generator(case), case.g, case.capacity, case.d)
     x[:, 0], x[:, -1], x[:, 1] = 0, x[:, -1] * np.float32(1e-9), np.float32(-0.0)
     x[:, :32, 0] = 1.5  # a channel that is the same everywhere
-    keys, values = PAIRS[pair](case.g, case.capacity, case.d)
-    for store, there in zip((keys, values), PAIRS[pair](case.g, case.capacity, case.d), strict=True):
-        for each, kernels, up in ((store, numpy_kernels(), np.copy), (there, device.kernels, device.up)):
-            each.bind({name: up(np.zeros(*spec)) for name, spec in store.layout().items()}, kernels)
-            kernels.encode(each, up(x[:, :64]), 0)
-            kernels.encode(each, up(x[:, 64:]), 64)
-        for name, array in store.arrays.items():
-            np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    both = (PAIRS[pair](case.g, case.capacity, case.d) for _ in range(2))
+    keys, values = (device.encoded(*each, (x[:, :64], 0), (x[:, 64:], 64)) for each in zip(*both, strict=True))
     q, rng = normal(generator(case), case.g, case.m, case.d), generator(case)
     device.check_scores(keys, q, case.t0, case.t1, np.full((case.g, case.m, case.length + 5), np.nan, np.float32))
     p = np.full((case.g, case.m, case.length + 5), np.nan, np.float32)
@@ -74,8 +67,7 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
 
 
 def test_an_encoder_that_takes_no_place_that_moves(device: OnDevice) -> None:
-    values = KiviValues(1, 64, 64, 2, 64)
-    values.bind({name: device.up(np.zeros(*spec)) for name, spec in values.layout().items()}, device.kernels)
+    values = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver)
     with pytest.raises(CannotRecord):
         device.kernels.encode(values, device.up(np.ones((1, 1, 64))), Counter(1, (("n", 1),), Moves(None, "n")))
 
@@ -140,13 +132,8 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
     q, p = normal(rng, case.g, case.m, case.d), rng.random((case.g, case.m, case.length + 5), np.float32)
     for kind in (HuffmanKeys, HuffmanValues):
         here, there = (kind(case.g, capacity, case.d, block, relative_step) for _ in range(2))
-        here.bind({name: np.zeros(*each) for name, each in here.layout().items()}, reference)
-        there.bind({name: device.driver.zeros(*each) for name, each in here.layout().items()}, device.kernels)
-        here.encode(x, 0)
-        device.kernels.encode(there, device.up(x), 0)
-        for name, array in (here.arrays | {"pool": here.pool}).items():
-            found = there.pool if name == "pool" else there.arrays[name]
-            np.testing.assert_array_equal(to_host(found), array, err_msg=name)
+        device.encoded(here, there, (x, 0))
+        np.testing.assert_array_equal(to_host(there.pool), here.pool)
         if kind is HuffmanKeys:
             device.check_scores(here, q, case.t0, case.t1, p)
         else:
@@ -159,15 +146,11 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     keys = halves(rng, 2, 640, d)
     s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
     here, there = (SignIndex(2, 640, d, group, "minmax" if minmax else "mad") for _ in range(2))
-    here.bind({name: np.zeros(*each) for name, each in here.layout().items()}, reference)
-    there.bind({name: device.driver.zeros(*each) for name, each in here.layout().items()}, device.kernels)
-    here.encode(keys, 1, groups)
-    there.encode(device.up(keys), 1, groups)
-    for name, array in here.arrays.items():
-        np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    blank(here).encode(keys, 1, groups)
+    blank(there, device.kernels, device.driver).encode(device.up(keys), 1, groups)
+    device.check_arrays(here, there)
     device.check_scores(here, q, group, 640, s)
-    pages = PageIndex(2, 640, d, 16)
-    pages.bind({"bounds": np.zeros((2, 40, 2 * d), np.uint16)}, reference)
+    pages = blank(PageIndex(2, 640, d, 16))
     pages.encode(keys, 1, 40)
     device.check_scores(pages, q, 1, 40, s)
 

@@ -247,9 +247,6 @@ def test_the_gates_command(own_cache: pathlib.Path, prose_text: str, tmp_path: p
         assert said.err.count("edgekv: ") == n_warnings
 
 
-# Needles
-
-
 @pytest.mark.parametrize("name", ["tokenizers/llama2", "models/gpt2-60m", "models/stories260K"])
 def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path) -> None:
     tokenizer, rng = load_tokenizer(shared / name), np.random.default_rng(1)
@@ -275,9 +272,6 @@ def test_a_text_without_sentences_has_places_too(text: str, demo: tuple[Decoder,
     assert np.flatnonzero(owners == 0)[0] == pytest.approx(200, abs=20)
     with pytest.raises(ValueError, match="too few for a row of"):
         prose.weave(np.random.default_rng(1), [], len(prose.tokens) + 2)
-
-
-# Bench
 
 
 @pytest.fixture(scope="module")
@@ -328,9 +322,6 @@ def test_bench_writes_every_timing(tmp_path: pathlib.Path, monkeypatch: pytest.M
     ]
     assert facts["settings"]["layers"] == 1
     assert facts["prefill"][0]["tokens"] == 64
-
-
-# Demo
 
 
 def test_what_the_demo_shows(cli: Cli) -> None:

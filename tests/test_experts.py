@@ -109,9 +109,6 @@ def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> Non
     assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
 
 
-# Routing
-
-
 def routed(logits: np.ndarray, k: int, renormalized: bool) -> tuple[list[list[int]], np.ndarray]:
     """Returns each token's experts in ascending order and the weights of all pairs, after NumPy's agree."""
     chosen, weights = choose(logits, ExpertsConfig((True,), logits.shape[1], k, 1, renormalized))

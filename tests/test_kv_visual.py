@@ -9,11 +9,10 @@ import cache_cases
 import numpy as np
 import pytest
 from cache_cases import BACKENDS, attend_last, relative
-from kernel_cases import pairs
+from kernel_cases import blank, pairs
 
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.errors import CacheError
-from edgekv.kernels.arrays import zeros
 from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.papers.visual.codec import AXES, encode_levels
@@ -282,8 +281,7 @@ def by_hand(q: F32, k: F32, v: F32, k_bits: int, v_bits: int, total: int, kept: 
         keys = CentredPlanes(*shape, bits=k_bits, key_scale=scale, seed=0)
         values = InterleavedValues(*shape, bits=v_bits, seed=0)
         for codec, x in ((keys, k), (values, v)):
-            codec.bind({name: zeros(*spec) for name, spec in codec.layout().items()}, kernels)
-            kernels.encode(codec, np.ascontiguousarray(x[:, part]), 0)
+            kernels.encode(blank(codec, kernels), np.ascontiguousarray(x[:, part]), 0)
         stands = slice(part.start, min(part.stop, kept))
         if stands.start < stands.stop:
             kernels.scores(keys, queries, 0, stands.stop - stands.start, scores[:, :, stands])

@@ -16,17 +16,8 @@ from edgekv.codecs.planes import GAUSS_STEP
 from edgekv.engine.loading import FIT_FORMAT
 from edgekv.errors import CacheError, SessionError
 from edgekv.files import Memo
-from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.mixed_bits import (
-    REMAINING_VARIANCE,
-    HeadNoise,
-    allocate_bits,
-    channel_scale_digits,
-    channel_scales,
-    even_bits,
-    head_bits,
-    head_noise,
-)
+from edgekv.kvcache import CacheSpec, mixed_bits
+from edgekv.kvcache.mixed_bits import REMAINING_VARIANCE, HeadNoise, allocate_bits, head_bits, head_noise
 from edgekv.kvcache.planes import KEY_SCALES, Planes, PlanesConfig
 from edgekv.types import F64
 
@@ -90,8 +81,8 @@ def test_the_measure_is_what_it_says(sliding_window: int | None, cap: float | No
 def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     looks, rest = np.exp2(rng.uniform(-4, 4, (2, head_dim)))
-    digits = channel_scale_digits(looks, rest)
-    factors = channel_scales(digits, head_dim)
+    digits = mixed_bits.channel_scale_digits(looks, rest)
+    factors = mixed_bits.channel_scales(digits, head_dim)
     half = head_dim // 2
     np.testing.assert_array_equal(factors[:half], factors[head_dim - half :])  # a pair that RoPE turns
 
@@ -99,8 +90,8 @@ def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
         return float((looks / factors**2).sum() * (rest * factors**2).sum())
 
     assert noise(factors) <= noise(np.ones(head_dim))
-    assert channel_scale_digits(np.zeros(head_dim), rest).tolist() == [4] * 8
-    nearly_even = channel_scale_digits(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim))
+    assert mixed_bits.channel_scale_digits(np.zeros(head_dim), rest).tolist() == [4] * 8
+    nearly_even = mixed_bits.channel_scale_digits(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim))
     assert nearly_even.tolist() == [4] * 8
 
 
@@ -170,7 +161,7 @@ def test_sliding_layers_share_a_mean_of_their_own() -> None:
 @pytest.mark.parametrize("mean", [1, 1.25, 1.5, 2, 3.7, 4])
 def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
     for n in (1, 7, 96):
-        bits = even_bits(mean, n)
+        bits = mixed_bits.even_bits(mean, n)
         assert set(bits) <= {int(mean), int(np.ceil(mean))}
         assert sum(bits) == np.ceil(mean * n - 0.5)
         noise = HeadNoise(np.ones((1, n)), np.ones((1, n)), np.full((1, n, 8), 4))

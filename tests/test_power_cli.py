@@ -34,9 +34,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "probe", probe)
 
 
-# edgekv power
-
-
 @pytest.mark.usefixtures("steady")
 def test_live(cli: Cli) -> None:
     assert "rpi-pmic  4.00 W" in cli("power", "--seconds", "1").out
@@ -73,9 +70,6 @@ def test_bad_input(arguments: str, message: str, cli: Cli) -> None:
     assert message in cli(*arguments.split(), status=2).err
 
 
-# edgekv power record
-
-
 @pytest.mark.usefixtures("steady")
 def test_record_writes_the_samples_and_passes_the_status_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
@@ -108,9 +102,6 @@ def test_a_counter_s_samples_as_watts() -> None:
         "1790000001.500000,4,4,2",
         "1790000002.500000,3,3,",
     ]
-
-
-# edgekv power advise
 
 
 def governors(root: pathlib.Path) -> list[str]:
@@ -203,9 +194,6 @@ def test_advice_compares_with_the_fastest() -> None:
     assert advice({"a": slow, "b": [(0.9, 10.0)] * 3}) == "b: the fewest joules per token, and the fastest"
     close = [(1.0, 10.0), (1.2, 10.0), (1.3, 10.0)]
     assert advice({"a": slow, "b": close}) == "b: the fastest, and no other is surely below it in joules per token"
-
-
-# edgekv run --power
 
 
 RUN = ("run", "--prompt", "It was a dark night", "--max-new-tokens", "40")

@@ -17,18 +17,8 @@ import pytest
 from helpers import raises, until
 
 from edgekv.errors import PowerError
-from edgekv.power import PowerSampler
-from edgekv.power import energy as sampler
-from edgekv.power.energy import (
-    CsvLog,
-    EnergyMeter,
-    MeterInfo,
-    PowerSource,
-    SharedMeter,
-    Trace,
-    Window,
-    integrate_power,
-)
+from edgekv.power import PowerSampler, energy
+from edgekv.power.energy import CsvLog, EnergyMeter, SharedMeter, Trace, Window
 from edgekv.power.meters import Reading, Throttle
 from edgekv.types import F64
 
@@ -46,8 +36,8 @@ SIGNALS: dict[str, tuple[Callable[[F64], F64], Callable[[float], float]]] = {
 
 def trace_of(times: F64, watts: F64 | float = np.nan, joules: F64 | float = np.nan, tick_s: float = 0) -> Trace:
     """One rail; NaN where nothing was read."""
-    power, energy = (np.broadcast_to(values, times.shape)[:, None] for values in (watts, joules))
-    return Trace(times, power, energy, ("VIN",), ("VIN",), tick_s)
+    power, counted = (np.broadcast_to(values, times.shape)[:, None] for values in (watts, joules))
+    return Trace(times, power, counted, ("VIN",), ("VIN",), tick_s)
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -71,10 +61,10 @@ def test_the_error_bounds_a_power_that_changes_anywhere_between_samples_and_wind
     n = int(rng.integers(3, 40))
     times, watts, is_later = np.cumsum(rng.uniform(0.01, 2.0, n)), rng.uniform(0, 20, n), rng.random(n) < 0.5
     held = np.where(is_later[:-1], watts[1:], watts[:-1])
-    found = integrate_power(times, watts, times[0], times[-1])
+    found = energy.integrate_power(times, watts, times[0], times[-1])
     assert abs(found.joules - np.diff(times) @ held) <= found.error_j + 1e-9
     middle = rng.uniform(times[0], times[-1])
-    parts = [integrate_power(times, watts, *span) for span in ((times[0], middle), (middle, times[-1]))]
+    parts = [energy.integrate_power(times, watts, *span) for span in ((times[0], middle), (middle, times[-1]))]
     assert sum(part.joules for part in parts) == pytest.approx(found.joules)
 
 
@@ -132,10 +122,7 @@ def test_a_slow_counter_may_be_behind_at_both_ends() -> None:
     assert abs(window.joules - 993.0) <= window.error_j < 30.0
 
 
-# Phases
-
-
-class Recorded(PowerSource):
+class Recorded(energy.PowerSource):
     """A source with a known trace: 3 W until 10 s, then 9 W."""
 
     def __init__(self) -> None:
@@ -146,8 +133,8 @@ class Recorded(PowerSource):
     def window(self, start_s: float, end_s: float) -> Window:
         return self.trace.window(start_s, end_s)
 
-    def about(self) -> MeterInfo:
-        return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",))
+    def about(self) -> energy.MeterInfo:
+        return energy.MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",))
 
     def read_throttle(self) -> Throttle | None:
         return Throttle()
@@ -303,8 +290,6 @@ def test_a_shared_meter_rests_between_requests_and_says_nothing_of_a_sensor_that
     meter.stop()
 
 
-# External logs
-
 UNIX = 1_790_000_000.0
 
 
@@ -448,7 +433,7 @@ def test_a_sensor_that_vanishes_in_mid_run() -> None:
 
 
 def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "STOP_S", 0.05)
+    monkeypatch.setattr(energy, "STOP_S", 0.05)
     hanging, release = threading.Event(), threading.Event()
     calls = 0
 
@@ -484,7 +469,7 @@ def test_the_edges_of_a_phase_are_read_at_once(monkeypatch: pytest.MonkeyPatch) 
         def read_edge(self) -> Reading:
             return Reading(power_w={"total": 4.0}, energy_j={"total": 4.0 * time.perf_counter()})
 
-    monkeypatch.setattr(sampler, "MARK_S", 60.0)
+    monkeypatch.setattr(energy, "MARK_S", 60.0)
     meter = PowerSampler(Costly(lambda: 4.0))
     meter.start()
     spans = []

@@ -10,23 +10,9 @@ import pytest
 
 from edgekv.errors import PowerError
 from edgekv.power import METERS, find_meter, meters, survey
-from edgekv.power.meters import (
-    EnergyCounter,
-    Ina3221,
-    MeterAbsent,
-    MeterRefused,
-    Nvml,
-    Rapl,
-    RpiPmic,
-    Throttle,
-    limits_between,
-    read_number,
-    read_throttle,
-)
+from edgekv.power.meters import MeterAbsent, MeterRefused, Throttle, limits_between
 
 PROFILES = pathlib.Path(__file__).resolve().parent.parent / "power" / "boards"
-
-# Raspberry Pi 5
 
 
 @pytest.fixture
@@ -38,15 +24,15 @@ def pi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
 
 def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
     trees.fake_vcgencmd(pi, trees.pmic_script())
-    meter = RpiPmic.probe()
+    meter = meters.RpiPmic.probe()
     assert meter.rails == ("3V7_WL_SW", "3V3_SYS", "1V1_SYS", "0V8_SW", "VDD_CORE")
     assert meter.read().power_w["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
     assert trees.total_w(meter) == pytest.approx(trees.PMIC_W, abs=1e-4)
     other = re.sub(r"\((\d+)\)", lambda match: f"({99 - int(match[1])})", trees.PMIC.replace("0V8_SW", "0V8_SYS"))
     bad = ["garbage", "VDD_X_A current(1)=", "VDD_Y_V volt(2)=nanV", "VDD_Z_A volt(3)=1.0V"]
     trees.fake_vcgencmd(pi, trees.pmic_script("\n".join([*bad, other])))  # early firmware, other indices
-    assert "0V8_SYS" in RpiPmic.probe().rails
-    assert trees.total_w(RpiPmic.probe()) == pytest.approx(trees.PMIC_W, abs=1e-4)
+    assert "0V8_SYS" in meters.RpiPmic.probe().rails
+    assert trees.total_w(meters.RpiPmic.probe()) == pytest.approx(trees.PMIC_W, abs=1e-4)
     trees.fake_vcgencmd(pi, trees.pmic_script(re.sub(r".*3V3_SYS_V.*\n", "", trees.PMIC)))
     with pytest.raises(ValueError, match="left out 3V3_SYS"):
         meter.read()
@@ -63,12 +49,12 @@ def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
 def test_vcgencmd_that_fails(script: str, kind: type[PowerError], message: str, pi: pathlib.Path) -> None:
     trees.fake_vcgencmd(pi, script)
     with pytest.raises(kind, match=message):
-        RpiPmic.probe()
+        meters.RpiPmic.probe()
 
 
 def test_vcgencmd_that_hangs(pi: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trees.fake_vcgencmd(pi, trees.pmic_script())
-    meter = RpiPmic.probe()
+    meter = meters.RpiPmic.probe()
     trees.fake_vcgencmd(pi, "exec sleep 60")
     monkeypatch.setattr(meters, "VCGENCMD_S", 0.1)
     with pytest.raises(TimeoutError, match="did not answer"):
@@ -115,7 +101,7 @@ def eio(path: pathlib.Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match="Input/output error"):
-        read_number(path)
+        meters.read_number(path)
 
 
 BASE = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
@@ -124,9 +110,9 @@ BASE = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
 def test_rails_that_fail(tmp_path: pathlib.Path) -> None:
     """A side rail costs itself only, one of the total the sample; then the sensor is refused."""
     root = trees.write_tree(tmp_path, trees.ORIN_NANO)
-    meter = Ina3221.probe(root)
+    meter = meters.Ina3221.probe(root)
     eio(root / BASE / "in3_input")
-    assert set(Ina3221.probe(root).read().power_w) == {"VDD_IN", "VDD_CPU_GPU_CV"}
+    assert set(meters.Ina3221.probe(root).read().power_w) == {"VDD_IN", "VDD_CPU_GPU_CV"}
     for garbage in ("", "abc", "12 34", "0x10", "999999999999"):
         (root / BASE / "curr1_input").write_text(garbage)
         with pytest.raises(ValueError, match=r"invalid literal|reads"):
@@ -134,13 +120,10 @@ def test_rails_that_fail(tmp_path: pathlib.Path) -> None:
     (root / BASE / "curr1_input").write_text("1000\n")
     assert trees.total_w(meter) == pytest.approx(5.04)
     (root / BASE / "curr2_input").unlink()  # a channel without its current is no rail
-    assert "VDD_CPU_GPU_CV" not in Ina3221.probe(root).rails
+    assert "VDD_CPU_GPU_CV" not in meters.Ina3221.probe(root).rails
     eio(root / BASE / "in1_input")
     with pytest.raises(MeterRefused, match="input/output error"):
-        Ina3221.probe(root)
-
-
-# Counters: RAPL and NVML
+        meters.Ina3221.probe(root)
 
 
 def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: pathlib.Path) -> None:
@@ -153,7 +136,7 @@ def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: path
     }
     root = trees.write_tree(tmp_path, trees.rapl(**zones))
     trees.write_tree(tmp_path, {"sys/class/powercap/intel-rapl-mmio:0/name": "package-0\n"})
-    meter = Rapl.probe(root)
+    meter = meters.Rapl.probe(root)
     assert meter.total == ("package-0", "package-0/dram", "package-1")
     assert set(meter.rails) == {*meter.total, "package-0/core", "psys"}
     for zone, (_, microjoules) in zones.items():
@@ -165,7 +148,7 @@ def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: path
 
 def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unknown() -> None:
     now, raw = [0.0], [0.0]
-    counter = EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=100.0, clock=lambda: now[0])
+    counter = meters.EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=100.0, clock=lambda: now[0])
     for raw[0], joules in ((500.0, 0), (510.0, 10), (0.0, None), (999.0, None), (540.0, 40), (550.0, 50)):
         now[0] += 1.0
         if joules is None:
@@ -174,7 +157,7 @@ def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unk
         else:
             assert counter() == joules
     raw[0] = 900.0
-    counter = EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=10.0, clock=lambda: now[0])
+    counter = meters.EnergyCounter(lambda: raw[0], range_j=1000.0, most_w=10.0, clock=lambda: now[0])
     counter()
     for second in range(1, 200):  # from the 51st on, 10 W could have wrapped around to here
         now[0], raw[0] = now[0] + 1.0, 400.0 + second
@@ -184,28 +167,28 @@ def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unk
 
 def test_nvml_reads_power_of_every_gpu_and_its_costly_counter_at_edges() -> None:
     library = trees.FakeNvml(gpus=2)
-    meter = Nvml(library)
+    meter = meters.Nvml(library)
     assert meter.read_edge().energy_j == {"gpu0": 0.0, "gpu1": 0.0}
     assert not any(meter.read().energy_j for _ in range(3))
     library.joules = 5120.0
     reading = meter.read_edge()
     assert reading.power_w == {"gpu0": 120.0, "gpu1": 120.001}
     assert reading.energy_j == {"gpu0": 120.0, "gpu1": 120.0}
-    alone = Nvml(trees.FakeNvml(refuses=("instant", "usage")))
+    alone = meters.Nvml(trees.FakeNvml(refuses=("instant", "usage")))
     assert all(alone.read().energy_j for _ in range(3))
 
 
 def test_nvml_falls_back_or_is_refused_and_reports_clock_limits() -> None:
     for refuses, power, energy in (("instant",), 110.0, True), (("energy",), 120.0, False):
-        reading = Nvml(trees.FakeNvml(refuses=refuses)).read_edge()
+        reading = meters.Nvml(trees.FakeNvml(refuses=refuses)).read_edge()
         assert reading.power_w == {"gpu0": power}
         assert bool(reading.energy_j) == energy
     with pytest.raises(MeterRefused, match="neither energy nor power"):
-        Nvml(trees.FakeNvml(refuses=("instant", "usage", "energy")))
+        meters.Nvml(trees.FakeNvml(refuses=("instant", "usage", "energy")))
     with pytest.raises(MeterAbsent, match="no usable GPU"):
-        Nvml(trees.FakeNvml(refuses=("init",)))
+        meters.Nvml(trees.FakeNvml(refuses=("init",)))
     library = trees.FakeNvml(reasons=1)
-    meter = Nvml(library)
+    meter = meters.Nvml(library)
     library.refuses, library.reasons = ("instant", "energy"), 4 + 32
     with pytest.raises(OSError, match="Not Supported"):
         meter.read()
@@ -237,7 +220,7 @@ def test_a_machine_without_sensors(tmp_path: pathlib.Path, monkeypatch: pytest.M
         find_meter(root=tmp_path)
     trees.write_tree(tmp_path, {"proc/driver/nvidia/version": "NVRM version\n"})
     with pytest.raises(MeterRefused, match=r"pip install 'edgekv\[nvml\]'"):
-        Nvml.probe(tmp_path)
+        meters.Nvml.probe(tmp_path)
 
 
 def test_a_sensor_that_refuses_or_does_not_see_the_work_is_noted(tmp_path: pathlib.Path) -> None:
@@ -256,9 +239,6 @@ def test_profiles_name_known_meters() -> None:
         assert set(board["meters"]) <= set(METERS)
         for bound in board["lower_bounds"]:
             assert bound["peak_ms"] == pytest.approx(bound["bytes"] / board["peak_gb_s"] / 1e6, abs=0.05)
-
-
-# What limits the clocks
 
 
 def cooling(**states: int) -> trees.Tree:
@@ -285,7 +265,7 @@ def test_clock_limits(
     tree: trees.Tree, expected: Throttle | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_throttle(trees.write_tree(tmp_path, tree)) == expected
+    assert meters.read_throttle(trees.write_tree(tmp_path, tree)) == expected
 
 
 def test_what_happened_between_two_looks() -> None:

@@ -182,8 +182,6 @@ def test_norms_and_activations(n: int, use_threads: Callable[[int], None]) -> No
             assert np.array_equal(call(), whole, equal_nan=True)
 
 
-# Chosen experts
-
 EXPERTS, ROWS = 5, 37
 
 
@@ -216,8 +214,6 @@ def test_products_with_chosen_experts_are_those_of_the_codes(
     expected = np.stack([matrices[e] @ row for e, row in zip(of, rounded(x, layout), strict=True)])
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
-
-# float32
 
 SHAPES = [(1, 1), (3, 15), (4, 16), (130, 300), (515, 299), (1030, 64), (7, 70_000)]  # outputs, columns
 

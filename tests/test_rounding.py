@@ -26,20 +26,12 @@ from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64
-from edgekv.weights import checkpoint_weights, gaussian
+from edgekv.weights import checkpoint_weights, gaussian, rounding
 from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, bits_by_need
 from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.random_weights import random_store
-from edgekv.weights.rounding import (
-    DAMPING,
-    SAMPLE,
-    CalibratingOps,
-    Rounder,
-    hessian,
-    output_correction,
-    pairs_order,
-)
+from edgekv.weights.rounding import CalibratingOps, Rounder, hessian, output_correction, pairs_order
 from edgekv.weights.store import WeightStore, build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -109,7 +101,9 @@ def independent(x: F32) -> np.ndarray[Any, Any]:
     """Computes `hessian` by the formula, in float64, with as many independent inputs as x has columns."""
     (n, columns), x = x.shape, x.astype(np.float64)
     own = np.diag(np.square(x).mean(0))
-    return (x.T @ x + columns * own) / (n + columns) + (DAMPING * own.trace() / columns or 1.0) * np.eye(columns)
+    return (x.T @ x + columns * own) / (n + columns) + (rounding.DAMPING * own.trace() / columns or 1.0) * np.eye(
+        columns
+    )
 
 
 def test_a_hessian_is_the_formula() -> None:
@@ -222,7 +216,8 @@ def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
     missing = lost.astype(np.float64) @ rows.T
     first, second = (missing[part].T @ own[part] for part in np.split(np.arange(len(own)), [len(own) // 2]))
     sizes = [
-        np.trace(part @ inverse @ part.T) for part in ((first - second)[::SAMPLE], (first + second)[::SAMPLE])
+        np.trace(part @ inverse @ part.T)
+        for part in ((first - second)[:: rounding.SAMPLE], (first + second)[:: rounding.SAMPLE])
     ]
     return rows + max(0, 1 - sizes[0] / sizes[1]) / len(own) * (first + second) @ inverse
 

@@ -395,9 +395,6 @@ def test_bad_files_are_refused_in_one_line(tmp_path: pathlib.Path) -> None:
             open_image(path)
 
 
-# Preprocessing
-
-
 def read_settings(folder: pathlib.Path, settings: object) -> Preprocess:
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(settings))

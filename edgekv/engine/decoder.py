@@ -254,7 +254,7 @@ class Decoder:
 
     def max_draft_tokens(self, caches: Sequence[LayerState]) -> int:
         """Returns how many tokens, appended next by one `steps`, can be taken back from all caches."""
-        if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
+        if not self._ropes.is_fixed:  # what is taken back would have been rotated for another length
             return 0
         return min(cache.rollback_tokens() for cache in caches)
 

@@ -24,7 +24,7 @@ INTERRUPTED = (
 
 
 class Turn:
-    """What one thread has at a time, taken at once or refused. An interrupt before or after leaves it free."""
+    """A lock that never waits: a second thread gets an error. An interrupt before or after leaves it free."""
 
     def __init__(self) -> None:
         self.holders: dict[str, object] = {}  # one at most

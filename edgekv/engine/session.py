@@ -445,8 +445,8 @@ class Session:
     def keep_prefix(self, between: Callable[[bool], None] = lambda is_copied: None) -> None:
         """Writes what was read to the ``prefix_cache`` on disk, unless that has most of it; does nothing without.
 
-        `close` does so as well. An error of the disk is ignored. between: is called with False now and then, when
-        an exception ends the work, and with True once the conversation may go on.
+        `close` does so as well. An error of the disk is ignored. between: is called with False often, where it may
+        raise to stop, and with True once, when the conversation may go on.
         """
         if self._prefixes is not None:
             self._prefixes.keep(self._idle_runner().state, self.plan, self.lora, between)

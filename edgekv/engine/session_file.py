@@ -60,8 +60,8 @@ def write(
 ) -> int:
     """Writes ``content`` (JSON) and C-contiguous arrays (n, ...), cut to the part in use, as a safetensors file.
 
-    The file is written whole or not at all. between: is called with False before work on an array, which it may
-    end by an exception, and with True when the arrays are needed no longer, before the file is made durable.
+    The file is written whole or not at all. between: is called with False before each array, where it may raise
+    to stop, and with True once, when the arrays are no longer needed, before the file is made durable.
     Returns its bytes. Raises CheckpointError when it can't be written, SessionError for content that is no JSON.
     """
     try:

@@ -30,7 +30,7 @@ BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
 GEMV_ROWS = 8
-"""Rows of a product with weights that are each computed as it is alone, to the bit; more go through a gemm."""
+"""Up to so many rows a product with weights gives each row, to the bit, what it has alone; more use a gemm."""
 
 LARGEST_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
@@ -133,7 +133,7 @@ class Kernels(Protocol):
     def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
         """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
-        Of an index of keys t0 and t1 are its units.
+        For an index of keys (Quest's pages, for example) t0 and t1 count its entries.
         """
 
     def project(self, x: F32, matrix: F32) -> F32:

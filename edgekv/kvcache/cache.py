@@ -147,8 +147,8 @@ class LayerState(abc.ABC):
     def truncate(self, n: int, n_same: int = 0) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many of them could be kept.
 
-        The session computes the others again. n_same: so many of the tokens that follow will be those that
-        followed before, so that what is stored of them may be used.
+        The session computes the others again. n_same: the next so many tokens will be those that are dropped now,
+        so that what is stored of them may be used again.
         """
         self.n_seen = n
         return n
@@ -234,7 +234,7 @@ class KVCache(LayerState):
     needs_prompt_queries: ClassVar[bool] = False
     """Whether `prefill` needs the queries of the whole prompt."""
     flush_is_static: ClassVar[bool] = True
-    """Whether one `flush` differs from another in counters alone: no array is replaced."""
+    """Whether a GPU may record `flush`: one differs from another in counters alone, and no array is replaced."""
     exact_prefill = True
     """False where a prompt attends through the cache, as an adapted model was trained to."""
 
@@ -301,7 +301,7 @@ class KVCache(LayerState):
 
     @classmethod
     def finish_prefill(cls, caches: Sequence[Any]) -> None:
-        """Fits what is fitted over all layers; called with every layer's cache after a prompt."""
+        """Fits what all layers share; called once after a prompt, with every layer's cache."""
         return
 
     def load_adapter(self, parameters: Mapping[str, F32], source: str) -> None:

@@ -139,7 +139,8 @@ class ModelConfig:
     then bounds softly, as ``score_cap`` does attention's scores before the softmax. ``experts`` are in place of
     the MLPs of some layers (None: of none). ``attention_sinks``: a learned score of each head joins its softmax,
     without a value. ``recurrences[i]`` is what layer i has in place of attention (None: it attends); () where all
-    attend. ``gated_attention``: whether gates, as many as queries, come with the queries and pass attention by.
+    attend. ``gated_attention``: whether queries come with as many gates, whose sigmoid attention's output is
+    multiplied by.
     """
 
     model_type: str

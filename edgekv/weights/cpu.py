@@ -142,7 +142,7 @@ class CpuOps(NumpyOps):
         return layers.add_results(x, results, tokens, weights)
 
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
-        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        """Returns outputs (m, n) of rows (m, columns), each through its expert in expert_ids (m,), ascending."""
         for expert, _ in groups(expert_ids) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
         if name not in self._experts:

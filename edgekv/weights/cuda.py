@@ -111,7 +111,7 @@ class DeviceWeights:
 
 
 class Normed(NamedTuple):
-    """x (n, channels) before an RMS norm, which its product with a matrix takes along."""
+    """x (n, channels) and an RMS norm still to be applied: by `packed_matvec`, or before any other operator."""
 
     x: Array
     weight: Array

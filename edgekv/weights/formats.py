@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 class WeightFormat:
     """How a matrix of like rows is stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: each block stores its zero point (the code that means 0); without, that is half the range. offsets: each
+    zeros: each block stores its zero point, the code that means 0; otherwise it is 2 ** (bits - 1). offsets: each
     block stores a float32 that is added to scale * code. e2m1: codes are floating-point numbers (`E2M1_DOUBLED`).
     rotated: codes are those of `edgekv.weights.gaussian`, with bfloat16 scales. kept: rows are the bytes that a
     GGUF file has, blocks of the type of that name (`BLOCKS`).
@@ -197,7 +197,7 @@ TAKEN_OVER = "zeros", "offsets", "e2m1", "kept"
 WEIGHTS = tuple(name for name, form in FORMATS.items() if not any(getattr(form, kind) for kind in TAKEN_OVER))
 """Formats in which edgekv itself quantizes; the others are only taken over from checkpoints."""
 OFFERED = ("f32", "int8", "q5", "q4", "q3", "q2")
-"""Those of them to choose from: the others take more bytes for as much loss."""
+"""The formats that `--help` offers; the others of WEIGHTS take more bytes at the same loss."""
 ALSO = f"also {', '.join(name for name in WEIGHTS if name not in OFFERED)}"
 
 HEAD = ",head="

@@ -274,7 +274,7 @@ class NumpyOps(WeightOps):
         return summed
 
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
-        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        """Returns outputs (m, n) of rows (m, columns), each through its expert in expert_ids (m,), ascending."""
         matrices, bias = self._matrix(name), self.weights.bias(name)
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)

@@ -143,9 +143,10 @@ def hessian(x: F32) -> F32:
 
 
 def output_correction(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
-    """Returns `Rounder.round`'s correction b: rows (r, columns) then give for own what they do for own + lost.
+    """Returns `Rounder.round`'s correction b, with which rows approximate the exact model's outputs.
 
-    lost, own (tokens, columns); rounder has the hessian of own. b is the least-squares change, scaled.
+    rows: exact weights (r, columns). own: the rounded model's inputs (tokens, columns); lost: what the exact
+    model's have beside them. rounder has the hessian of own. b is the least-squares change, scaled.
     """
     half, some = len(own) // 2, rows[::SAMPLE]
     both: F32 = np.linalg.multi_dot([rows, lost.T, own])
@@ -219,7 +220,7 @@ class CalibratingOps(StreamingOps):
             self._rounds_experts = False
 
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
-        """Returns (m, rows of one expert) of rows (m, columns) and their experts (m,), ascending."""
+        """Returns outputs (m, n) of rows (m, columns), each through its expert in expert_ids (m,), ascending."""
         parts = self._round_experts(rows, expert_ids, name)
         with self.using(name, self._rounded(name, parts) if self._rounds_experts else None):
             return super().expert_products(rows, expert_ids, name)

@@ -195,7 +195,7 @@ def build(
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: takes
+    beside(folder) adds files before the rename. rounding: rounds with a text; None: each block by itself. Takes
     the largest matrix as it is stored and about 0.3 GiB, beside the mapped checkpoint and what a rounding takes.
     Raises CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
     """

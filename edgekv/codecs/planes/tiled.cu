@@ -345,7 +345,7 @@ struct TiledWarp {
         } else add_part<4, 0>(u, n, 1);
     }
 
-    // Takes a step of two tiles. All reads begin at one place: what waits for some of a warp's reads waits for all of them.
+    // Takes a step of two tiles. All reads begin here, as waiting for one of a warp's reads is waiting for all.
     __device__ __forceinline__ void step(int tile)
     {
         int product[ROWS][4];

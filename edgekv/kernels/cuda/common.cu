@@ -169,7 +169,7 @@ struct Scores {
     __device__ float* row(int g, int m) const { return x + (i64)g * group_stride + (i64)m * row_stride; }
 };
 
-// Queries x (G, rows, KEY_DIM), what a codec made of them (codes), and a factor per query (scale (G, rows)).
+// Queries x (G, rows, KEY_DIM), what the keys' codec adds to them (codes: see its `CudaCodec`), and a factor per query (scale (G, rows)).
 struct Queries {
     const float* x;
     const void* codes;

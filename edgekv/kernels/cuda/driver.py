@@ -353,7 +353,7 @@ Terms = tuple[tuple[Hashable, int], ...]
 
 
 class Counter(int):
-    """A number of a recorded step that will be another one in a replay: a constant and a sum of counters.
+    """A number of a recorded step that changes between replays: a constant plus a sum of the caches' counters.
 
     Comparisons see its value in the recording. Divisions raise CannotRecord.
     """

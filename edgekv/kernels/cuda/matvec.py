@@ -100,7 +100,7 @@ def packed_matvec(
     norm: tuple[Array, float] | None = None,
     gate: int | None = None,
 ) -> Array:
-    """Returns what `matvec` returns, for codes from sm_80 on, with what stands before and behind the product.
+    """Returns what `matvec` returns, for codes from sm_80 on, together with an RMS norm or a gate's activation.
 
     norm: (weights, eps) of an RMS norm that x goes through first. gate: the number of an activation; the result
     (n, rows / 2) is then the activation of the first half of the rows times the second half.

@@ -165,7 +165,7 @@ template <int N> __device__ __forceinline__ float largest_of(const float* x, int
 
 __device__ __forceinline__ float inverse_unit(float largest) { return largest > 1e-30f ? LARGEST / largest : 0; }
 
-// Puts four inputs in their places.
+// Rounds four inputs to 16 bits and stores their digits where the products read them.
 __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int fours, const float (&x)[4])
 {
     float largest = largest_of<4>(x, FOURS), inverse = inverse_unit(largest);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
     if (f % FOURS == 0) chunk_of[chunk_at(f)] = chunk;
 }
 
-// Rotates the 16 inputs of group u of a row, and puts them in their places.
+// Rotates the 16 inputs of group u of a row, rounds them to 16 bits and stores their digits where the products read them.
 __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (&x)[4][4])
 {
     rotate_sixteen(x);

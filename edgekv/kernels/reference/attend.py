@@ -66,7 +66,7 @@ def segment_scores(segment: Segment, q: F32, n: int, visible: Visible, cap: floa
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
-    Of an index of keys t0 and t1 are its units.
+    For an index of keys (Quest's pages, for example) t0 and t1 count its entries.
     """
     s[...] = codec.scores(queries, t0, t1)
 

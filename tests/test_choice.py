@@ -5,16 +5,8 @@ from helpers import SCHEMES, raises
 
 from edgekv.checkpoint.hub import load_shape
 from edgekv.errors import CacheError
-from edgekv.kvcache import CacheSpec, registry
-from edgekv.kvcache.choice import (
-    MAX_LOSS,
-    MIN_SAVING,
-    choose,
-    default_scheme,
-    published_results,
-    resolve,
-    size_text,
-)
+from edgekv.kvcache import CacheSpec, choice, registry
+from edgekv.kvcache.choice import MAX_LOSS, MIN_SAVING, default_scheme, resolve, size_text
 from edgekv.kvcache.registry import PRESETS
 from edgekv.models import architecture
 
@@ -25,7 +17,7 @@ SIZES = {name: CacheSpec.parse(name).planned_bytes(CONFIG, CTX) for name in PRES
 
 def choose_beside(held: int, *passed: str) -> tuple[str, str]:
     """Returns the choice beside so many bytes of weights, where those presets passed the gate, and its reason."""
-    spec, reason = choose(CONFIG, CTX, held, passed)
+    spec, reason = choice.choose(CONFIG, CTX, held, passed)
     return spec.short, reason
 
 
@@ -35,17 +27,13 @@ def test_each_preset_takes_fewer_bytes_than_the_one_before() -> None:
 
 
 def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
-    name, reason = choose_beside(HELD, "q3", "q8")
-    assert name == "q3"
-    assert (
-        reason
-        == "kv auto took q3: the smallest that passed your gate on this model at this length (edgekv eval --gate)"
-    )
+    why = "kv auto took q3: the smallest that passed your gate on this model at this length (edgekv eval --gate)"
+    assert choose_beside(HELD, "q3", "q8") == ("q3", why)
 
 
 def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:
     name, reason = choose_beside(HELD)
-    losses = published_results()["worst_kl"]
+    losses = choice.published_results()["worst_kl"]
     assert name == min((n for n in PRESETS if losses[n] <= MAX_LOSS), key=SIZES.__getitem__) != "f16"
     assert name == default_scheme()
     assert f"{losses[name]:.4f}" in reason

@@ -40,12 +40,9 @@ def shown_commands(text: str) -> Iterator[list[str]]:
     code = [first or second for first, second in FENCE.findall(text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     code += [" ".join(inline.split()) for inline in INLINE.findall(prose)]
-    for part in code:
-        for line in re.sub(r"\\\n", " ", part).splitlines():
-            for command in re.split(r"&&|\||;|#", line):
-                found = re.search(r"(?:^|\s)edgekv ([a-z]+.*)", command)
-                if found:
-                    yield found[1].split()
+    for command in re.split(r"&&|\||;|#|\n", "\n".join(code).replace("\\\n", " ")):
+        if found := re.search(r"(?:^|\s)edgekv ([a-z]+.*)", command):
+            yield found[1].split()
 
 
 def unknown_words(words: list[str]) -> list[str]:
@@ -94,9 +91,8 @@ def test_errors_that_are_explained_are_printed() -> None:
     """What troubleshooting quotes of edgekv's lines stands in its code."""
     lines = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.M)
     quoted = {text for line in lines for text in re.findall("`([^`]* [^`]*)`", line)}
-    code = "".join(path.read_text() for path in (ROOT / "edgekv").rglob("*.py")).replace(
-        "{arguments.host}", "0.0.0.0"
-    )
+    code = "".join(path.read_text() for path in (ROOT / "edgekv").rglob("*.py"))
+    code = code.replace("{arguments.host}", "0.0.0.0")
     others = {"edgekv: command not found", "pip install edgekv", "pip install 'edgekv[...]'"}
     assert {text for text in quoted - others if text not in code} == set()
     assert len(quoted - others) > 4
@@ -117,14 +113,10 @@ def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    targets = [
-        (page, found[3])
-        for page in ALL
-        for found in site_links.LINK.finditer(page.read_text())
-        if "://" not in found[3]
-    ]
-    assert len(targets) > 100
-    assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
+    targets = [(page, found[3]) for page in ALL for found in site_links.LINK.finditer(page.read_text())]
+    local = [(page, target) for page, target in targets if "://" not in target]
+    assert len(local) > 100
+    assert [(page.name, target) for page, target in local if not (page.parent / target).exists()] == []
 
 
 def test_examples_name_no_scheme_but_presets() -> None:
@@ -158,9 +150,8 @@ def test_examples_run(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_the_report_of_the_first_command_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Times, speeds and what the process took apart: every word, the cache, the weights and the choice."""
-    shown = re.search(r"^```\n(model .*?)^```", (DOCS / "start.md").read_text(), re.M | re.S)
+    (shown,) = re.findall(r"^```\n(model .*?)^```", (DOCS / "start.md").read_text(), re.M | re.S)
     prompt = re.search(r'edgekv run .*?"(.*?)"', (DOCS / "start.md").read_text())
-    assert shown
     assert prompt
     assert prompt[0] in (ROOT / "README.md").read_text()
     assert main(["run", "--prompt", prompt[1], "--seed", "1"]) == 0
@@ -169,14 +160,13 @@ def test_the_report_of_the_first_command_is_as_shown(capsys: pytest.CaptureFixtu
         text = re.sub(r"[\d.]+ s\b|[\d.]+ tokens/s|\d+ tokens(?= at|$)|peak .*", "N", text, flags=re.M)
         return [" ".join(line.split()) for line in text.splitlines() if not line.startswith("energy")]
 
-    assert steady(capsys.readouterr().err) == steady(shown[1])
+    assert steady(capsys.readouterr().err) == steady(shown)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    told = set(re.findall(r"^::: edgekv\.(\w+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
-    assert told == set(edgekv.__all__) - {"__version__"}
-    told = set(re.findall(r"^::: edgekv\.plugin\.(\w+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
-    assert told | {"loops", "scalar", "tile"} == set(edgekv.plugin.__all__)
+    told = set(re.findall(r"^::: edgekv\.(\S+)$", (DOCS / "library.md").read_text(), re.MULTILINE))
+    plugin = {f"plugin.{name}" for name in set(edgekv.plugin.__all__) - {"loops", "scalar", "tile"}}
+    assert told == set(edgekv.__all__) - {"__version__"} | plugin
 
 
 def test_the_site_builds_and_fetches_nothing(tmp_path: pathlib.Path) -> None:
@@ -208,15 +198,13 @@ def test_packages_start_what_edgekv_accepts() -> None:
     """The command line's own parser takes it, each variable replaced by its default; the scheme is not theirs."""
     service, container = ((PACKAGING / name).read_text() for name in ("edgekv.service", "Containerfile"))
     container = container.replace("\\\n", " ")
-    for variables, commands in (
-        (
-            assigned(service, "Environment="),
-            re.findall(r"^ExecStart\w*=/opt/edgekv/bin/edgekv (.*)$", service, re.M),
-        ),
-        (assigned(container, "ENV "), re.findall(r"^CMD exec edgekv (.*)$", container, re.M)),
+    for text, key, begin in (
+        (service, "Environment=", r"ExecStart\w*=/opt/edgekv/bin/edgekv"),
+        (container, "ENV ", "CMD exec edgekv"),
     ):
+        variables, (command,) = assigned(text, key), re.findall(rf"^{begin} (.*)$", text, re.M)
         assert variables["KV"] == AUTO
-        (words,) = (shlex.split(string.Template(command).substitute(variables)) for command in commands)
+        words = shlex.split(string.Template(command).substitute(variables))
         assert words[0] == "serve"
         build_parser().parse_args(words)
     settings = dict(re.findall(r"^(\w+)=(.*)$", service, re.M))
@@ -242,9 +230,8 @@ def test_the_workflow_runs_what_is_here() -> None:
         *("actions/checkout", "actions/setup-python", "actions/upload-artifact")
     }
     ran = [line for step in steps for line in step.get("run", "").splitlines()]
-    tests = re.search(r"^<!-- test-command -->\s*```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert tests is not None
-    assert tests[1] in ran
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"^<!-- test-command -->\s*```sh\n(.*?)\n```", readme, re.M | re.S)[0] in ran
     assert os.access(ROOT / next(line for line in ran if line.startswith("packaging/")), os.X_OK)
     boards = [build_parser().parse_args(shlex.split(line)[1:]) for line in ran if line.startswith("edgekv ")]
     assert [board.quick for board in boards] == [True, False]
@@ -257,9 +244,8 @@ def test_the_workflow_runs_what_is_here() -> None:
 def test_type_checkers_see_the_same_names() -> None:
     """The names imported for type checkers are those given at run time."""
     text = pathlib.Path(edgekv.__file__).read_text()
-    names = re.findall(r"^    from edgekv\.(\S+) import ((\w+)) as \3$", text, re.M)
-    seen = {name: module for module, name, _ in names}
-    assert seen == {name: home for name, home in edgekv._HOMES.items() if home != "errors"}
+    seen = re.findall(r"^    from edgekv\.(\S+) import (\w+) as \2$", text, re.M)
+    assert {(home, name) for name, home in edgekv._HOMES.items() if home != "errors"} == set(seen)
     assert {name for name in vars(errors) if name.endswith("Error")} <= set(edgekv.__all__)
 
 

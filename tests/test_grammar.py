@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 import pytest
-from helpers import Cli, raises
+from helpers import Cli, raises, text_of
 
 from edgekv import Constraint, Session
 from edgekv.engine.grammar import JsonSchema
@@ -23,22 +23,17 @@ SCHEMA = {
 }
 
 
-def generate(demo: Session, schema: dict[str, object], seed: int) -> tuple[str, str | None]:
-    demo.reset()
-    steps = demo.generate("The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, json_schema=schema)
-    made = list(steps)
-    return "".join(step.text for step in made), made[-1].finish_message
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_text_is_of_the_schema(demo: Session, seed: int) -> None:
-    text, stop = generate(demo, SCHEMA, seed)
-    value = json.loads(text)
+    demo.reset()
+    how = {"max_new_tokens": 150, "temperature": 1.2, "seed": seed, "json_schema": SCHEMA}
+    steps = list(demo.generate("The old man: ", **how))
+    value = json.loads(text_of(steps))
     assert list(value) == ["name", "age", "tags"]
     assert len(value["name"]) <= 12
     assert 0 <= value["age"] <= 120
     assert set(value["tags"]) <= {"old", "young", "é"}
-    assert stop == "end of schema"
+    assert steps[-1].finish_message == "end of schema"
 
 
 def test_schemas_that_can_not_be_followed(demo: Session, monkeypatch: pytest.MonkeyPatch) -> None:

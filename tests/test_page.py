@@ -237,16 +237,13 @@ def test_markup_is_only_text(page: Any) -> None:
 def test_nothing_passes_the_sanitizer_that_is_not_named(bare: Any) -> None:
     """Even HTML that a library would let through."""
     html = HOSTILE + "<math><mtext href=javascript:alert(1) style=x>t</mtext><annotation-xml><svg onload=alert(1)>"
-    kept = bare.evaluate(
-        """html => {
+    passes = """html => {
         const box = document.createElement("div");
         parser.parser = () => html;
         box.append(markdown("any text"));
         return [...box.querySelectorAll("*")].map(e => [e.localName, ...e.getAttributeNames()].join(" "));
-    }""",
-        html,
-    )
-    assert set(kept) <= {"math", "mtext", "br", "p"}
+    }"""
+    assert set(bare.evaluate(passes, html)) <= {"math", "mtext", "br", "p"}
 
 
 def test_markdown(page: Any) -> None:
@@ -267,19 +264,15 @@ def test_markdown(page: Any) -> None:
 
 
 def test_a_growing_answer_looks_like_a_complete_one(page: Any) -> None:
-    text = (
-        "a\n\n1. b\n\n2. c\n   ```js\n   let d\n   ```\n\ne | f\n--|--\n1 | 2\n\n$$g$$\n\n> h\n\nlast **i**\n" * 3
-    )
-    grown, whole = page.evaluate(
-        """text => {
+    text = "a\n\n1. b\n\n2. c\n   ```js\n   let d\n   ```\n\ne | f\n--|--\n1 | 2\n\n$$g$$\n\n> h\n\nlast **i**\n"
+    grows = """text => {
         const [grown, whole] = [document.createElement("div"), document.createElement("div")];
         const grow = growingMarkdown(grown);
         for (let n = 1; n <= text.length; n++) grow(text.slice(0, n));
         whole.append(markdown(text));
         return [grown.innerHTML, whole.innerHTML];
-    }""",
-        text,
-    )
+    }"""
+    grown, whole = page.evaluate(grows, text * 3)
     assert grown == whole
 
 
@@ -309,8 +302,7 @@ def test_edit_and_regenerate(page: Any) -> None:
 
 def test_stop_keeps_what_was_said(page: Any) -> None:
     set_fields(page, max_tokens=250)
-    page.evaluate(
-        """() => {
+    page.evaluate("""() => {
         const whole = answer;
         answer = async function* (body, signal) {  // is not complete before it is stopped
             for await (const chunk of whole(body, signal)) {
@@ -319,8 +311,7 @@ def test_stop_keeps_what_was_said(page: Any) -> None:
                 if (waits) await new Promise(done => signal.addEventListener("abort", done));
             }
         };
-    }"""
-    )
+    }""")
     page.locator("#text").fill("A long story, please.")
     page.locator("#send").click()
     expect(page.locator(".assistant .body")).not_to_be_empty()
@@ -341,11 +332,11 @@ SETTINGS |= {"frequency_penalty": 0.1, "presence_penalty": -0.1, "max_tokens": 5
 def test_settings_belong_to_a_conversation(page: Any, server: Server) -> None:
     """They are sent as OpenAI's fields, and kept; another conversation has the model's, shown in empty fields."""
     changed(page, server, loras=["mine"])
+    set_fields(page, system="Speak as a sailor.", **SETTINGS)
     page.locator("#settings").click()
     assert page.locator("[name=temperature]").get_attribute("placeholder") == "1"
     page.locator("[name=model]").select_option("mine")
     page.get_by_role("button", name="Done").click()
-    set_fields(page, system="Speak as a sailor.", **SETTINGS)
     for _ in range(2):
         with page.expect_request("**/v1/chat/completions") as asked:
             ask(page, "Hello")
@@ -369,15 +360,12 @@ def test_settings_belong_to_a_conversation(page: Any, server: Server) -> None:
     assert page.locator("[name=top_k]").input_value() == "9"
     page.get_by_role("button", name="Clear").click()
     assert page.locator("[name=top_k]").input_value() == ""
-    page.keyboard.press("Escape")
 
 
 def test_answers_of_a_schema(bare: Any) -> None:
     """What is no JSON is refused in the dialog; what the server can't follow leads back to the settings."""
-    bare.locator("#settings").click()
     field = bare.locator("[name=response_format]")
-    field.fill('{"type": ')
-    bare.get_by_role("button", name="Done").click()
+    set_fields(bare, response_format='{"type": ')
     assert bare.locator("#options").evaluate("dialog => dialog.open")
     assert "no JSON object" in field.evaluate("field => field.validationMessage")
     field.fill('{"type": "shape"}')
@@ -413,12 +401,16 @@ def test_conversations_are_searched_exported_and_imported(page: Any, context: An
         page.locator("#list li").first.get_by_role("button", name="Delete").click()
         expect(page.locator("#list li")).to_have_count(1 - i)
     hostile = [{"role": "user", "content": "x", "images": ["https://e.example/p.png"]}]
-    for bad in ("{", "[]", {"conversations": []}, {**data, "conversations": [None]}):
-        expect_refused(page, tmp_path, bad)
-    empty = [{"role": "system", "content": ""}]
-    for change in ({"messages": hostile}, {"messages": empty}, {"used": "much"}, {"id": 3}):
-        first, second = data["conversations"]
-        expect_refused(page, tmp_path, {**data, "conversations": [first, second | change]})
+    empty, (first, second) = [{"role": "system", "content": ""}], data["conversations"]
+    changes = {"messages": hostile}, {"messages": empty}, {"used": "much"}, {"id": 3}
+    lists = [None], *([first, second | change] for change in changes)
+    for bad in ("{", "[]", {"conversations": []}, *({**data, "conversations": each} for each in lists)):
+        path = tmp_path / "bad.json"
+        path.write_text(bad if isinstance(bad, str) else json.dumps(bad))
+        page.locator("#status").evaluate("status => { status.textContent = '' }")
+        page.locator("#import-file").set_input_files(path)
+        expect(page.locator("#status")).to_contain_text("bad.json can't be imported")
+        expect(page.locator("#list li")).to_have_count(0)
     page.locator("#import-file").set_input_files(saved)
     expect(page.locator("#list li")).to_have_count(2)
     page.get_by_role("button", name="The first talk", exact=True).click()
@@ -428,16 +420,6 @@ def test_conversations_are_searched_exported_and_imported(page: Any, context: An
         page.get_by_role("button", name="The first talk", exact=True).click()
         page.get_by_role("button", name="Try again").click()
     assert asked.value.post_data_json["seed"] == 7
-
-
-def expect_refused(page: Any, folder: pathlib.Path, data: Any) -> None:
-    """Expects that nothing of a file is imported."""
-    path = folder / "bad.json"
-    path.write_text(data if isinstance(data, str) else json.dumps(data))
-    page.locator("#status").evaluate("status => { status.textContent = '' }")
-    page.locator("#import-file").set_input_files(path)
-    expect(page.locator("#status")).to_contain_text("bad.json can't be imported")
-    expect(page.locator("#list li")).to_have_count(0)
 
 
 def test_a_full_context_is_no_dead_end(page: Any) -> None:
@@ -559,12 +541,10 @@ def test_with_a_key(browser: Any, server: Server) -> None:
 def test_for_screen_readers(page: Any) -> None:
     """Everything has a name, and the log says when it is complete."""
     ask(page, "Hello")
-    unnamed = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, textarea, select")]
+    unnamed = """() => [...document.querySelectorAll("button, input, textarea, select")]
         .filter(e => e.checkVisibility() && !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.title))
         .map(e => e.outerHTML)"""
-    )
-    assert unnamed == []
+    assert page.evaluate(unnamed) == []
     expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-busy", "false")
 
 

@@ -59,32 +59,19 @@ def schedule() -> BatchScheduler:
 
 
 def test_of_many_threads_one_has_the_turn() -> None:
-    turn, n, held = Turn(), 16, threading.Event()
-    begin, refused = threading.Barrier(n), threading.Semaphore(0)
+    turn, refused = Turn(), list[SessionError]()
 
     def take() -> bool:
-        begin.wait(60)
         try:
             with turn.taken(SessionError("taken")):
-                assert held.wait(60)
+                until(lambda: len(refused) == 15)
                 return True
-        except SessionError:
-            refused.release()
+        except SessionError as error:
+            refused.append(error)
             return False
 
-    with concurrent.futures.ThreadPoolExecutor(n) as threads:
-        tried = [threads.submit(take) for _ in range(n)]
-        for _ in range(n - 1):
-            assert refused.acquire(timeout=60)
-        held.set()
-        assert sorted(each.result(60) for each in tried) == [False] * (n - 1) + [True]
+    assert sorted(at_once([take] * 16)) == [False] * 15 + [True]
     assert not turn.holders
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a pass wait for every text that goes on."""
-    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
 
 
 def n_waiting(schedule: BatchScheduler) -> int:
@@ -92,9 +79,9 @@ def n_waiting(schedule: BatchScheduler) -> int:
     return len(schedule._waiting)
 
 
-@pytest.mark.usefixtures("patient")
-def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler) -> None:
+def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
+    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):

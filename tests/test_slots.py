@@ -20,12 +20,8 @@ from edgekv.kernels.interface import GEMV_ROWS
 @pytest.mark.parametrize(
     ("case", "kv", "weights"),
     [
-        ("llama31", "dense", "q4"),
-        ("llama31", "onebit", "f32"),
-        ("gpt2", "onebit", "int8"),
-        ("rope-longrope", "h2o", "f32"),
-        ("mixtral", "dense", "int8"),
-        ("gpt-oss", "dense", "q4"),
+        *(("llama31", "dense", "q4"), ("llama31", "onebit", "f32"), ("gpt2", "onebit", "int8")),
+        *(("rope-longrope", "h2o", "f32"), ("mixtral", "dense", "int8"), ("gpt-oss", "dense", "q4")),
     ],
 )
 def test_a_token_has_the_logits_it_has_alone(case: str, kv: str, weights: str, tmp_path: pathlib.Path) -> None:
@@ -45,13 +41,10 @@ def test_a_token_has_the_logits_it_has_alone(case: str, kv: str, weights: str, t
 
 
 @pytest.mark.parametrize("kv", ["dense", "onebit", "h2o"])
-def test_forks_generate_in_threads(kv: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_generate_in_threads(kv: str, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts of each alone, and each of their tokens in one pass; prompts are read in between."""
-    model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, kv=kv, weights="f32", slots=SLOTS)
-    tokens = golden_cases.tokens("llama31")
-    prompts = [tokens[:n] for n in (5, 20, 11)]
-
+    prompts = [golden_cases.tokens("llama31")[:n] for n in (5, 20, 11)]
     expected = [text(session.fork(), prompt, 24) for prompt in prompts]
     passes = Recorded(session, monkeypatch)
     forks = [session.fork() for _ in prompts]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
-import golden_cases
 import psutil
 import pytest
+from slot_cases import at_once
 
 from edgekv import Session
 from edgekv.engine import cpu as ahead
@@ -43,10 +42,9 @@ def test_a_text_needs_no_kernel_that_loading_has_not_met() -> None:
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
 
 
-def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_says_what_it_does(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "is_warm", lambda what: False)
     seen = []
-    model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, progress=lambda *told: seen.append(told))
     steps = [(done, total) for task, done, total in seen if task == WARM_UP_TASK]
     assert steps == [(i, len(steps) - 1) for i in range(len(steps))]
@@ -71,36 +69,32 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
 def test_a_second_process_ends_with_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(ahead, "all_cores", lambda: 2)
-    this, counts = psutil.Process(), []
+    this = psutil.Process()
+    n = len(this.children())
 
     def interrupted() -> None:
-        counts.append(len(this.children()))
         with ahead.CpuBackend.precompiling(CacheSpec.parse("dense")):
-            counts.append(len(this.children()))
+            assert len(this.children()) == n + 1
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    n = len(this.children())
-    assert counts == [n, n + 1]
+    assert len(this.children()) == n
     assert not list(tmp_path.glob(f"{kernel_cache.WARM}*"))
 
 
 def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function without a file, since another's would be loaded."""
-    begun, everybody, names = [], threading.Barrier(4), dict[str, Any]()
-    compile_loop = compiling.compile_loop
+    begun, names, compile_loop = [], dict[str, Any](), compiling.compile_loop
     monkeypatch.setattr(compiling, "compile_loop", lambda *given: begun.append(given) or compile_loop(*given))
     exec("def nothing(number): return", names)
     loop = loops.Loop(names["nothing"])
 
-    def call(number: int) -> int:
-        everybody.wait()
-        loop.call(number)
+    def call() -> int:
+        loop.call(1)
         return loop.address
 
-    with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(call, range(4)))) == 1
+    assert len(set(at_once([call] * 4))) == 1
     assert len(begun) == 1
 
 
@@ -112,23 +106,17 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still run when the folder has become that of other sources. A damaged file is compiled again."""
-    compiled: list[str] = []
-    compile_loop = compiling.compile_loop
+    compile_loop = mock.Mock(side_effect=compiling.compile_loop)
     monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(kernel_cache, "remove_outdated", lambda folder, sources: None)
-    monkeypatch.setattr(
-        compiling, "compile_loop", lambda *given: compiled.append(kernel_cache.sources()) or compile_loop(*given)
-    )
+    monkeypatch.setattr(compiling, "compile_loop", compile_loop)
 
-    def run(sources: str) -> None:
+    def n_compiled(sources: str) -> int:
         monkeypatch.setattr(kernel_cache, "sources", lambda: sources)
         loops.Loop(nothing).call(1)
+        return compile_loop.call_count
 
-    for sources in ("old", "new", "old", "new"):
-        run(sources)
-    assert compiled == ["old", "new"]
+    assert [n_compiled(sources) for sources in ("old", "new", "old", "new")] == [1, 2, 2, 2]
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:-50])
-    run("new")
-    run("new")
-    assert compiled == ["old", "new", "new"]
+    assert [n_compiled("new"), n_compiled("new")] == [3, 3]

@@ -27,6 +27,15 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 
+# As Qwen's: tools in the system's turn, calls and their results in marks.
+TOOL_TEMPLATE = """\
+{%- if tools %}tools: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role + ': ' + message.content }}
+{%- for call in message.tool_calls %}\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% if enable_thinking %}<think>\n{% endif %}{% endif %}"""
+
+
 class Server(NamedTuple):
     url: str
     process: subprocess.Popen[str]

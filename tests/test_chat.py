@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from helpers import SESSION_KV, Cli, n_cached, raises, text_of
+from serving import TOOL_TEMPLATE
 
 from edgekv import SamplingParams, Session
 from edgekv.engine.chat import Chat, answer_ids
@@ -230,11 +231,6 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     assert n_cached(session) == 0
 
 
-SPOKEN = """\
-{%- for tool in tools or () %}{{ tool | tojson }}\n{% endfor %}
-{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}
-{%- for call in message.tool_calls %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
-{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}<|assistant|>"""
 CLOCK = {"name": "clock", "parameters": {"properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}}
 TOOLS = [{"type": "function", "function": CLOCK}]
 
@@ -246,7 +242,7 @@ def calls(session: Session) -> SamplingParams:
     return SamplingParams(0.0, logit_bias=dict.fromkeys(braces, -100))
 
 
-@pytest.mark.parametrize("template", [SPOKEN, TAGGED.replace("eos_token", "''")])
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, TAGGED.replace("eos_token", "''")])
 def test_a_function_is_called(demo: Session, template: str, tmp_path: pathlib.Path) -> None:
     """By templates with and without tools: the call is data, its result is read, and a session file has both."""
     written = ChatTemplate(template, demo.require_tokenizer())

@@ -168,6 +168,7 @@ BAD = {
     "ls": "did you mean edgekv list?",
     "version": "did you mean edgekv --version?",
     "rnu": "did you mean run?",
+    "serve --port -1": "--port -1: accepted: 0 to 65535",
     "serve --port 99999": "--port 99999: accepted: 0 to 65535",
     "run --prompt x --ctx 64 --draft x": "--draft x",
     "run": "--prompt",

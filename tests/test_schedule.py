@@ -8,7 +8,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,35 +105,26 @@ def test_a_prompt_lets_tokens_go_first(decoder: Slow, schedule: BatchScheduler) 
         np.testing.assert_array_equal(asked.result(60)[0], [7, 7])
 
 
-@contextlib.contextmanager
-def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
-    """Starts n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_pause_is_one_pass(n: int, decoder: Slow, schedule: BatchScheduler) -> None:
+    """Texts ask for their next token as soon as they have one, and keep no prompt out."""
     ended = threading.Event()
 
     def write() -> None:
         while not ended.is_set():
             schedule.steps(decoder, [1], ())[0]
 
-    with concurrent.futures.ThreadPoolExecutor(n) as threads:
+    with concurrent.futures.ThreadPoolExecutor(n) as threads, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(ended.set)
         for _ in range(n):
             threads.submit(write)
-        try:
-            yield
-        finally:
-            ended.set()
-
-
-def test_a_pause_is_one_pass(decoder: Slow, schedule: BatchScheduler) -> None:
-    """Texts ask for their next token as soon as they have one, and keep no prompt out."""
-    for n in (1, 2):
-        with writers(schedule, decoder, n):
-            for _ in range(20):
-                with schedule.exclusive() as pause:
-                    passes = [len(decoder.passes)]
-                    while passes[-1] <= passes[0]:
-                        pause()
-                        passes.append(len(decoder.passes))
-                    assert max(np.diff(passes)) == 1
+        for _ in range(20):
+            with schedule.exclusive() as pause:
+                passes = [len(decoder.passes)]
+                while passes[-1] <= passes[0]:
+                    pause()
+                    passes.append(len(decoder.passes))
+                assert max(np.diff(passes)) == 1
 
 
 def test_who_does_not_come_is_not_waited_for(decoder: Slow, schedule: BatchScheduler) -> None:
@@ -185,9 +176,8 @@ class InterruptedThread:
         self._thread.join()
 
 
-@contextlib.contextmanager
-def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
-    """Has another thread read a prompt meanwhile."""
+def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchScheduler) -> None:
+    """The token waits while another thread reads a prompt."""
     reading, read = threading.Event(), threading.Event()
 
     def prompt() -> None:
@@ -195,18 +185,13 @@ def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
             reading.set()
             assert read.wait(60)
 
+    interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(prompt)
         assert reading.wait(60)
-        yield
+        with pytest.raises(KeyboardInterrupt), interrupted:
+            schedule.steps(decoder, [1], ())[0]
         read.set()
-
-
-def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchScheduler) -> None:
-    """The token waits while a prompt is read."""
-    interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
-    with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
-        schedule.steps(decoder, [1], ())[0]
     np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])
     assert decoder.passes == [[2]]
 

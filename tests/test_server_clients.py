@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Server, serving
-from test_server_tools import TEMPLATE
+from serving import TOOL_TEMPLATE, Server, serving
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("clients"), template=TEMPLATE) as running:
+    with serving(tmp_path_factory.mktemp("clients"), template=TOOL_TEMPLATE) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
-from serving import open_endpoints, openai_client
+from serving import TOOL_TEMPLATE, open_endpoints, openai_client
 
 from edgekv import Session
 from edgekv.engine.grammar import Grammar
@@ -19,14 +19,6 @@ from edgekv.server.prompts import KNOWN, RequestEncoder
 from edgekv.server.requests import ChatRequest, parse_request
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatTemplate
-
-# As Qwen's: tools in the system's turn, calls and their results in marks.
-TEMPLATE = """\
-{%- if tools %}tools: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}
-{%- for message in messages %}{{ message.role + ': ' + message.content }}
-{%- for call in message.tool_calls %}\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
-{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}
-{%- if add_generation_prompt %}{{ 'assistant: ' }}{% if enable_thinking %}<think>\n{% endif %}{% endif %}"""
 
 
 def tool(name: str, properties: Any, **more: Any) -> Any:
@@ -48,7 +40,7 @@ def named(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def client(demo: Session) -> Iterator[openai.OpenAI]:
-    with open_endpoints(demo, TEMPLATE) as http, openai_client(http) as client:
+    with open_endpoints(demo, TOOL_TEMPLATE) as http, openai_client(http) as client:
         yield client
 
 

@@ -38,8 +38,6 @@ def write_gguf(
     family, names = find_family(config), gguf_names(config)
 
     def fill(writer: gguf.GGUFWriter) -> None:
-        for key, value in (metadata or own_metadata(config)).items():
-            writer.add_key_value(key, value, KINDS[type(value)])
         if tokenizer:
             write_tokenizer(writer, folder)
         stacked: dict[Any, dict[str, Any]] = {}
@@ -56,11 +54,15 @@ def write_gguf(
         for name, factors in _rope_factors(config).items():
             writer.add_tensor(name, np.array(factors, np.float32))
 
-    return _write(path, family.architecture, fill)
+    return _write(path, family.architecture, metadata or own_metadata(config), fill)
 
 
-def _write(path: pathlib.Path, architecture: str, fill: Callable[[gguf.GGUFWriter], None]) -> pathlib.Path:
+def _write(
+    path: pathlib.Path, architecture: str, metadata: Mapping[str, Any], fill: Callable[[gguf.GGUFWriter], None]
+) -> pathlib.Path:
     writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, KINDS[type(value)])
     fill(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -150,12 +152,10 @@ def write_vocabulary(folder: pathlib.Path, fill: Callable[[gguf.GGUFWriter], Non
     """Writes a file with what ``fill`` writes, such as a tokenizer, and next to no model."""
 
     def fill_all(writer: gguf.GGUFWriter) -> None:
-        for key, value in own_metadata(golden_cases.LLAMA).items():
-            writer.add_key_value(key, value, KINDS[type(value)])
         fill(writer)
         writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
 
-    return _write(folder / "vocabulary.gguf", "llama", fill_all)
+    return _write(folder / "vocabulary.gguf", "llama", own_metadata(golden_cases.LLAMA), fill_all)
 
 
 def _write_sentencepiece(writer: gguf.GGUFWriter, path: pathlib.Path) -> None:
@@ -211,8 +211,6 @@ def write_k_quants(
     rng, names, found = np.random.default_rng(0), gguf_names(config), dict[str, np.ndarray]()
 
     def fill(writer: gguf.GGUFWriter) -> None:
-        for key, value in own_metadata(config).items():
-            writer.add_key_value(key, value, KINDS[type(value)])
         stacked: dict[Any, dict[str, Any]] = {}
         for tensor, shape in architecture(config).tensors().items():
             if len(shape) == 1:
@@ -228,4 +226,5 @@ def write_k_quants(
         for each, tensors in stacked.items():
             _add(writer, tensors, each)
 
-    return _write(folder / "k.gguf", find_family(config).architecture, fill), found["down_proj"]
+    path = _write(folder / "k.gguf", find_family(config).architecture, own_metadata(config), fill)
+    return path, found["down_proj"]

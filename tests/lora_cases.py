@@ -34,20 +34,12 @@ class LoraCase:
         return int(next(ranks, self.config["r"]))
 
 
+RANKS = {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 3}
+PATTERNS = {"rank_pattern": RANKS, "alpha_pattern": {"layers.0.mlp.up_proj": 12, "o_proj": 3}}
+SCALED = {"r": 4, "lora_alpha": 6, "use_rslora": True} | PATTERNS
 CASES = {
     "llama": LoraCase("llama31", ALL, {"r": 4, "lora_alpha": 8}),
-    "llama-patterns": LoraCase(
-        "llama2-gqa",
-        (*ALL, "lm_head"),
-        {
-            "r": 4,
-            "lora_alpha": 6,
-            "use_rslora": True,
-            "rank_pattern": {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 3},
-            "alpha_pattern": {"layers.0.mlp.up_proj": 12, "o_proj": 3},
-        },
-        scale=0.5,
-    ),
+    "llama-patterns": LoraCase("llama2-gqa", (*ALL, "lm_head"), SCALED, scale=0.5),
     "gpt2": LoraCase(
         "gpt2", ("c_attn", "mlp.c_fc", "mlp.c_proj"), {"r": 3, "lora_alpha": 6, "fan_in_fan_out": True}
     ),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from helpers import HAS_PAPERS, SCHEMES
 from kernel_cases import CODECS, EITHER_WAY, blank, normal
@@ -20,8 +19,8 @@ from edgekv.kernels.interface import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.policies import FullCache, SinkWindowCache
+from edgekv.types import F32, I64
 
-F32 = npt.NDArray[np.float32]
 PLANES = {"key_scale": 0.9, "seed": 0}
 
 
@@ -157,7 +156,7 @@ def packed(p: Problem, pair: tuple[Codec, Codec], rng: np.random.Generator) -> t
     return filled(pair[0], keys), filled(pair[1], normal(rng, p.g, p.length, p.d))
 
 
-def visible(p: Problem, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def visible(p: Problem, end: int) -> tuple[I64, I64]:
     hi = np.arange(end - p.n + 1, end + 1, dtype=np.int64)
     return np.maximum(hi - (p.sliding_window or end), 0), hi
 

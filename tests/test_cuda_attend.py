@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from cuda_cases import OnDevice
 from kernel_cases import CODECS, blank, normal, pairs
@@ -24,6 +23,7 @@ from edgekv.papers.h1b.codec import SignSketch
 from edgekv.papers.int4 import Int4, Symmetric4
 from edgekv.papers.kivi import KiviKeys, KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
+from edgekv.types import F32
 
 Pair = tuple[Codec, Codec]
 CAPACITY = 192
@@ -37,7 +37,7 @@ def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, in
     def of(bits: int | list[int], g: int) -> int | list[int]:
         return bits if isinstance(bits, int) else bits[:g]
 
-    def spread(g: int, d: int) -> npt.NDArray[np.float32]:
+    def spread(g: int, d: int) -> F32:
         return np.exp2(np.random.default_rng(2).uniform(-1, 1, (g, d))).astype(np.float32)
 
     return lambda g, n, d: (

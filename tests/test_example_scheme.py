@@ -1,6 +1,7 @@
 """The package in examples/scheme_package: a scheme that edgekv has never heard of, used everywhere by its name."""
 
 import ast
+import functools
 import io
 import json
 import pathlib
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers import Cli, raises
+from helpers import Cli, raises, text
 from serving import DEMO, ROOT
 
 import edgekv
@@ -22,6 +23,7 @@ from edgekv.kvcache import registry, schemes
 from edgekv.plugin import Geometry, KVCache, Workspace
 
 PACKAGE = ROOT / "examples" / "scheme_package"
+generated = functools.partial(text, sampling=SamplingParams(0.0))
 
 
 def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
@@ -58,10 +60,6 @@ def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table[1] == registry.ENTRY_POINTS
     install(tmp_path, monkeypatch, table[2].replace('"', ""))
     monkeypatch.syspath_prepend(str(PACKAGE))
-
-
-def generated(session: Session, prompt: str | list[int], n: int) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=SamplingParams(0.0))]
 
 
 @pytest.mark.usefixtures("installed")
@@ -138,9 +136,9 @@ def test_on_the_command_line(tmp_path: pathlib.Path, cli: Cli, monkeypatch: pyte
     run = ["run", "--ctx", "256", "--max-new-tokens", "12", "--session", str(kept)]
     assert "kv bf16" in cli(*run, "--kv", "bf16", "--prompt", "It was a dark night").err
     cli(*run)
-    text = tmp_path / "text"
-    text.write_text("The old man walked along the road to the village, and the rain fell. " * 12)
-    command = ["eval", "--text", str(text), "--kv", "bf16", "--ctx", "128"]
+    book = tmp_path / "text"
+    book.write_text("The old man walked along the road to the village, and the rain fell. " * 12)
+    command = ["eval", "--text", str(book), "--kv", "bf16", "--ctx", "128"]
     cli(*command, "--json", tmp_path / "facts")
     (ours,) = json.loads((tmp_path / "facts").read_text())["results"]
     assert ours["kv"] == "bf16:rounding=nearest"

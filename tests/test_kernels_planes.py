@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from kernel_cases import add_values, assert_close, normal
 
 from edgekv.codecs import planes
 from edgekv.codecs.planes import GAUSS_STEP, N_CENTRES, N_GROUPS, RUN, CentredPlanes, InterleavedValues
 from edgekv.kernels import cpu, reference
+from edgekv.types import F32, F64, U8, U16
 
-F64 = npt.NDArray[np.float64]
 SHAPE = 2, 192, 128  # heads, tokens, channels
 
 
-def half(bits: npt.NDArray[np.uint16]) -> F64:
+def half(bits: U16) -> F64:
     return bits.view(np.float16).astype(float)
 
 
@@ -29,7 +28,7 @@ def bound(codec: Any) -> Any:
     return codec
 
 
-def filled(bits: int) -> tuple[CentredPlanes, npt.NDArray[np.float32]]:
+def filled(bits: int) -> tuple[CentredPlanes, F32]:
     """Returns keys with a drift that centres take, and what the centres left of them, rotated."""
     rng, (g, n, d) = np.random.default_rng(bits), SHAPE
     factors = np.exp2(rng.integers(-1, 2, (g, d))).astype(np.float32)
@@ -59,7 +58,7 @@ def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
     assert not codes[:, [0, 3]].any()
 
 
-def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) -> F64:
+def decoded_centres(codes: U8, step: U16) -> F64:
     """Returns the centre of each token, (G, cap, D)."""
     rows = (np.concatenate([codes & 15, codes >> 4], axis=3) - 7.5) * half(step)[..., None]
     both = rows[:, :, :1] + rows[:, :, 1:]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_WAY, assert_close, normal, pairs
 
 from edgekv.kernels import cpu, reference
+from edgekv.types import F32, F64
 
-F64 = npt.NDArray[np.float64]
 NONE = np.empty(0, np.float32)
 HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
 EPS = 1e-6
@@ -21,7 +20,7 @@ def rotate_half(x: F64) -> F64:
     return np.concatenate([-x2, x1], axis=-1)
 
 
-def expected_head(x: F64, cos: F64, sin: F64, norm: npt.NDArray[np.float32]) -> F64:
+def expected_head(x: F64, cos: F64, sin: F64, norm: F32) -> F64:
     """Computes transformers' Qwen3 head: RMS norm, then RoPE on the first 2 * len(cos) elements."""
     if norm.size:
         x = x / np.sqrt((x**2).mean() + EPS) * norm
@@ -30,7 +29,7 @@ def expected_head(x: F64, cos: F64, sin: F64, norm: npt.NDArray[np.float32]) -> 
     return np.concatenate([rotated, rest])
 
 
-def outputs(h: int, g: int, n: int, d: int, contiguous: bool) -> list[npt.NDArray[np.float32]]:
+def outputs(h: int, g: int, n: int, d: int, contiguous: bool) -> list[F32]:
     """Returns poisoned q, k, v, or the middle tokens of longer ones, as a prompt's chunks are."""
     if contiguous:
         return [np.full((heads, n, d), np.nan, np.float32) for heads in (h, g, g)]

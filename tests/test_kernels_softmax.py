@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_WAY, assert_close, pairs
 
 from edgekv.kernels import cpu, reference
+from edgekv.types import I64
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 COLUMNS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 513)
 
 
-def ranges(m: int, columns: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def ranges(m: int, columns: int) -> tuple[I64, I64]:
     """A range per row: all columns, causal ones, an inner one, an empty one."""
     lo, hi = np.zeros(m, np.int64), np.arange(columns - m + 1, columns + 1).clip(0)
     lo[1::3] = columns // 3

@@ -8,7 +8,7 @@ from typing import Any
 import cache_cases
 import numpy as np
 import pytest
-from cache_cases import BACKENDS, attend_last, relative
+from cache_cases import BACKENDS, attend_last, read, relative
 from kernel_cases import blank, pairs
 
 from edgekv.codecs.planes import CentredPlanes, InterleavedValues
@@ -39,14 +39,9 @@ def quantized(
     """Quantizes one span by equations 7-9, rounded to the nearest level instead of down."""
     sides = []
     for x, share in ((k, ranges[0]), (v, ranges[1])):
-        part = {
-            "layer": lambda x=x: (np.stack([k, v]), None),
-            "tensor": lambda x=x: (x, None),
-            "head": lambda x=x: (x, (1, 2)),
-            "head+token": lambda x=x: (x, 2),
-            "channel": lambda x=x: (x, 1),
-        }[group]()
-        low, high = (np.quantile(part[0], a, axis=part[1]) for a in (quantile, 1 - quantile))
+        axis = {"layer": None, "tensor": None, "head": (1, 2), "head+token": 2, "channel": 1}[group]
+        of = np.stack([k, v]) if group == "layer" else x
+        low, high = (np.quantile(of, a, axis=axis) for a in (quantile, 1 - quantile))
         low, high = ((low + high + side * (high - low)) / 2 for side in (-share, share))
         scale = (high - low) / (2**bits - 1)
         low, scale = (np.asarray(end, np.float16).astype(float) for end in (low, scale))
@@ -121,8 +116,7 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
         cache.mark_images(SPANS)
         done, attended = 0, []
         for n in sizes:
-            part = slice(done, done + n)
-            attended.append(cache.attend(q[:, part], k[:, part], v[:, part]).copy())
+            attended.append(read(cache, (q, k, v), done, done + n))
             done += n
         outputs.append((np.concatenate(attended, 1), cache.attend(q[:, 300:], k[:, 300:], v[:, 300:]).copy()))
     prefilled = make("visual1:quantile=0.2")
@@ -147,16 +141,10 @@ def test_a_second_prompt_may_mark_too() -> None:
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
-@pytest.mark.parametrize(
-    ("group", "ends"),
-    [
-        ("layer", 1),
-        ("tensor", 1),
-        ("head", KV_HEADS),
-        ("head+token", KV_HEADS * 60),
-        ("channel", KV_HEADS * HEAD_DIM),
-    ],
-)
+ENDS = {"layer": 1, "tensor": 1, "head": KV_HEADS, "head+token": 60 * KV_HEADS, "channel": KV_HEADS * HEAD_DIM}
+
+
+@pytest.mark.parametrize(("group", "ends"), ENDS.items())
 def test_bytes(group: str, ends: int) -> None:
     """A span takes its own bytes, the rest of the context text's; an incomplete span has f16 copies."""
     bits, capacity, n_bytes = 3, 320, -(-HEAD_DIM // 8)

@@ -13,6 +13,7 @@ from types import ModuleType
 import golden_cases
 import numpy as np
 import pytest
+from helpers import text
 from serving import DEMO, ROOT
 
 from edgekv import SamplingParams, Session
@@ -34,7 +35,7 @@ def minimal() -> ModuleType:
 def greedy(folder: pathlib.Path, ids: list[int], n: int) -> list[int]:
     """Returns the engine's tokens from float32 weights."""
     with Session.load(folder, kv="dense", ctx=len(ids) + n, weights="f32") as session:
-        return [step.token for step in session.generate(ids, max_new_tokens=n, sampling=SamplingParams(0.0))]
+        return text(session, ids, n, sampling=SamplingParams(0.0))
 
 
 def written(minimal: ModuleType, folder: pathlib.Path, ids: list[int], n: int, exact: bool) -> list[int]:
@@ -44,9 +45,9 @@ def written(minimal: ModuleType, folder: pathlib.Path, ids: list[int], n: int, e
 
 
 def test_it_stands_alone() -> None:
-    text = PATH.read_text()
-    assert len(text.splitlines()) <= 400
-    assert not re.search(r"^\s*(from|import) edgekv", text, re.MULTILINE)
+    source = PATH.read_text()
+    assert len(source.splitlines()) <= 400
+    assert not re.search(r"^\s*(from|import) edgekv", source, re.MULTILINE)
 
 
 def test_the_demo_models_text_is_the_engines(minimal: ModuleType) -> None:
@@ -100,7 +101,7 @@ def test_packed_scores_and_sums(minimal: ModuleType) -> None:
 def test_its_command_line() -> None:
     command = [sys.executable, str(PATH), str(DEMO), "Once upon a time", "150", "--temperature", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    text, _, report = done.stdout.rstrip().rpartition("\n")
-    assert len(text) > 100
+    answer, _, report = done.stdout.rstrip().rpartition("\n")
+    assert len(answer) > 100
     used, f16 = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:bytes|in float16)", report))
     assert used < f16

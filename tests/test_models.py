@@ -6,7 +6,7 @@ import pathlib
 import golden_cases
 import numpy as np
 import pytest
-from helpers import n_cached
+from helpers import n_cached, text
 from safetensors.numpy import save_file
 
 from edgekv import Session
@@ -37,8 +37,7 @@ def test_logits_and_text_are_those_of_transformers(name: str, device: str, tmp_p
         session.reset()
         expected = GOLDEN[f"{name}/greedy"].tolist()
         prompt = tokens[: golden_cases.N_TOKENS - len(expected)]
-        steps = session.generate(prompt, max_new_tokens=len(expected), temperature=0.0)
-        assert [step.token for step in steps] == expected
+        assert text(session, prompt, len(expected)) == expected
 
 
 def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
@@ -82,13 +81,12 @@ def test_a_prompt_in_chunks_is_one(name: str, tmp_path: pathlib.Path, monkeypatc
 @pytest.mark.parametrize(("name", "outer"), [("gemma3-options", "gemma3"), ("ministral3", "mistral3")])
 def test_the_decoder_of_a_model_that_sees(name: str, outer: str, tmp_path: pathlib.Path) -> None:
     """Text alone is read from it: config.json and tensors as they are published."""
-    text = golden_cases.CASES[name]
     arrays = {f"language_model.{tensor}": array for tensor, array in golden_cases.tensors(name).items()}
     arrays["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
     arrays["multi_modal_projector.norm.weight"] = np.ones(4, np.float32)
-    config = {"model_type": outer, "image_token_index": 9, "text_config": text, "vision_config": {}}
+    config = {"model_type": outer, "image_token_index": 9, "vision_config": {}}
     save_file(arrays, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": golden_cases.CASES[name]}))
     session = Session.load(tmp_path, kv="dense:dtype=f32", weights="f32")
     logits = session.logits(golden_cases.tokens(name))
     np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
@@ -113,8 +111,7 @@ def test_published_logits_of_a_random_gpt2(shared: pathlib.Path, tmp_path: pathl
         prompts.append(session.logits(ids))
         decoded.append(session.logits([int(prompts[-1][-1].argmax())])[0])
         session.reset()
-        steps = session.generate(ids, max_new_tokens=10 - len(ids), temperature=0.0)
-        assert ids + [step.token for step in steps] == greedy
+        assert ids + text(session, ids, 10 - len(ids)) == greedy
     for parts, name in ((prompts, "prompt"), (decoded, "decode1")):
         every_200th = np.concatenate([part.ravel() for part in parts])[::200]
         published = golden[f"{name}_logits_stride200"]

@@ -69,17 +69,9 @@ def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]
     return form.decode({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
 
 
-SIZES = [
-    (1, OUTPUTS, 32),
-    (1, 7, 288),
-    (3, 13, 100),
-    (GEMV_ROWS, 41, 515),
-    (GEMV_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
-    (GEMV_ROWS + 1, PANEL, 128),
-    (13, PANEL + 5, STRETCH),
-    (17, 3 * PANEL + 1, STRETCH + 160),
-    (70, 2 * PANEL, 2 * STRETCH + 33),
-]
+SIZES = [(1, OUTPUTS, 32), (1, 7, 288), (3, 13, 100), (GEMV_ROWS, 41, 515)]
+SIZES += [(GEMV_ROWS + 1, PANEL - 1, 96), (GEMV_ROWS + 1, PANEL, 128)]  # too few outputs for a panel, and enough
+SIZES += [(13, PANEL + 5, STRETCH), (17, 3 * PANEL + 1, STRETCH + 160), (70, 2 * PANEL, 2 * STRETCH + 33)]
 SHIFTED = [(layout, "offsets") for layout in PRODUCTS if layout.has_corrections]
 SHIFTED += [(layout, "zeros") for layout, _ in SHIFTED if layout.bits == 4]
 KINDS = [*((layout, None) for layout in PRODUCTS), *SHIFTED]

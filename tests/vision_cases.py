@@ -8,18 +8,17 @@ from typing import Any
 
 import golden_cases
 import numpy as np
-import numpy.typing as npt
 import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
 from edgekv.models import architecture
+from edgekv.types import F32, U8
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-F32 = npt.NDArray[np.float32]
 IMAGE_TOKEN, SIDE, PATCH, D_VISION = 95, 24, 6, 20
 N_TOKENS = (SIDE // PATCH) ** 2  # per image
 TEXT = golden_cases.LLAMA | {"num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -47,7 +46,7 @@ SIZES = ((50, 41), (23, 90), (24, 24), (7, 5))  # height, width
 PROMPT = (1, 17, 4, IMAGE_TOKEN, 9, IMAGE_TOKEN, 33, 34, 60)
 
 
-def pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
+def pixels(height: int, width: int) -> U8:
     """Draws a random image of smooth and of sharp parts."""
     rng = np.random.default_rng(1000 * height + width)
     coarse = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3))

@@ -337,11 +337,10 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     hidden.write_text('{"model_type": "bert"}')
     (cache / "models--broken--one").write_text("no folder")
     (cache / "models--org--link").symlink_to(files)
-    (cache / "models--org--loop" / "snapshots").mkdir(parents=True)
-    (cache / "models--org--loop" / "snapshots" / "x").symlink_to("x")
-    stores = home.parent / "cache" / "edgekv" / "stores"
-    (stores / "damaged-int8-v1").mkdir()
-    (stores / "random-0-q4-v1").mkdir()
+    loop, stores = cache / "models--org--loop" / "snapshots", home.parent / "cache" / "edgekv" / "stores"
+    for folder in (loop, stores / "damaged-int8-v1", stores / "random-0-q4-v1"):
+        folder.mkdir(parents=True)
+    (loop / "x").symlink_to("x")
     shape = {"name": "random-0", "weights": "q4", "config": {"_name_or_path": "org/7b"}}
     (stores / "random-0-q4-v1" / "store.json").write_text(json.dumps(shape))
 
@@ -357,8 +356,8 @@ def test_list_and_rm(demo: Repository, home: pathlib.Path, here: Run, monkeypatc
     rest = {name for name, _ in found if not name.startswith("some/")}
     assert rest <= {"kernels", "gguf", "gates", "bits", "random-0"}
     assert ("random-0", "random weights as q4, shape org/7b") in found
-    text = here(hub, "list").out
-    assert all(name in text for name, _ in found)
+    said = here(hub, "list").out
+    assert all(name in said for name, _ in found)
     for names in ("some/demo some/GUF:Q4_0", "org/bert", "org/link", "../hub", "stores", "scenes"):
         here(hub, "rm", *names.split(), status=2)
     assert listed() == found

@@ -125,16 +125,14 @@ def trickle(server: Server, begin: bytes, more: bytes, reads: bool = True) -> by
     with connect(server) as client, contextlib.suppress(ConnectionError):
         client.sendall(begin)
         client.settimeout(0.5)
-        while time.monotonic() < deadline:
+        piece = b"none yet"
+        while piece:
+            assert time.monotonic() < deadline, "the server still listens"
             with contextlib.suppress(TimeoutError):
                 client.sendall(more)
-                piece = client.recv(4096) if reads else b"not read"
-                answer += piece if reads else b""
-                if not piece:
-                    return answer
-    if time.monotonic() < deadline:
-        return answer
-    raise AssertionError("the server still listens")
+                if reads:
+                    answer += (piece := client.recv(4096))
+    return answer
 
 
 def test_who_sends_or_reads_too_slowly_is_cut_off(server: Server) -> None:

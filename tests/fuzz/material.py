@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -68,17 +69,16 @@ class Material:
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
         self.packed.append(packed_cases.write_mxfp4(folder / "mxfp4")[0])
         self.talker = tiny_models.write("mixtral", folder / "talker")
-        self.lasting = []
-        for source in (self.llama, self.gpt2, *self.families):
-            self.lasting.append(_with_positions(source, folder / "lasting" / source.name))
-        self.gguf = []
-        for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"):
-            self.gguf.append(gguf_writer.write_gguf(self.llama, folder / f"{kind}.gguf", kind, tokenizer=False))
+        sources = self.llama, self.gpt2, *self.families
+        self.lasting = [_with_positions(source, folder / "lasting" / source.name) for source in sources]
+        write = functools.partial(gguf_writer.write_gguf, tokenizer=False)
+        kinds = "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"
+        self.gguf = [write(self.llama, folder / f"{kind}.gguf", kind) for kind in kinds]
         for kind in ("Q4_K", "Q5_K", "Q6_K"):
             self.gguf.append(gguf_writer.write_k_quants(folder, kind)[0].rename(folder / f"{kind}.gguf"))
         for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
             checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)
-            self.gguf.append(gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf", "Q8_0", tokenizer=False))
+            self.gguf.append(write(checkpoint, folder / f"{name}.gguf", "Q8_0"))
         self.byte_pairs = folder / "byte-pairs"
         self.byte_pairs.mkdir()
         library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "Ġ": 3}, [("a", "b")]))
@@ -98,19 +98,17 @@ class Material:
         Of each scheme, and of models with layers that do not attend.
         """
         self.loaded, self.compiled = self._longer(self.llama, folder / "longer")
-        self.sessions: list[Saved] = []
-        self.recurrent_sessions: list[Saved] = []
-        for kv in self.schemes:
-            self.sessions.append(_saved((self.loaded, self.compiled), kv, folder / "session"))
-        for name in ("lfm2-options", "qwen3_5")[: 1 + self.of_all]:
-            models = self._longer(folder / name, folder / f"{name}-longer")
-            self.recurrent_sessions.append(_saved(models, "onebit", folder / "session"))
 
-        self.family_sessions = []
+        def saved(name: str, kv: str) -> Saved:
+            return _saved(self._longer(folder / name, folder / f"{name}-longer"), kv, folder / "session")
+
+        llamas = self.loaded, self.compiled
+        self.sessions = [_saved(llamas, kv, folder / "session") for kv in self.schemes]
+        recurrent = ("lfm2-options", "qwen3_5")[: 1 + self.of_all]
+        self.recurrent_sessions = [saved(name, "onebit") for name in recurrent]
         cases = (("gemma2", "kivi2"), ("gemma3-v5-parameters", "planes"), ("gpt-oss", "onebit"))
-        for name, kv in cases if self.of_all else cases[:1]:
-            models = self._longer(folder / name, folder / f"{name}-longer")
-            self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", folder / "session"))
+        cases = cases if self.of_all else cases[:1]
+        self.family_sessions = [saved(name, f"{kv}:residual_length=16") for name, kv in cases]
 
     def _uses(self, folder: pathlib.Path) -> None:
         """Fills a cache folder with all that is remembered, and compiles what cases use."""
@@ -119,20 +117,16 @@ class Material:
                 list(session.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))
         self.cache = folder / "cache"
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.cache)):
-            with (
-                mock.patch.object(threads, "FEW_CORES", 0),
-                Session.load(self.talker, kv="planes", weights="int4"),
-            ):
-                pass
+            with mock.patch.object(threads, "FEW_CORES", 0):
+                Session.load(self.talker, kv="planes", weights="int4").close()
             Session.load(self.gguf[0], ctx=16).close()
             verdict = Verdict(Quality("kivi2", 1, *[1.0] * 6, 1, 1, 1.0, ()), None, ("KL 1, more than 0.05",))
             Verdicts(Model.open(self.talker)).remember(CacheSpec.parse("kivi2"), verdict, {"text": "x"})
 
     def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
         """Opens a model with CTX positions, on the reference and on the CPU."""
-        longer = _with_positions(source, folder)
-        loaded, compiled = (Session.load(longer, weights="f32", device=on, threads=1) for on in ("numpy", "cpu"))
-        return loaded, compiled
+        load = functools.partial(Session.load, _with_positions(source, folder), weights="f32", threads=1)
+        return load(device="numpy"), load(device="cpu")
 
     def _images(self, folder: pathlib.Path) -> None:
         """Encodes a picture in every format that is read."""

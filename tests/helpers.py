@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgekv import EdgeKVError, Session
 from edgekv.engine.runner import Spans
 from edgekv.kvcache import schemes
+from edgekv.types import F32
 
 Cli = Callable[..., Any]
 """The fixture `cli`: arguments of a command, and its status if it is not 0, to what it printed."""
@@ -39,6 +41,12 @@ def text(session: Session, prompt: Any, n: int = 12, **options: Any) -> list[int
     """Returns the tokens of an answer, greedy unless ``sampling`` is given."""
     options = options if "sampling" in options else {"temperature": 0.0, **options}
     return [step.token for step in session.generate(prompt, max_new_tokens=n, **options)]
+
+
+def divergence(exact: F32, other: F32) -> float:
+    """Returns the mean KL of two sets of logits (rows, vocabulary)."""
+    p, q = (x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True)) for x in (exact, other))
+    return float((np.exp(p) * (p - q)).sum(1).mean())
 
 
 def text_of(steps: Iterable[Any]) -> str:

@@ -103,14 +103,6 @@ def pairs(**axes: Collection[Any]) -> list[tuple[Any, ...]]:
     return [tuple(values[i][case[i]] for i in range(len(n))) for case in cases]
 
 
-def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **parameters: Any) -> Any:
-    """Returns a codec over given arrays, not initialised; shape is (n_kv_heads, capacity, head_dim)."""
-    made: Any = object.__new__(CODECS[kind])
-    made.n_kv_heads, made.capacity, made.head_dim = shape
-    vars(made).update(arrays=arrays, kernels=reference, **parameters)
-    return made
-
-
 def backend_module(backend: Any, kind: str) -> Any:
     """Returns a backend's module beside a kind of codec; NumPy's may be the codec's own."""
     package, name = CODECS[kind].backends["cpu"].rpartition(".")[0], backend.__name__.rpartition(".")[2]

@@ -57,6 +57,13 @@ def fake_cupy(zeros: Any = np.zeros, nvrtc: Any = lambda: (12, 9)) -> Any:
     return SimpleNamespace(cuda=cuda, zeros=zeros, RawModule=None)
 
 
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A CuPy that is installed, with a device of 1 GiB."""
+    monkeypatch.setitem(sys.modules, "cupy", made := fake_cupy())
+    return made
+
+
 def failing(message: str) -> Any:
     def fail(*arguments: Any, **options: Any) -> None:
         raise FakeError(message)
@@ -84,21 +91,16 @@ def test_what_is_missing_is_named(cupy: Any, said: tuple[str, ...], monkeypatch:
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
 
 
-def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy()
+def test_too_little_device_memory_is_found_before_loading(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy.cuda.runtime.memGetInfo = lambda: (1 << 20, 4 << 30)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
     with raises(MemoryBudgetError, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`"):
         Session.load(shipped_model("demo"), device="cuda")
 
 
-def test_blocks_of_a_gguf_file_need_what_they_take_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_blocks_of_a_gguf_file_take_more_there(cupy: Any, monkeypatch: Any, tmp_path: pathlib.Path) -> None:
     """Q2_K's 2.6 bits for a weight are 9 there, 8 and a scale: the GPU has room for the former alone."""
     path, loads = write_k_quants(tmp_path, "Q2_K")[0], dict[str, Any](kv="f16", ctx=8)
-    monkeypatch.setitem(sys.modules, "cupy", cupy := fake_cupy())
     monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
     free = sum(SessionPlan.make(Model.open(path), **loads).parts().values())
     cupy.cuda.runtime.memGetInfo = lambda: (free, 4 << 30)
@@ -114,8 +116,8 @@ def test_schemes_without_kernels_are_refused(name: str) -> None:
     assert resolve_device("auto", CacheSpec.parse(name)) == "cpu"
 
 
-def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+@pytest.mark.usefixtures("cupy")
+def test_auto_is_the_gpu_where_there_is_one() -> None:
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cuda"
     assert resolve_device("cpu", CacheSpec.parse("dense")) == "cpu"
     for family, device in (("llama1", "cuda"), ("mixtral", "cpu"), ("lfm2", "cpu")):
@@ -126,10 +128,8 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
         find_device("tpu")
 
 
-def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy()
+def test_the_log_of_a_kernel_that_does_not_compile_is_kept(cupy: Any) -> None:
     cupy.RawModule = failing("layers.cu(3): error: what is this?\n1 error detected")
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     driver, log = cupy_driver.Driver(), cupy_driver.cache_root() / "cuda-compile.log"
     with raises(ConfigError, "layers.cu", log, "device='cpu'"):
         driver.launch(Launch(Program(("layers",)), "softmax", (1,), 256))
@@ -140,9 +140,7 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     ("text", "kind"),
     [("CUDA_ERROR_OUT_OF_MEMORY: out of memory", MemoryError), ("CUDA_ERROR_INVALID_VALUE", RuntimeError)],
 )
-def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
-    cupy = fake_cupy()
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+def test_too_little_memory_for_a_launch(cupy: Any, text: str, kind: type[Exception]) -> None:
     driver, launch = cupy_driver.Driver(), Launch(Program(("layers",)), "softmax", (1,), 256)
     cupy.RawModule = lambda **_: SimpleNamespace(get_function=lambda name: failing(text))
     with pytest.raises(kind, match=text.split(":")[0]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_cases import attention
 from cuda_cases import OnDevice
-from kernel_cases import Case, blank, codec, generator, normal, quantize_numpy
+from kernel_cases import Case, blank, bound, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
 from edgekv.kernels.arrays import to_host
@@ -18,6 +18,7 @@ from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
+from edgekv.papers.h1b.codec import SignSketch
 from edgekv.papers.kivi import KiviValues
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.papers.quest import PageIndex
@@ -106,9 +107,8 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     )[1]
     q = normal(rng, case.g, rows, bits)
     device.check("pack_sign_rows", q, kind="signs")
-    tau, projection = rng.random((case.g, rows), np.float32) + 1, normal(rng, bits, case.d)
-    shape = case.g, case.capacity, case.d
-    keys = codec("signs", shape, {"signs": codes}, bits=bits, tau=tau, projection=projection)
+    keys = bound(SignSketch(case.g, case.capacity, case.d, bits, 0), signs=codes)
+    keys.tau = rng.random((case.g, rows), np.float32) + 1
     q = normal(rng, case.g, case.m, case.d)
     device.check_scores(keys, q, case.t0, case.t1, np.full((case.g, case.m, case.length + 5), np.nan, np.float32))
     device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
@@ -226,12 +226,8 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np
 @pytest.mark.parametrize(
     ("n_heads", "n_kv_heads", "n", "earlier", "head_dim", "window"),
     [
-        (2, 1, 130, 0, 64, None),
-        (1, 1, 70, 61, 128, None),
-        (2, 2, 100, 0, 24, 20),
-        (1, 1, 40, 100, 80, 33),
-        (2, 1, 35, 0, 256, None),
-        (1, 1, 9, 30, 7, 1),
+        *((2, 1, 130, 0, 64, None), (1, 1, 70, 61, 128, None), (2, 2, 100, 0, 24, 20)),
+        *((1, 1, 40, 100, 80, 33), (2, 1, 35, 0, 256, None), (1, 1, 9, 30, 7, 1)),
     ],
 )
 def test_attention_in_tiles(

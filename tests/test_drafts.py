@@ -44,7 +44,8 @@ class Scripted(NGramDrafts):
         self.seen.append((n_checked, n_right))
 
 
-def use_drafts(session: Session, drafts: NGramDrafts | None) -> None:
+def reset(session: Session, drafts: NGramDrafts | None) -> None:
+    session.reset()
     session._runner.drafts = drafts
 
 
@@ -84,8 +85,7 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     session = Session.load(model, kv=kv, weights="f32")
     plain = text(session, prompt, 40, sampling=sampling)
     state = n_cached(session), list(session.tokens), session.last_sampler.state()
-    session.reset()
-    use_drafts(session, Scripted(plain))
+    reset(session, Scripted(plain))
     drafted = text(session, prompt, 40, sampling=sampling)
     assert drafted == plain
     assert (n_cached(session), session.tokens, session.last_sampler.state()) == state
@@ -107,8 +107,7 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights=weights)
     prompt = golden_cases.tokens(case)[:10]
     plain = text(session, prompt, 20)
-    session.reset()
-    use_drafts(session, Scripted(plain))
+    reset(session, Scripted(plain))
     assert text(session, prompt, 20) == plain
     assert (session.report().drafts.accepted > 0) == (case != "phi3-longrope")
 
@@ -118,8 +117,7 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
     session = Session.load(model, weights="f32", ctx=30, overflow=overflow)
     texts = []
     for drafts in (None, NGramDrafts()):
-        session.reset()
-        use_drafts(session, drafts)
+        reset(session, drafts)
         texts.append(text(session, [1, 2, 3, 1, 2], 50))
         assert n_cached(session) <= 30
     assert texts[0] == texts[1]
@@ -130,8 +128,7 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, weights="f32")
     plain = text(session, prompt, 12)
-    session.reset()
-    use_drafts(session, Scripted(plain))
+    reset(session, Scripted(plain))
     steps = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     first = [step.token for step in itertools.islice(steps, 2)]
     assert n_cached(session) > len(prompt) + 1  # drafts beyond the first token
@@ -155,8 +152,7 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
 def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32")
     plain = text(session, [1, 2, 3], 12)
-    session.reset()
-    use_drafts(session, Scripted(plain))
+    reset(session, Scripted(plain))
     steps = list(session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0))
     report = session.report()
     assert sum(report.decode_latencies_s) == pytest.approx(sum(step.latency_s for step in steps[1:]))

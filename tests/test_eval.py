@@ -206,9 +206,7 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
         Verdicts(model, tmp_path / "file").remember(spec, judge(QUALITY, None, GateLimits()), {})
 
 
-def test_a_new_version_or_a_damaged_file_must_be_gated_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_new_or_damaged_is_gated_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
     gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None

@@ -113,9 +113,7 @@ def test_a_session_is_restored(device: str, tmp_path: pathlib.Path, monkeypatch:
     assert generated(exact, "It was a dark night", 15) == first
 
 
-def test_its_session_without_the_package(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_its_session_without_the_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(PACKAGE))
         import edgekv_bf16

@@ -14,7 +14,6 @@ from helpers import raises
 
 from edgekv import Session
 from edgekv.engine.cuda import CudaBackend
-from edgekv.engine.loading import resolve_device
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.kernels.arrays import to_host
@@ -102,11 +101,10 @@ def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:
         low_rank(arch, {tensor: None})  # type: ignore[dict-item]
 
 
-def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:
+def test_cuda_refuses_them(tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint("mixtral", tmp_path))
     with raises(ConfigError, field="device"):
         CudaBackend.decoder(model, model.weight_format("f32"), 8, 1, None)
-    assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
 
 
 def routed(logits: np.ndarray, k: int, renormalized: bool) -> tuple[list[list[int]], np.ndarray]:

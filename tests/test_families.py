@@ -251,9 +251,7 @@ def test_drafts(name: str, loaded: Loaded, folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_a_lora_beside_the_weights(
-    name: str, folder: Folder, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lora_beside(name: str, folder: Folder, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the merged weights, and without it those of the model."""
     case = lora_cases.LoraCase(name, ("proj", "w1", "w2", "w3"), {"r": 4, "lora_alpha": 8})
     monkeypatch.setitem(lora_cases.CASES, "own", case)

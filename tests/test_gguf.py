@@ -277,9 +277,7 @@ def test_experts_of_other_architectures_are_refused(tmp_path: pathlib.Path) -> N
         Model.open(write_gguf(folder, tmp_path / "model.gguf", metadata=metadata))
 
 
-def test_other_blocks_are_quantized_again_and_it_is_said(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_blocks_are_quantized_again(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, expected = write_k_quants(tmp_path, "Q5_1")
     session = Session.load(path, kv="dense:dtype=f32")
     assert session.plan.notes == ("weights of type Q5_1 were quantized a second time, to int8-32",)

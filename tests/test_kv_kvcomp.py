@@ -59,10 +59,8 @@ def test_code_lengths_are_bounded_and_every_symbol_has_a_word() -> None:
 @pytest.mark.parametrize(
     "book",
     [
-        Codebook.huffman(gaussian_counts(0.2, 64)),
-        Codebook.huffman(gaussian_counts(0.02, 128)),
-        Codebook.fixed_length(5),
-        Codebook.fixed_length(256),
+        *(Codebook.huffman(gaussian_counts(*of)) for of in ((0.2, 64), (0.02, 128))),
+        *map(Codebook.fixed_length, (5, 256)),
     ],
 )
 def test_table_decodes_what_lies_whole_in_its_index(book: Codebook) -> None:

@@ -276,9 +276,7 @@ def test_saved_sessions_go_on_with_their_own(
             Session.restore(saved, base, weights="f32", loras=given)
 
 
-def test_those_of_several_loras_decode_together(
-    base: pathlib.Path, lora: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_decode_together(base: pathlib.Path, lora: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each LoRA has passes of its own."""
     session = Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", slots=4, ctx=64)
     names = ("one", None, "half", "one")

@@ -267,9 +267,7 @@ def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypa
         assert session.plan.kv.config.key_bits_per_head[-1] == "3"
 
 
-def test_a_model_without_a_tokenizer_says_so(
-    tmp_path: pathlib.Path, loaded: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tokenizer_is_said(tmp_path: pathlib.Path, loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(loaded.model.path / name)

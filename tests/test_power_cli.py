@@ -71,9 +71,7 @@ def test_bad_input(arguments: str, message: str, cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_record_writes_the_samples_and_passes_the_status_on(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_record_keeps_samples_and_the_status(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.csv"
     before = time.time()
     command = ["sh", "-c", "echo said; sleep 0.3; exit 7"]
@@ -120,9 +118,7 @@ def modes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 
 @pytest.mark.usefixtures("steady")
-def test_advise_measures_each_number_of_threads_in_turns(
-    modes: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advise_measures_each_number_of_threads(modes: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At a steady power joules per token and tokens per second belong together; modes are named and left alone."""
     command = ["power", "advise", "demo", "--seconds"]
     assert 0 in (main([*command, seconds]) for seconds in ("0.5", "2", "8"))  # a busy machine samples seldom

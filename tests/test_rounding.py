@@ -14,7 +14,7 @@ import golden_cases
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import raises
+from helpers import divergence, raises
 from kernel_cases import quantize_numpy
 
 from edgekv import Session
@@ -372,12 +372,6 @@ def test_bits_by_need() -> None:
         descents = [a for (_, a), (_, b) in itertools.pairwise(per_weight) if a > b]
         assert len(descents) <= 3  # where the last bits that there was room for went
     assert set(bits_by_need(needs, sizes, 5).values()) == {5}
-
-
-def divergence(exact: F32, other: F32) -> float:
-    """Returns the mean KL of two sets of logits."""
-    p, q = (x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True)) for x in (exact, other))
-    return float((np.exp(p) * (p - q)).sum(1).mean())
 
 
 @pytest.mark.usefixtures("short")

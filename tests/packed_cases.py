@@ -162,10 +162,10 @@ LIBRARIES: dict[str, tuple[dict[str, Any], str, str | None]] = {  # config, kind
 
 
 def library_tensors(name: str) -> dict[str, np.ndarray]:
-    """Returns what one of LIBRARIES made of a matrix, by the ends of the parts' names."""
+    """Returns what one of LIBRARIES made of a matrix "m", by the parts' names."""
     start = f"{name}/tensors/"
-    parts = {key.removeprefix(start): PACKED[key] for key in PACKED.files if key.startswith(start)}
-    return parts | ({"weight": parts["weight"].view(F8)} if name == "w8a16-float" else {})
+    parts = {f"m.{key.removeprefix(start)}": PACKED[key] for key in PACKED.files if key.startswith(start)}
+    return parts | ({"m.weight": parts["m.weight"].view(F8)} if name == "w8a16-float" else {})
 
 
 def write_mxfp4(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:

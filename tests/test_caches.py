@@ -187,14 +187,8 @@ def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]
         assert cache_bytes([whole])["kv_cache_bytes"] <= min(whole.nbytes, planned)
         if name.startswith("visual"):
             assert planned < (n - 32) * heads[1] * heads[2] * 4
-    assert cache_bytes([whole])["kv_cache_f16_bytes"] == dense_bytes(geometry)
-
-
-def dense_bytes(geometry: Geometry) -> int:
-    """Returns the bytes in f16 of all tokens that the scheme keeps."""
-    window = geometry.sliding_window
-    kept = geometry.capacity if window is None else rolling_tokens(window)
-    return kept * geometry.n_kv_heads * geometry.head_dim * 4
+    kept = rolling_tokens(layer["sliding_window"]) if "sliding_window" in layer else TOKENS
+    assert cache_bytes([whole])["kv_cache_f16_bytes"] == kept * heads[1] * heads[2] * 4
 
 
 def test_a_state_takes_the_same_whatever_its_length() -> None:

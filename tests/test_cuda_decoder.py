@@ -6,6 +6,7 @@ import pathlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import golden_cases
 import numpy as np
@@ -153,14 +154,10 @@ def test_a_recording_that_fails_is_a_step(
             cuda.prefill(cuda.embed(tokens[:28], 0), caches)
             logits += [to_host(cuda.step(token, caches)).copy() for token in tokens[28:]]
             with pytest.raises(CannotRecord, match="9 bytes"):
-                device.driver.record(_out_of_memory)
+                device.driver.record(mock.Mock(side_effect=MemoryError("Out of memory allocating 9 bytes")))
         rows.append(np.stack(logits))
         assert cuda.replay.n_replayed >= 3 * (12 - 3) if replays else not cuda.replay.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
-
-
-def _out_of_memory() -> None:
-    raise MemoryError("Out of memory allocating 9 bytes")
 
 
 PARAMS = [
@@ -302,11 +299,8 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path) -> None:
     cuda = decoder(Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")), host)
     state = State(open_caches(cuda, "h1b", CAPACITY), cuda.config.rope_invalidates_keys)
     runner = Runner(state, cuda, SerialScheduler(1), CAPACITY, 0)
-
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
-
-    host.driver.launch = fail
+    problem = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    host.driver.launch = mock.Mock(side_effect=problem)
     with pytest.raises(SessionError, match=r"device='cuda': CUDA_ERROR_ILL.* while reading 3 tokens .*start"):
         runner.append([1, 2, 3], [])
 
@@ -327,14 +321,11 @@ def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
 
 
 def test_out_of_memory_while_sampling() -> None:
-    class Hungry:
-        def sample(self, *args: Any) -> int:
-            raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
-
+    problem = MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
     decoder = SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 5 << 20))
     short = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=(1,)))
     with pytest.raises(MemoryBudgetError, match=r"choosing a token: .* 9 bytes .*; 5.0 MiB is free"):
-        choose_token(short, Hungry(), np.zeros(3), None, None)
+        choose_token(short, mock.Mock(**{"sample.side_effect": problem}), np.zeros(3), None, None)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4-32", "f32", "q5"])

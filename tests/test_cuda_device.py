@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import golden_cases
 import numpy as np
@@ -64,11 +65,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def failing(message: str) -> Any:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise FakeError(message)
-
-    return fail
+def failing(message: str) -> mock.Mock:
+    return mock.Mock(side_effect=FakeError(message))
 
 
 def test_no_module_of_edgekv_imports_cupy() -> None:

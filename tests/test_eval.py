@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import shutil
+from typing import Any
 
 import golden_cases
 import numpy as np
@@ -63,16 +64,11 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathli
     return tmp_path / "xdg" / "edgekv" / "gates"
 
 
-def model_of(tmp_path: pathlib.Path) -> Model:
-    return Model.open(golden_cases.write_checkpoint("llama31", tmp_path / "model"))
-
-
-def test_a_perplexity_by_hand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_perplexity_by_hand(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes each token's probability after those before it in its window."""
     monkeypatch.setattr("edgekv.eval.evaluate.LOGIT_ROWS", 7)  # several pieces, and a rest
-    exact, ctx = "dense:dtype=f32", 24
-    path, tokens = golden_cases.write_checkpoint("llama31", tmp_path), golden_cases.tokens("llama31")
-    session = Session.load(path, kv=exact, weights="f32")
+    exact, ctx, tokens = "dense:dtype=f32", 24, golden_cases.tokens("llama31")
+    session = Session.load(model, kv=exact, weights="f32")
     losses = []
     for window in (tokens[:ctx], tokens[ctx : 2 * ctx]):
         session.reset()
@@ -80,8 +76,8 @@ def test_a_perplexity_by_hand(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         for i, following in enumerate(window[1:]):
             losses.append(np.log(np.exp(logits[i]).sum()) - logits[i, following])
     specs = [CacheSpec.parse(exact), CacheSpec.parse("kivi2:residual_length=0")]
-    model = session.model
-    decoder = find_device("cpu").decoder(model, model.weight_format("f32"), ctx, 1, None)
+    form = session.model.weight_format("f32")
+    decoder = find_device("cpu").decoder(session.model, form, ctx, 1, None)
     plain, lossy = evaluate(decoder, tokens, ctx, specs)
     assert plain.perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
     assert plain.perplexity_ratio == pytest.approx(1, rel=1e-6)
@@ -155,11 +151,8 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     It has 30 times a typical key's norm in the slowest rotary pair, at random signs: that turns so little that it
     adds nearly the same to all scores of a query.
     """
-    source, folder, rng = (
-        open_checkpoint(shipped_model("demo")),
-        tmp_path_factory.mktemp("biased"),
-        np.random.default_rng(0),
-    )
+    source, folder = open_checkpoint(shipped_model("demo")), tmp_path_factory.mktemp("biased")
+    rng = np.random.default_rng(0)
     arch = architecture(source.config, source.tensors)
     c, half = arch.config, arch.config.head_dim // 2
     tensors = {name: to_float32(source.tensors[name].read()) for name in arch.tensors()}
@@ -189,25 +182,25 @@ def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> 
     assert {CacheSpec.parse(v.kv).short for v in verdicts if not v.passed} >= {"q8", "int4"}
 
 
-def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
+def test_a_verdict_is_remembered_with_what_it_was_measured_on(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Only what passed is taken by `auto`."""
-    model, spec = model_of(tmp_path), CacheSpec.parse("onebit")
-    gated = Verdicts(model, tmp_path / "gates")
+    opened, spec = Model.open(model), CacheSpec.parse("onebit")
+    gated = Verdicts(opened, tmp_path / "gates")
     assert gated.verdict(spec) is None
     gated.remember(spec, Verdict(QUALITY, (20, 20), ("KL 1, more than 0.05",)), {"text": "book.txt"})
     gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {"ctx": 512})
-    remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
+    remembered = Verdicts(opened, tmp_path / "gates").verdict(spec)
     assert remembered["failures"] == ["KL 1, more than 0.05"]
     assert remembered["measured"] == {"text": "book.txt"}
     assert gated.verdict(CacheSpec.parse("onebit:v_bits=1")) is None
     assert (gated.passed(), gated.passed(512), gated.passed(513)) == (["q3"], ["q3"], [])
     (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
-        Verdicts(model, tmp_path / "file").remember(spec, judge(QUALITY, None, GateLimits()), {})
+        Verdicts(opened, tmp_path / "file").remember(spec, judge(QUALITY, None, GateLimits()), {})
 
 
-def test_what_is_new_or_damaged_is_gated_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
+def test_new_or_damaged_is_gated_again(model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    gated, spec = Verdicts(Model.open(model), tmp_path), CacheSpec.parse("onebit")
     gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None
     monkeypatch.setattr(spec.scheme, "version", spec.scheme.version + 1)
@@ -218,10 +211,10 @@ def test_what_is_new_or_damaged_is_gated_again(tmp_path: pathlib.Path, monkeypat
     assert gated.verdict(spec) is None
 
 
-def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib.Path) -> None:
-    model, spec = model_of(tmp_path), CacheSpec.parse("onebit:v_bits=1")
-    gated = Verdicts(model, tmp_path / "gates")
-    assert f"eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v_bits=1" in gated.warn_once(spec)
+def test_a_warning_is_given_once_and_after_a_failed_gate(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = CacheSpec.parse("onebit:v_bits=1")
+    gated = Verdicts(Model.open(model), tmp_path / "gates")
+    assert f"eval --gate --model {model} --text YOUR-TEXT --kv onebit:v_bits=1" in gated.warn_once(spec)
     assert gated.warn_once(spec) is None
     assert gated.warn_once(CacheSpec.parse("onebit")) is not None
     gated.remember(spec, Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {"text": "book.txt"})

@@ -7,7 +7,7 @@ from test_kernels_planes import decoded_centres, half
 
 from edgekv.codecs.planes import Rotation, round_queries
 from edgekv.kvcache.cache import KVCache
-from edgekv.types import F32, F64
+from edgekv.types import F64
 
 MIXED = "planes:k_bits=1.5"
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
@@ -27,13 +27,6 @@ def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
     return scaled[:, : cache.n_packed], centres[:, : cache.n_packed]
 
 
-def with_exact(x: F32, packed: F64, n_sink: int) -> F64:
-    """Returns float16 tokens of x, those from n_sink on replaced by the packed ones."""
-    x = x.astype(np.float16).astype(float)
-    x[:, n_sink : n_sink + packed.shape[1]] = packed
-    return x
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("k_bits", "bits"), [(1, 1), (2, 2), (3, 2), (4, 4)])
 def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, bits: int) -> None:
@@ -45,10 +38,11 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     assert cache.n_packed == 192
     scaled, centres = levels_and_centres(cache)
     turn = matrix(cache.key_codec.rotation, cache).T
-    exact_keys = k.astype(np.float16).astype(float) @ turn
-    exact_keys[:, 4 : 4 + cache.n_packed] = centres
+    k, v = (x.astype(np.float16).astype(float) for x in (k, v))
+    exact_keys, packed = k @ turn, slice(4, 4 + cache.n_packed)
+    exact_keys[:, packed] = centres
     rest = np.zeros_like(exact_keys)
-    rest[:, 4 : 4 + cache.n_packed] = scaled
+    rest[:, packed] = scaled
     rounded, step = round_queries((q[:, -1:] @ turn).astype(np.float32))
     queries = np.concatenate([q[:, -1:] @ turn, rounded * step[..., None]], axis=2)  # of the centres, of the rest
     keys = np.concatenate([exact_keys, rest], axis=2)
@@ -59,7 +53,8 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     g, blocks, _, d, _ = levels.shape
     levels = levels.transpose(0, 1, 2, 4, 3).reshape(g, blocks * 64, d) - (2**bits - 1) / 2
     values = levels * half(cache.arrays["value.scale"])[..., None] @ rotation
-    expected = attention(queries, keys, with_exact(v, values[:, : cache.n_packed], 4), None)
+    v[:, packed] = values[:, : cache.n_packed]
+    expected = attention(queries, keys, v)
     np.testing.assert_allclose(got, expected, atol=0.01 * np.abs(expected).max())  # 8-bit weights
 
 

@@ -23,16 +23,11 @@ from edgekv.weights.checkpoint_weights import CheckpointWeights, common_format, 
 from edgekv.weights.formats import FORMATS
 
 
-def of_library(name: str, folder: pathlib.Path) -> Tensors:
-    tensors = {f"m.{key}": part for key, part in library_tensors(name).items()}
-    file = save(folder, tensors) / "model.safetensors"
-    return unpack_tensors(Tensors.open(file), CASES[name][0])
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> None:
     """Checks blocks of a weight format too, where one has the same values."""
-    tensors, expected, (_, kind, exact) = of_library(name, tmp_path), PACKED[f"{name}/values"], CASES[name]
+    expected, (config, kind, exact) = PACKED[f"{name}/values"], CASES[name]
+    tensors = unpack_tensors(Tensors.open(save(tmp_path, library_tensors(name)) / "model.safetensors"), config)
     weight = tensors["m.weight"]
     assert (list(tensors), weight.shape, weight.kind) == (["m.weight"], expected.shape, kind)
     assert (weight.exact_format, weight.nearest_format) == (exact, exact or "int8-32")
@@ -111,7 +106,7 @@ def test_methods_that_can_not_be_read(tmp_path: pathlib.Path) -> None:
 def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
     """Each part in other shapes and types, or absent, ends in an error of one line or in a matrix."""
     if name in CASES:
-        config, whole = CASES[name][0], {f"m.{key}": part for key, part in library_tensors(name).items()}
+        config, whole = CASES[name][0], library_tensors(name)
     else:
         config, layout, _, _ = MODELS[name]
         parts = layout(np.ones((16, 128), np.float32), np.random.default_rng(0))[0]

@@ -166,10 +166,8 @@ def test_advise_tries_and_restores_modes(modes: pathlib.Path, monkeypatch: pytes
 
 
 def test_the_modes_of_a_jetson(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, log = (
-        trees.write_tree(tmp_path / "root", trees.NVPMODEL | trees.cpufreq(policy0="powersave")),
-        tmp_path / "log",
-    )
+    root = trees.write_tree(tmp_path / "root", trees.NVPMODEL | trees.cpufreq(policy0="powersave"))
+    log = tmp_path / "log"
     program = f'echo "$@" >> {log}; [ "$2" != 2 ] || exit 1; echo "NV Power Mode: MODE_15W"; echo 2'
     trees.fake_vcgencmd(tmp_path / "bin", program, "nvpmodel")
     assert PowerModes.find(root).kind == "governor"  # the program is not on the PATH

@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import golden_cases
@@ -101,10 +102,7 @@ def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.Monkey
         arrays["window"][:] = np.nan
         raise KeyboardInterrupt
 
-    class Torn:
-        short_conv = staticmethod(torn)
-
-    state.kernels = Torn()
+    state.kernels = SimpleNamespace(short_conv=torn)
     with pytest.raises(KeyboardInterrupt):
         run(state, x[300:], [1])
     state.kernels = kernels

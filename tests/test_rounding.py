@@ -51,10 +51,8 @@ def drawn(rows: int, columns: int, seed: int = 0) -> F32:
 )
 def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     w = drawn(12, columns)
-    form, expected = (
-        WeightFormat("", bits, block),
-        dict(zip(("codes", "scales"), quantize_numpy(w, bits, block), strict=True)),
-    )
+    form = WeightFormat("", bits, block)
+    expected = dict(zip(("codes", "scales"), quantize_numpy(w, bits, block), strict=True))
     found = form.quantize(w)
     np.testing.assert_allclose(found["scales"], expected["scales"], rtol=1e-4, atol=1e-7)
     errors = [np.square(form.decode(arrays, columns) - w).sum() for arrays in (found, expected)]
@@ -431,11 +429,6 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     command = ["quantize", str(DEMO), "--calibrate", "--output", str(output)]
     assert main([*command, "--weights", "q3.6,head=q5"]) == 2
     assert "a text decides the head's bits, too; leave ,head=NAME out" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("head") / "m")
 
 
 @pytest.mark.parametrize("weights", ["int4,head=int8", "auto,head=int8-32"])

@@ -130,7 +130,7 @@ BAD = {
     "run --prompt x --logit-bias 5": "--logit-bias",
     "run --prompt x --config /no/config.json": "/no/config.json",
     "run --prompt x --tokenizer /no/tokenizer": "/no/tokenizer",
-    "run --prompt x --device GPU": "did you mean cuda?",
+    "run --prompt x --device GPU": "accepted: auto, cpu, numpy, cuda; did you mean cuda?",
     "run --prompt x --kv-budget 1X": "--kv-budget 1X",
     "run --prompt x --power x": "--power x",
     "run --prompt x --verbose": "--verbose",

@@ -241,7 +241,7 @@ class Cache:
         return out
 
 
-def attend_prompt(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def prefill_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Computes exact causal attention: q (n, n_heads, head_dim), k and v (n, n_kv_heads, head_dim)."""
     out, group = np.empty_like(q), q.shape[1] // k.shape[1]
     for h, first in itertools.product(range(q.shape[1]), range(0, len(q), 256)):  # 256 queries at a time
@@ -272,7 +272,7 @@ class Model:
             q = q * np.float32(self.head_dim**-0.5)
             k, v = k.astype(np.float16).astype(np.float32), v.astype(np.float16).astype(np.float32)
             cache.append(k, v)
-            heads_out = cache.attend(q[0])[None] if self.n_seen else attend_prompt(q, k, v)
+            heads_out = cache.attend(q[0])[None] if self.n_seen else prefill_attention(q, k, v)
             x = self.finish_layer(i, x, heads_out.reshape(len(ids), -1))
         self.n_seen += len(ids)
         return self.head(x[-1])

@@ -130,7 +130,7 @@ def test_many_tokens_are_stored_without_a_copy_of_the_arrays(name: str) -> None:
     chunk = np.random.default_rng(0).standard_normal((1, 20_000, 8)).astype(np.float32)
     places = {key: array.ctypes.data for key, array in cache.arrays.items()}
     for _ in range(10):
-        cache.append_prompt(chunk, chunk)
+        cache.append_prefill(chunk, chunk)
     assert cache.n_seen == 200_000
     assert all(places.get(key) in (None, array.ctypes.data) for key, array in cache.arrays.items())
 

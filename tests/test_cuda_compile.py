@@ -22,8 +22,8 @@ import edgekv
 from edgekv.codecs.planes.cuda import encode_program
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import ENCODE, attend_program, kernels_of, range_program, read_keys, read_values
-from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program, packed_program, rotated_program
-from edgekv.kernels.weight_codes import GAUSSIAN
+from edgekv.kernels.cuda.matvec import MAX_CHUNKS, linear_program, packed_program, rotated_program
+from edgekv.kernels.weight_codes import CODEBOOKS
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b import cuda as signs
 from edgekv.papers.int4 import cuda as int4
@@ -44,15 +44,15 @@ def programs() -> dict[Program, str]:
     """Returns what decoding launches, for heads of 128 channels, and its names."""
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
-        **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in GAUSSIAN},
-        **{rotated_program(bits): f"rotated, q{bits}" for bits in GAUSSIAN},
+        **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in CODEBOOKS},
+        **{rotated_program(bits): f"rotated, q{bits}" for bits in CODEBOOKS},
         **{
-            packed_program(bits, n, False, MOST_CHUNKS[bits], 8): "tiled_linear"
+            packed_program(bits, n, False, MAX_CHUNKS[bits], 8): "tiled_linear"
             for bits, n in ((4, 32), (4, 128), (8, 32))
         },
         **{
-            packed_program(bits, 128, True, MOST_CHUNKS[bits // 2 * 2], 8): f"tiled_linear, q{bits}"
-            for bits in GAUSSIAN
+            packed_program(bits, 128, True, MAX_CHUNKS[bits // 2 * 2], 8): f"tiled_linear, q{bits}"
+            for bits in CODEBOOKS
         },
         **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
         Program(("layers",)): "layers",

@@ -15,7 +15,7 @@ from test_cuda_attend import PAIRS
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
-from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
+from edgekv.kernels.cuda.matvec import Matrix, dequantize, matvec, packed_matvec, takes_packed
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b.codec import SignSketch
@@ -159,7 +159,7 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
 def test_weights_beyond_float16_become_its_largest_number(device: OnDevice, columns: int) -> None:
     w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (2, columns // 4))
     stored = Matrix(2, columns, 32, 1, 0, device.up(w))
-    found = to_host(widen(device.driver, stored, slice(0, 2), np.float16))
+    found = to_host(dequantize(device.driver, stored, slice(0, 2), np.float16))
     np.testing.assert_array_equal(found, np.clip(w, -65504, 65504))
 
 
@@ -182,7 +182,7 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
     w = normal(rng, 2 * (rows // 2), columns)
     codes, scales = gaussian.quantize(w, bits) if rotated else quantize_numpy(w, bits, block)
     form = WeightFormat("", bits, block, rotated=rotated)
-    padded = form.decode({"codes": codes, "scales": scales}, scales.shape[1] * block)
+    padded = form.dequantize({"codes": codes, "scales": scales}, scales.shape[1] * block)
     w = padded[:, :columns].astype(np.float64)
     widened = gaussian.rotate(padded) if rotated else w
     x = normal(rng, 2, columns) * np.exp(2 * normal(rng, 2, columns))
@@ -197,7 +197,7 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
         np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)
 
     close(matvec(driver, there, plain), x @ w.T)
-    close(widen(driver, plain, slice(8, len(w)), np.float32), widened[8:])
+    close(dequantize(driver, plain, slice(8, len(w)), np.float32), widened[8:])
     assert takes_packed(driver, plain) == (columns % 4 == 0)
     if columns % 4:
         return
@@ -241,7 +241,7 @@ def test_attention_in_tiles(
     padded = [np.pad(x, ((0, 0), (0, 0), (0, width - head_dim))) for x in (q, k, v)]
     padded[1:] = [np.pad(x, ((0, 0), (0, spare), (0, 0)), constant_values=np.nan) for x in padded[1:]]
     out = device.driver.empty((n, n_heads * head_dim), np.float16)
-    device.kernels.attend_prompt(*map(device.up, padded), earlier, window, out)
+    device.kernels.prefill_attention(*map(device.up, padded), earlier, window, out)
     np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, k, v, window), atol=HALF_ERROR, rtol=0)
 
 
@@ -253,7 +253,7 @@ def test_scores_of_any_size(device: OnDevice) -> None:
     v = rng.standard_normal((1, 80, 16)).astype(np.float16)
     for keys in (k, k[:, ::-1].copy()):
         out = device.driver.empty((80, 16), np.float16)
-        device.kernels.attend_prompt(device.up(q), device.up(keys), device.up(v), 0, None, out)
+        device.kernels.prefill_attention(device.up(q), device.up(keys), device.up(v), 0, None, out)
         np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, keys, v, None), atol=HALF_ERROR)
 
 

@@ -81,13 +81,13 @@ def test_it_rounds_as_it_says(rounding: str, error: float) -> None:
     cache = spec.scheme(Geometry(2, 2, 16, 100), spec.config)
     cache.allocate(numpy_kernels(None), Workspace())
     x = np.random.default_rng(0).standard_normal((2, 100, 16)).astype(np.float32)
-    cache.append_prompt(x, -x)
+    cache.append_prefill(x, -x)
     kept = cache.key_codec.decode(0, 100)
     assert error / 2 < np.abs(kept / x - 1).max() <= error
     np.testing.assert_array_equal(cache.value_codec.decode(0, 100), -kept)
     exact = np.float32([[[1 + k / 128 for k in range(16)]]] * 2)  # 8 bits of precision hold these
     cache.truncate(0)
-    cache.append_prompt(exact, exact)
+    cache.append_prefill(exact, exact)
     np.testing.assert_array_equal(cache.key_codec.decode(0, 1), exact)
 
 

@@ -89,7 +89,7 @@ def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
             np.testing.assert_array_equal(store.matrix(name), reference.weights.matrix(name))
     held = DeviceWeights(model.store(own), HostDriver(), None).linears[name]
     arrays, expected = {"codes": to_host(held.data), "scales": to_host(held.scales)}, store.matrix(name)
-    decoded = FORMATS["int8-32"].decode(arrays, expected.shape[1])
+    decoded = FORMATS["int8-32"].dequantize(arrays, expected.shape[1])
     np.testing.assert_allclose(decoded, expected, atol=np.abs(expected).max() / 127)
     assert "MXFP4 were quantized a second time" in str(model.weights_note(model.weight_format("int4-32")))
 

@@ -152,7 +152,7 @@ def test_weights_with_offsets_are_llama_cpps(kind: str, tmp_path: pathlib.Path) 
     arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
     assert expected.dtype == np.float32
     np.testing.assert_array_equal(tensor.read(), expected)
-    np.testing.assert_array_equal(form.decode(arrays, weights), expected)
+    np.testing.assert_array_equal(form.dequantize(arrays, weights), expected)
 
 
 def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:

@@ -268,9 +268,9 @@ def test_appending_without_queries_in_pieces_equals_one_go(kv: str) -> None:
     whole, pieces = make(kv), make(kv)
     for cache in (whole, pieces):
         cache.attend(q[:, :60], k[:, :60], v[:, :60])
-    whole.append_prompt(k[:, 60:], v[:, 60:])
+    whole.append_prefill(k[:, 60:], v[:, 60:])
     for a, b in ((60, 61), (61, 75), (75, 76), (76, 180), (180, 230)):
-        pieces.append_prompt(k[:, a:b], v[:, a:b])
+        pieces.append_prefill(k[:, a:b], v[:, a:b])
     assert kept_positions(whole) == kept_positions(pieces)
     assert 229 in kept_positions(whole)[0]
     after = [cache.attend(*draw(20, 1)).copy() for cache in (whole, pieces)]
@@ -282,7 +282,7 @@ def test_without_queries_h2o_keeps_old_heavy_hitters_and_snapkv_the_latest() -> 
     for kv, oldest in (("h2o:budget=40,recent=0.3", 0), (SCHEMES["snapkv"], 190)):
         cache = make(kv)
         cache.attend(q[:, :60], k[:, :60], v[:, :60])
-        cache.append_prompt(k[:, 60:], v[:, 60:])
+        cache.append_prefill(k[:, 60:], v[:, 60:])
         assert min(kept_positions(cache)[0]) >= oldest
         assert (min(kept_positions(cache)[0]) < 60) == kv.startswith("h2o")
 

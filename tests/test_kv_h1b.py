@@ -41,7 +41,7 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
     tau = np.linspace(0.03, 0.3, shape[0], dtype=np.float32)
     cache = make(kv, shape, n)
     cache.load_adapter({"tau": tau}, "a test")
-    cache.append_prompt(k[:, :-9], v[:, :-9])
+    cache.append_prefill(k[:, :-9], v[:, :-9])
     got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])
     values = v.astype(np.float16).astype(float) if cache.config.f16_values else four_bits(v)
     expected = binary_attention(q[:, -9:], k, values, cache.sketch.projection, tau.astype(float))
@@ -60,7 +60,7 @@ def test_a_learned_projection_and_centre_are_used(backend: str) -> None:
     }
     cache = make("h1b", shape, n, backend)
     cache.load_adapter({"tau": np.full((), 0.1, np.float32), **learned}, "a test")
-    cache.append_prompt(k[:, :130], v[:, :130])
+    cache.append_prefill(k[:, :130], v[:, :130])
     for t in range(130, n):
         got = cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
     centred = k - learned["centre"][:, None]

@@ -58,5 +58,5 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
     exact = cache.config.residual_length + cache.config.group
     packed = capacity - cache.config.residual_length
     assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (packed * token + exact * 4 * head_dim)
-    cache.append_prompt(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
+    cache.append_prefill(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
     assert cache.bytes_read() == n_kv_heads * (packed * token + cache.config.residual_length * 4 * head_dim)

@@ -139,7 +139,7 @@ def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> N
     assert sorted(cache.keys.arrays["lengths"]) == [1, 2, 3, 4, 5, 5]
     t, channel = np.mgrid[:448, :d]
     cycle = np.broadcast_to((t + channel) % 6, (KV_HEADS, 448, d)).astype(np.float32)
-    cache.append_prompt(cycle, cycle)
+    cache.append_prefill(cycle, cycle)
     assert cache.nbytes <= cache.planned_bytes()
     starts = cache.keys.arrays["offsets"][0].astype(int)  # of blocks, in words of 64 bits
     assert starts[8] - starts[2] == 6 * KV_HEADS * 64 * d * 3 / 64
@@ -181,7 +181,7 @@ def test_the_pool_grows_in_place() -> None:
     _, k, v = draw(64)
     places, sizes = set(), set()
     for _ in range(300):
-        cache.append_prompt(k, v)
+        cache.append_prefill(k, v)
         pool = cache.arrays["key.pool"]
         places.add(pool.ctypes.data)
         sizes.add(pool.nbytes)
@@ -197,7 +197,7 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     cache, other = make(), make()
     cache.prefill(q, k, v)
     assert cache.truncate(140) == 128
-    cache.append_prompt(k[:, 128:], v[:, 128:])
+    cache.append_prefill(k[:, 128:], v[:, 128:])
     other.prefill(q, k, v)
     assert cache.n_packed == other.n_packed
     np.testing.assert_array_equal(cache.keys.arrays["offsets"], other.keys.arrays["offsets"])

@@ -74,6 +74,6 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     cache = make(kv, (8, g, d), capacity)
     assert cache.nbytes == cache.planned_bytes() == g * (4096 * token + (4 + window + 64) * 4 * d)
     x = np.zeros((g, capacity, d), np.float32)
-    cache.append_prompt(x, x)
+    cache.append_prefill(x, x)
     exact = (4 + window) * 4 * d
     assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), abs=1)

@@ -148,20 +148,20 @@ def test_bytes(kv: str, k: int, block: int, index: int) -> None:
     cache = make(kv, (4, 2, d), capacity=capacity)
     assert cache.planned_bytes() == cache.nbytes == 2 * (capacity * 4 * d + capacity // block * index)
     keys = np.zeros((2, 4001, d), np.float32)
-    cache.append_prompt(keys, keys)
+    cache.append_prefill(keys, keys)
     assert cache.bytes_read() == 2 * (4001 // block * index + (k + 4001 % block) * 4 * d)
 
 
 def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
     _, keys, values = draw(FEW, 300)
     whole, pieces = make("fier:k=64"), make("fier:k=64")
-    whole.append_prompt(keys, values)
+    whole.append_prefill(keys, values)
     begin = 0
     for n in (1, 30, 1, 1, 31, 64, 5, 130):
-        pieces.append_prompt(keys[:, begin : begin + n], values[:, begin : begin + n])
+        pieces.append_prefill(keys[:, begin : begin + n], values[:, begin : begin + n])
         begin += n
     pieces.truncate(200)
-    pieces.append_prompt(keys[:, 200:], values[:, 200:])
+    pieces.append_prefill(keys[:, 200:], values[:, 200:])
     for name in whole.arrays:
         np.testing.assert_array_equal(whole.arrays[name], pieces.arrays[name])
 

@@ -122,7 +122,7 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
     prefilled = make("visual1:quantile=0.2")
     prefilled.mark_images(SPANS)
     for part in (slice(0, 200), slice(200, 300)):
-        prefilled.append_prompt(k[:, part], v[:, part])
+        prefilled.append_prefill(k[:, part], v[:, part])
     outputs.append((outputs[0][0], prefilled.attend(q[:, 300:], k[:, 300:], v[:, 300:]).copy()))
     for during, after in outputs[1:]:
         np.testing.assert_allclose(during, outputs[0][0], atol=1e-5)

@@ -17,7 +17,7 @@ from edgekv.engine.loading import FIT_FORMAT
 from edgekv.errors import CacheError, SessionError
 from edgekv.files import Memo
 from edgekv.kvcache import CacheSpec, mixed_bits
-from edgekv.kvcache.mixed_bits import REMAINING_VARIANCE, HeadNoise, allocate_bits, head_bits, head_noise
+from edgekv.kvcache.mixed_bits import REMAINING_VARIANCE, HeadNoise, allocate_head_bits, head_bits, head_noise
 from edgekv.kvcache.planes import KEY_SCALES, Planes, PlanesConfig
 from edgekv.types import F64
 
@@ -125,14 +125,14 @@ def test_bits_go_where_the_noise_is() -> None:
     noise = np.array([[1e-4, 1.0], [3e-2, 1e-6]])
 
     def bits(mean: float) -> list[list[int]]:
-        found: list[list[int]] = allocate_bits(noise[None], REMAINING_VARIANCE[:1], int(4 * mean))[0].tolist()
+        found: list[list[int]] = allocate_head_bits(noise[None], REMAINING_VARIANCE[:1], int(4 * mean))[0].tolist()
         return found
 
     assert bits(1) == [[1, 1], [1, 1]]
     assert bits(1.25) == [[1, 2], [1, 1]]
     assert bits(2.25) == [[1, 4], [3, 1]]
     assert bits(4) == [[4, 4], [4, 4]]
-    assert allocate_bits(np.zeros((1, 2, 2)), REMAINING_VARIANCE[1:], 6).sum() == 6
+    assert allocate_head_bits(np.zeros((1, 2, 2)), REMAINING_VARIANCE[1:], 6).sum() == 6
 
 
 def test_equal_means_are_one_of_keys_and_values() -> None:

@@ -63,10 +63,10 @@ def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]
     """Returns the weights (rows, columns) that codes stand for; of rotated ones with what the padding became."""
     codes, scales, layout, offsets, zeros, _ = weights
     if layout.rotated:
-        return gaussian.decode(codes, scales.view(BFLOAT16), layout.bits, layout.block * scales.shape[1])
+        return gaussian.dequantize(codes, scales.view(BFLOAT16), layout.bits, layout.block * scales.shape[1])
     shift = {part: array for part, array in (("offsets", offsets), ("zeros", zeros)) if array is not None}
     form = WeightFormat("", layout.bits, layout.block, zeros is not None, e2m1=bool(layout.levels))
-    return form.decode({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
+    return form.dequantize({"codes": codes, "scales": scales, **shift}, columns).astype(np.float64)
 
 
 SIZES = [(1, OUTPUTS, 32), (1, 7, 288), (3, 13, 100), (GEMV_ROWS, 41, 515)]

@@ -27,8 +27,8 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.weight_codes import level_tables
 from edgekv.types import F32, F64
 from edgekv.weights import checkpoint_weights, gaussian, rounding
-from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, bits_by_need
-from edgekv.weights.gaussian import DEVIATIONS, FACTORS, rotate, rotation
+from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, allocate_layer_bits
+from edgekv.weights.gaussian import BEST_SCALES, SCALE_FACTORS, rotate, rotation
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.random_weights import random_store
 from edgekv.weights.rounding import CalibratingOps, Rounder, hessian, output_correction, pairs_order
@@ -55,7 +55,7 @@ def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     expected = dict(zip(("codes", "scales"), quantize_numpy(w, bits, block), strict=True))
     found = form.quantize(w)
     np.testing.assert_allclose(found["scales"], expected["scales"], rtol=1e-4, atol=1e-7)
-    errors = [np.square(form.decode(arrays, columns) - w).sum() for arrays in (found, expected)]
+    errors = [np.square(form.dequantize(arrays, columns) - w).sum() for arrays in (found, expected)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-4)
     assert np.sqrt(errors[0] / np.square(w).sum()) < (0.16 if bits == 4 else 0.01)
 
@@ -67,8 +67,8 @@ def test_formats_quantize_or_say_that_they_can_not(name: str) -> None:
         with pytest.raises(ValueError, match=f"can't be quantized to {name}; accepted are int8, "):
             form.quantize(w)
         return
-    decoded = form.decode(form.quantize(w), 512)
-    assert np.square(decoded - w).mean() < 1.5 * gaussian.ERRORS[min(form.bits, 5)]
+    decoded = form.dequantize(form.quantize(w), 512)
+    assert np.square(decoded - w).mean() < 1.5 * gaussian.SQUARED_ERRORS[min(form.bits, 5)]
 
 
 @pytest.mark.parametrize("name", ["f32", "int8-32"])
@@ -124,7 +124,7 @@ def round_numpy(rotated: F32, output_correction: F32, hessian: F32, bits: int) -
             targets = w[r, own] + (((w - rounded)[r] @ factor + added[r]) / factor.diagonal())[own]
             targets -= (w - rounded)[r, own]  # which `tried_block` adds
             targets -= (w - rounded)[r, own] @ np.tril(factor[own, own] / factor[own, own].diagonal(), -1)
-            steps = np.sqrt(np.square(targets).mean()) * DEVIATIONS[bits] * FACTORS.astype(np.float64)
+            steps = np.sqrt(np.square(targets).mean()) * BEST_SCALES[bits] * SCALE_FACTORS.astype(np.float64)
             tried = [tried_block(w[r, own], targets, factor[own, own], step, tables) for step in steps]
             best = int(np.argmin([loss for _, loss in tried]))
             rounded[r, own], scales[r, i] = tried[best][0], steps[best]
@@ -183,7 +183,7 @@ def test_rounding_is_the_formula(columns: int, bits: int) -> None:
     n = rotated.shape[1]
     back = np.kron(np.eye(n // 128), rotation().T)
     plain = gaussian.quantize((target @ back).astype(np.float32), bits)
-    ours, alone = (rotate(gaussian.decode(*each, bits, n)) for each in ((codes, scales), plain))
+    ours, alone = (rotate(gaussian.dequantize(*each, bits, n)) for each in ((codes, scales), plain))
     expected = round_numpy(rotated, change @ h, h, bits)
     lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected, alone)]
     np.testing.assert_allclose(lost[0], lost[1], rtol=0.03)  # where two levels are as near, all after differs
@@ -196,7 +196,7 @@ def test_rounding_where_the_text_says_little() -> None:
     for x in (inputs(5, 64), inputs(50, 64) * (np.arange(64) % 2), np.zeros((3, 64), np.float32)):
         rotated = rotate(w)
         codes, scales = Rounder(hessian(rotate(x.astype(np.float32))), 4).round(rotated, np.zeros_like(rotated))
-        assert np.square(w - gaussian.decode(codes, scales, 4, 64)).sum() < 0.1 * np.square(w).sum()
+        assert np.square(w - gaussian.dequantize(codes, scales, 4, 64)).sum() < 0.1 * np.square(w).sum()
     with pytest.raises(EdgeKVError, match="not finite"):
         hessian(np.full((2, 64), np.inf, np.float32))
 
@@ -340,11 +340,11 @@ def test_noise_is_like_rounding() -> None:
     w[:, 128:256] *= 9
     for bits in (2, 3):
         calibration.add_noise(noisy := w.copy(), bits)
-        for q in (noisy, gaussian.decode(*gaussian.quantize(w, bits), bits, 320)):
+        for q in (noisy, gaussian.dequantize(*gaussian.quantize(w, bits), bits, 320)):
             for part in (slice(0, 128), slice(128, 256)):  # each block by its own size
                 square = np.square(w[:, part]).sum()
                 shares = np.square(w - q)[:, part].sum() / square, 1 - (w * q)[:, part].sum() / square
-                np.testing.assert_allclose(shares, gaussian.ERRORS[bits], rtol=0.1)
+                np.testing.assert_allclose(shares, gaussian.SQUARED_ERRORS[bits], rtol=0.1)
 
 
 def test_windows_begin_as_prompts_do() -> None:
@@ -364,12 +364,12 @@ def test_bits_by_need() -> None:
     sizes = {f"{i}": int(n) for i, n in enumerate(rng.integers(1000, 3000, 200))}
     needs = {name: float(need) for name, need in zip(sizes, rng.exponential(size=200) ** 2, strict=True)}
     for mean in (2.1, 3.0, 3.6, 4.9):
-        bits = bits_by_need(needs, sizes, mean)
+        bits = allocate_layer_bits(needs, sizes, mean)
         assert 0.99 * mean < sum(bits[name] * n for name, n in sizes.items()) / sum(sizes.values()) <= mean
         per_weight = sorted((needs[name] / n, bits[name]) for name, n in sizes.items())
         descents = [a for (_, a), (_, b) in itertools.pairwise(per_weight) if a > b]
         assert len(descents) <= 3  # where the last bits that there was room for went
-    assert set(bits_by_need(needs, sizes, 5).values()) == {5}
+    assert set(allocate_layer_bits(needs, sizes, 5).values()) == {5}
 
 
 @pytest.mark.usefixtures("short")

@@ -78,7 +78,7 @@ def test_products_are_the_same_with_any_number_of_threads(weights: str) -> None:
             x = rng.standard_normal((n, c.hidden_size), np.float32)
             attention = rng.standard_normal((n, c.q_size), np.float32)
             found, meant = (
-                (arch.attention_in(each, 1, x), arch.attention_out(each, 1, x, attention), arch.head(each, x))
+                (arch.pre_attention(each, 1, x), arch.post_attention(each, 1, x, attention), arch.head(each, x))
                 for each in (ops, plain)
             )
             assert all(map(np.array_equal, found, meant))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.checkpoint.tensors import DTYPES, MOST_LAYER_EXPERTS, MappedFile, MappedTensor, Tensor, Tensors
+from edgekv.checkpoint.tensors import DTYPES, MAX_LAYER_EXPERTS, MappedFile, MappedTensor, Tensor, Tensors
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import Memo, cache_root, create_folder_once, open_regular
 from edgekv.models import gguf_families
@@ -368,7 +368,7 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
         n_experts = 1
         if family.has_experts(role):
             n_experts, shape = shape[0], shape[1:]
-            if n_experts > MOST_LAYER_EXPERTS or len(shape) != 2:
+            if n_experts > MAX_LAYER_EXPERTS or len(shape) != 2:
                 raise ValueError(f"{tensor.name} has the shape {tensor.shape}; accepted: experts, rows, columns")
         transposed = role in family.conv1d and len(shape) == 2
         interleaved = n_heads[role] if role in family.interleaved else 0

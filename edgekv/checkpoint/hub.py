@@ -192,7 +192,7 @@ def fetch_config(name: HubName) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class CachedEntry:
     """A file or folder on the disk that can be made again: whose it is, what, and when it was last used."""
 
     name: str
@@ -202,7 +202,7 @@ class Kept:
     last_used: datetime.datetime
 
     @classmethod
-    def of(cls, name: str, what: str, path: pathlib.Path) -> Kept:
+    def of(cls, name: str, what: str, path: pathlib.Path) -> CachedEntry:
         """Measures a file, or the files in a folder that are no links. Raises OSError."""
         files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
         states = [file.stat() for file in (files if path.is_dir() else [path])]
@@ -223,9 +223,9 @@ class Kept:
             shutil.rmtree(repository, ignore_errors=True)
 
 
-def kept_models() -> list[Kept]:
+def cached_models() -> list[CachedEntry]:
     """Returns the models in the Hub's cache that edgekv reads, each GGUF file by itself, and parts of them."""
-    found = list[Kept]()
+    found = list[CachedEntry]()
     for folder in pathlib.Path(_hub().constants.HF_HUB_CACHE).glob("models--*"):
         match, places = _FOLDER.fullmatch(folder.name), [*folder.glob("snapshots/*")]
         if match is None or folder.is_symlink():
@@ -236,12 +236,12 @@ def kept_models() -> list[Kept]:
             partial = [*folder.glob("blobs/*partial")]
             configs = [read_config(place / CONFIG) for place in places if (place / CONFIG).is_file()]
             if files:
-                found += [Kept.of(name, "GGUF", file) for name, file in files.items()]
-                found += [Kept.of(name, part, file) for file in partial]
+                found += [CachedEntry.of(name, "GGUF", file) for name, file in files.items()]
+                found += [CachedEntry.of(name, part, file) for file in partial]
             elif configs or partial:
                 families = [architecture(config).config.model_type for config in configs]
                 is_whole = any(_has_weights(place) for place in places)
-                found.append(Kept.of(name, families[0] if is_whole and families else part, folder))
+                found.append(CachedEntry.of(name, families[0] if is_whole and families else part, folder))
     return found
 
 
@@ -462,11 +462,11 @@ def no_such_model(path: object, advice: str = "") -> CheckpointError:
     """Returns the error for what is no model, which says what is one."""
     paths = ["a Hugging Face folder", "a .safetensors or .gguf file", "a store", "a name on the Hub (org/name)"]
     accepted = [*paths, *SHIPPED_NOTES]
-    advice = advice or published_model(path)
+    advice = advice or hub_suggestion(path)
     return CheckpointError("there is none", field="model", value=path, accepted=accepted, advice=advice)
 
 
-def published_model(name: object) -> str:
+def hub_suggestion(name: object) -> str:
     """Returns advice: the model on the Hub of the shape that a name is close to, and its size; "" without one."""
     shape = nearest(name, shape_names()).partition(" or ")[0]
     config = read_shape(shape) if shape else {}

@@ -40,10 +40,10 @@ FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 ALIGNMENT = 64  # bytes, of the data in a written file: a cache line
 HASHING = "hashing"  # the task's name in progress
 SPAN_BYTES, READ_BYTES = 8 << 20, 1 << 20  # that a thread hashes as one span, and reads at a time
-MOST_HASHES = 256  # that are remembered
+MAX_HASHES = 256  # that are remembered
 SETTLED_NS = 2_000_000_000  # a file that changed within may change again with the same time stamp
 STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
-MOST_LAYER_EXPERTS = 1 << 14
+MAX_LAYER_EXPERTS = 1 << 14
 EXPERT_PARTS = {"gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down_proj": (("down_proj", 0, 1),)}
 """The projections in a tensor of all experts: name, first of its outputs, and the step between them."""
 
@@ -141,7 +141,7 @@ class MappedFile:
                 begun_ns, digest = time.time_ns(), self._hashed(progress)
                 if abs(begun_ns - self.status.st_ctime_ns) > SETTLED_NS:
                     other_files = {key: value for key, value in (memo.read() or {}).items() if key != path}
-                    memo.keep(dict(list(other_files.items())[1 - MOST_HASHES :]) | {path: [*facts, digest]})
+                    memo.keep(dict(list(other_files.items())[1 - MAX_HASHES :]) | {path: [*facts, digest]})
             self._hash = str(digest)
         return self._hash
 
@@ -278,7 +278,7 @@ class Tensors(dict[str, Tensor]):
                 continue
             base, projection, bias = match.groups()
             axes, end = (2, "bias") if bias else (3, "weight")
-            if len(tensor.shape) != axes or not 1 <= tensor.shape[0] <= MOST_LAYER_EXPERTS:
+            if len(tensor.shape) != axes or not 1 <= tensor.shape[0] <= MAX_LAYER_EXPERTS:
                 problem = f"has shape {tensor.shape}, expected {axes} axes, the first of experts"
                 raise tensor.error(f"{problem}: download the checkpoint again")
             for part, first, step in EXPERT_PARTS[projection]:

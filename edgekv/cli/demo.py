@@ -28,7 +28,7 @@ from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
 FACTS = 5  # a pass key and the codes of four things
-LEAST_CTX = 1024
+MIN_CTX = 1024
 WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
 INTRODUCTION = """\
 {:,} tokens of prose; a pass key and four codes are hidden in them.
@@ -69,8 +69,8 @@ class Demo:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, text: str, ctx: int, seed: int) -> None:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
         longest = min(len(tokens), decoder.config.max_positions) - WRITTEN
-        if not LEAST_CTX <= ctx <= longest:
-            raise refusal("ctx", ctx, f"{LEAST_CTX} to {longest}, as text and model go")
+        if not MIN_CTX <= ctx <= longest:
+            raise refusal("ctx", ctx, f"{MIN_CTX} to {longest}, as text and model go")
         self.reader = NeedleReader(decoder, tokenizer, ctx + WRITTEN)
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]

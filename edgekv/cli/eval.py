@@ -46,7 +46,7 @@ from edgekv.kvcache.registry import PRESETS, broken_schemes, select_specs
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 
 KEPT_WIDTH = 58  # of the column that says what a scheme keeps, in characters
-LEAST_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
+MIN_KL = 1e-7  # smaller ones, and 0, are drawn here: the axis is logarithmic
 
 # edgekv schemes
 
@@ -193,7 +193,7 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
         facts = measured.facts(ctx, arguments.windows)
         write_json(arguments.json, {"results": results, **facts})
     if arguments.plot:
-        lines = [(CacheSpec.parse(r.kv).short, [r.cache_bytes / ctx], [max(r.kl, LEAST_KL)]) for r in results]
+        lines = [(CacheSpec.parse(r.kv).short, [r.cache_bytes / ctx], [max(r.kl, MIN_KL)]) for r in results]
         names = {"xlabel": "bytes of cache per token", "ylabel": "KL from dense, nats"}
         plot(arguments.plot, lines, xscale="log", yscale="log", **names)
     return 0

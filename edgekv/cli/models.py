@@ -18,13 +18,13 @@ from typing import Any
 
 from edgekv.checkpoint.hub import (
     SHIPPED_NOTES,
-    Kept,
+    CachedEntry,
+    cached_models,
     fetch_config,
     find_cached,
-    kept_models,
+    hub_suggestion,
     parse_hub_name,
     parse_model_name,
-    published_model,
     published_shape,
     pull,
     read_shape,
@@ -76,7 +76,7 @@ def pull_command(arguments: argparse.Namespace) -> int:
     if name is None:
         if shipped_model(arguments.model) is not None:
             raise CheckpointError(f"{arguments.model!r} ships with edgekv: there is nothing to download")
-        advice = published_model(arguments.model) or f"give {NAMES}"
+        advice = hub_suggestion(arguments.model) or f"give {NAMES}"
         raise CheckpointError(f"{arguments.model!r} is no name on the Hub", advice=advice)
     print(pull(name, say))
     print(f"next: edgekv chat {name}   or: edgekv budget {name} --ctx 8192", file=sys.stderr)
@@ -85,7 +85,7 @@ def pull_command(arguments: argparse.Namespace) -> int:
 
 # edgekv list and rm
 
-CACHES = {
+CACHE_FOLDERS = {
     "kernels": "compiled kernels",
     "prefixes": "caches of prompts that were read",
     "gguf": "tokenizers of GGUF files",
@@ -100,7 +100,7 @@ def list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_command(arguments: argparse.Namespace) -> int:
-    found = kept()
+    found = cached_entries()
     if arguments.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2, default=str))
         return 0
@@ -114,17 +114,21 @@ def list_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def kept() -> list[Kept]:
-    """Returns what is on the disk: models of the Hub and stores by their model's name, then the other CACHES."""
-    found, root = kept_models(), cache_root()
+def cached_entries() -> list[CachedEntry]:
+    """Returns what is on the disk: models of the Hub and stores by their model's name, then CACHE_FOLDERS."""
+    found, root = cached_models(), cache_root()
     for folder in root.glob("stores/*-v*"):
         with contextlib.suppress(OSError, ValueError):
             file = read_object(folder / "store.json")
             name, what = str(file.get("name") or folder.name), f"weights as {file.get('weights')}"
             if name.startswith("random-") and isinstance(config := file.get("config"), dict):
                 what = f"random {what}, shape {config.get('_name_or_path') or config.get('model_type')}"
-            found.append(Kept.of(name, what, folder))
-    caches = [Kept.of(name, what, root / name) for name, what in CACHES.items() if any(root.glob(f"{name}/*"))]
+            found.append(CachedEntry.of(name, what, folder))
+    caches = [
+        CachedEntry.of(name, what, root / name)
+        for name, what in CACHE_FOLDERS.items()
+        if any(root.glob(f"{name}/*"))
+    ]
     return sorted(found, key=lambda each: (each.name.lower(), each.what)) + caches
 
 
@@ -133,7 +137,7 @@ def rm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rm_command(arguments: argparse.Namespace) -> int:
-    found, chosen = kept(), dict[str, list[Kept]]()
+    found, chosen = cached_entries(), dict[str, list[CachedEntry]]()
     for name in arguments.names:
         on_hub = parse_hub_name(name)
         place = on_hub and find_cached(on_hub)

@@ -17,9 +17,9 @@ from typing import Any, get_type_hints
 from edgekv import files
 from edgekv.checkpoint.hub import (
     find_or_pull,
+    hub_suggestion,
     no_such_model,
     parse_model_name,
-    published_model,
     shape_names,
     shipped_model,
 )
@@ -312,7 +312,7 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
         if not is_known:
             shape = f"or of its shape: {close}" if (close := nearest(word, shapes)) else ""
             text = f"a text comes second: edgekv run demo {shlex.quote(word[:SHOWN])}"
-            raise no_such_model(word, shape or published_model(word) or text * (len(names) > 1))
+            raise no_such_model(word, shape or hub_suggestion(word) or text * (len(names) > 1))
         setattr(arguments, name, word)
 
 

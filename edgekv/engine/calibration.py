@@ -24,7 +24,7 @@ from edgekv.text import Tokenizer
 from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
-from edgekv.weights.formats import ROUTER, ModelFormat, bits_by_need, mean_bits
+from edgekv.weights.formats import ROUTER, ModelFormat, allocate_layer_bits, mean_bits
 from edgekv.weights.rounding import STREAMED, CalibratingOps, StreamingOps
 from edgekv.weights.store import Write
 
@@ -129,7 +129,7 @@ def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progre
                 logits = decoder.head(np.concatenate([x[rows] for x in np.split(last, len(changed))]))
                 for name, own in zip(changed, np.split(logits, len(changed)), strict=True):
                     needs[name] = _divergence(exact, own)
-    of_need = {name: f"q{bits}" for name, bits in bits_by_need(needs, sizes, mean).items()}
+    of_need = {name: f"q{bits}" for name, bits in allocate_layer_bits(needs, sizes, mean).items()}
     return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
 
 
@@ -144,7 +144,7 @@ def add_noise(matrix: F32, bits: int) -> None:
     The best rounding leaves a mean squared error of E w^2, uncorrelated with the rounded weights. So these
     are (1 - E) w plus noise of variance E (1 - E) w^2, where w^2 is the mean of a block.
     """
-    columns, error, rng = matrix.shape[1], gaussian.ERRORS[bits], np.random.default_rng(0)
+    columns, error, rng = matrix.shape[1], gaussian.SQUARED_ERRORS[bits], np.random.default_rng(0)
     for rows in np.array_split(matrix, -(-matrix.size // STREAMED)):
         squares = np.add.reduceat(np.square(rows), np.arange(0, columns, ROTATED_INPUTS), axis=1)
         widths = np.sqrt(squares * np.float32(12 * error * (1 - error) / ROTATED_INPUTS))  # of even distributions

@@ -82,8 +82,8 @@ class CpuBackend(Backend):
             x = np.add(x, positions, dtype=np.float32)
         return x
 
-    def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
-        """Attends as `Backend.attend_prompt`, with scratch (BLOCK_ROWS, m) for scores per thread."""
+    def prefill_attention(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
+        """Attends as `Backend.prefill_attention`, with scratch (BLOCK_ROWS, m) for scores per thread."""
         n, n_kv_heads = queries.shape[1], len(keys)
         group = len(queries) // n_kv_heads
         rows = max(1, BLOCK_ROWS // group)

@@ -29,7 +29,7 @@ from edgekv.kvcache.cache import KVCache, Workspace
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
-from edgekv.weights.cuda import CudaOps, DeviceWeights, device_format, no_lora
+from edgekv.weights.cuda import CudaOps, DeviceWeights, device_model_format, lora_refusal
 from edgekv.weights.formats import ModelFormat
 
 SCORES = 1 << 24  # float32 scores of a prompt in memory at once
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
     kernels: CudaKernels
     ops: CudaOps
     weights: DeviceWeights
-    held_format = staticmethod(device_format)
+    device_format = staticmethod(device_model_format)
     free_bytes = staticmethod(lambda: int(cupy_driver.require_cupy().cuda.runtime.memGetInfo()[0]))
 
     def __init__(self, weights: DeviceWeights, driver: Driver, threads: int) -> None:
@@ -95,7 +95,7 @@ class CudaBackend(Backend):
                 advice="or use {device:cpu}",
             )
         if loras:
-            raise no_lora()
+            raise lora_refusal()
         if not runs(spec):
             names = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(
@@ -133,8 +133,8 @@ class CudaBackend(Backend):
         x = self.weights.embed("embed", ids, positions, start)
         return x if arch.config.embedding_scale == 1.0 else x * np.float32(arch.config.embedding_scale)
 
-    def attend_prompt(self, queries: Array, keys: Array, values: Array, options: ScoreOptions) -> None:
-        """Computes `Backend.attend_prompt` of queries (n_heads, n, head_dim), all heads at once, without sinks."""
+    def prefill_attention(self, queries: Array, keys: Array, values: Array, options: ScoreOptions) -> None:
+        """Computes `Backend.prefill_attention` of queries (n_heads, n, head_dim) without sinks, for all heads."""
         if options.sinks is not None:
             raise ValueError("a GPU has no kernels for sinks: leave them out")
         n_heads, n, head_dim = queries.shape
@@ -151,7 +151,7 @@ class CudaBackend(Backend):
             self.kernels.softmax(s, lo, hi)
             queries[:, a:b] = (s @ values[:, first : earlier + b]).reshape(n_heads, b - a, head_dim)
 
-    def prompt_layer(
+    def prefill_layer(
         self, i: int, cache: KVCache, x: Array, rotation: RopeRotation, norms: tuple[Any, Any]
     ) -> bool:
         """Attends over a prompt x (n, hidden) in half precision; returns False, without work, where it can't."""
@@ -168,12 +168,12 @@ class CudaBackend(Backend):
             out = array("prefill.half_out", (b - a, c.q_size), np.float16)
             chunk = x[a:b]
             self.kernels.split_rope(
-                *(arch.attention_in(self._half, i, chunk), *rotation.rows(a, b)[:2]),
+                *(arch.pre_attention(self._half, i, chunk), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, a:b], k[:, a:b], v[:, a:b]),
                 *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),
             )
-            self.kernels.attend_prompt(half_q, half_k, half_v, a, c.layer_windows[i], out)
-            result = arch.attention_out(self._half, i, chunk, out)
+            self.kernels.prefill_attention(half_q, half_k, half_v, a, c.layer_windows[i], out)
+            result = arch.post_attention(self._half, i, chunk, out)
             if result is not chunk:  # otherwise it was added in place
                 x[a:b] = result
         cache.prefill(k[:, :0] if queries is None else queries, k, v)

@@ -110,7 +110,7 @@ class Backend(abc.ABC):
     """Base of the devices that a decoder computes on, whose memory holds activations and caches.
 
     chunk: tokens of a prompt whose activations are alive at a time. keeps_kernels: whether compiled kernels are
-    remembered by `edgekv.kernels.kernel_cache`. held_format: returns the format that weights of a store have in
+    remembered by `edgekv.kernels.kernel_cache`. device_format: returns the format that weights of a store have in
     the device's memory.
     """
 
@@ -122,7 +122,7 @@ class Backend(abc.ABC):
     chunk: int = CHUNK
     keeps_kernels = False
     free_bytes: Callable[[], int] = staticmethod(lambda: available_memory_bytes())
-    held_format: Callable[[ModelFormat], ModelFormat] = staticmethod(lambda form: form)
+    device_format: Callable[[ModelFormat], ModelFormat] = staticmethod(lambda form: form)
 
     @classmethod
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
@@ -166,14 +166,16 @@ class Backend(abc.ABC):
         """Returns the embeddings (n, hidden) float32 of n tokens at positions start..start+n."""
 
     @abc.abstractmethod
-    def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
+    def prefill_attention(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their exact causal attention.
 
         keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
         token t sees keys max(0, t + 1 - options.window)..t.
         """
 
-    def prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, norms: tuple[Any, Any]) -> bool:
+    def prefill_layer(
+        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, norms: tuple[Any, Any]
+    ) -> bool:
         """Runs layer i over a prompt x (n, hidden) in place and fills its cache; False: not supported."""
         return False
 
@@ -288,11 +290,11 @@ class Decoder:
         n = len(x) // len(conversations)
         rotations = [self._ropes.at(caches[0].n_seen, n) for caches in conversations]
         for i in range(self.config.n_layers):
-            projected, outs = self.attention_in(i, x), []
+            projected, outs = self.pre_attention(i, x), []
             for j, caches in enumerate(conversations):
                 out = self._attend(i, projected[j * n : (j + 1) * n], caches[i], rotations[j][i])
                 outs.append(out if len(conversations) == 1 else out.copy())
-            x = self.attention_out(i, x, outs[0] if len(outs) == 1 else np.concatenate(outs))
+            x = self.post_attention(i, x, outs[0] if len(outs) == 1 else np.concatenate(outs))
         return x
 
     def prefill(
@@ -316,11 +318,11 @@ class Decoder:
             if not (exact and isinstance(cache, KVCache)):
                 for a in range(0, n, self.chunk):
                     part = slice(a, a + self.chunk)
-                    projected = self.attention_in(i, x[part])
+                    projected = self.pre_attention(i, x[part])
                     attn_out = self._attend(i, projected, cache, rotation.rows(a, a + self.chunk))
-                    x[part] = self.attention_out(i, x[part], attn_out)
+                    x[part] = self.post_attention(i, x[part], attn_out)
                     pause()
-            elif not self.backend.prompt_layer(i, cache, x, rotation, self._norms[i]):
+            elif not self.backend.prefill_layer(i, cache, x, rotation, self._norms[i]):
                 self._exact_layer(i, cache, x, rotation, pause)
             if progress:
                 progress(i + 1, len(caches))
@@ -337,27 +339,27 @@ class Decoder:
         c, rotations = self.config, self._ropes.at(0, n)
         q, k, v = self._qkv_buffers("prefill", n)
         for i in range(c.n_layers)[first:stop]:
-            projected, merged = self.attention_in(i, x), []
+            projected, merged = self.pre_attention(i, x), []
             for a in range(0, len(x), n):
                 part = projected[a : a + n]
                 self._split(i, part, rotations[i], q, k, v)
-                self.backend.attend_prompt(q, k, v, self._options[i])
+                self.backend.prefill_attention(q, k, v, self._options[i])
                 merged.append(self._merge(q, part).copy())
-            x = self.attention_out(i, x, np.concatenate(merged))
+            x = self.post_attention(i, x, np.concatenate(merged))
         return x
 
-    def attention_in(self, i: int, x: F32) -> F32:
+    def pre_attention(self, i: int, x: F32) -> F32:
         """Returns the projections (n, width) of x (n, hidden) before layer i: mostly queries, keys, values."""
-        result: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
+        result: F32 = self.arch.pre_attention(self.ops.for_rows(len(x)), i, x)
         return result
 
-    def attention_out(self, i: int, x: F32, attn_out: F32) -> F32:
+    def post_attention(self, i: int, x: F32, attn_out: F32) -> F32:
         """Returns x (n, hidden) of the next layer, from x, which may be overwritten, and attn_out (n, width)."""
-        result: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
+        result: F32 = self.arch.post_attention(self.ops.for_rows(len(x)), i, x, attn_out)
         return result
 
     def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
-        """Appends n tokens by their projections (n, width); returns the input of `attention_out`.
+        """Appends n tokens by their projections (n, width); returns the input of `post_attention`.
 
         It is valid until the next call.
         """
@@ -385,12 +387,12 @@ class Decoder:
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             queries = q[:, a % n_queries : a % n_queries + b - a]
-            projected = self.attention_in(i, x[a:b])
+            projected = self.pre_attention(i, x[a:b])
             self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self.backend.attend_prompt(out, k[:, :b], v[:, :b], self._options[i])
-            x[a:b] = self.attention_out(i, x[a:b], self._merge(out, projected))
+            self.backend.prefill_attention(out, k[:, :b], v[:, :b], self._options[i])
+            x[a:b] = self.post_attention(i, x[a:b], self._merge(out, projected))
             pause()
         cache.prefill(q, k, v)
 
@@ -455,7 +457,7 @@ class Decoder:
         others = [i for i in range(c.n_layers) if i not in c.attending]
         states = zip(others, recurrent_states(c, 2 * CHUNK), strict=False)
         kinds = {type(state.recurrence): (i, state) for i, state in states}
-        calls = [*self.ops.warm_up(), split, lambda: backend.attend_prompt(q, k, v, ScoreOptions())]
+        calls = [*self.ops.warm_up(), split, lambda: backend.prefill_attention(q, k, v, ScoreOptions())]
         # Encoders first: another process compiles attention meanwhile (`Backend.precompiling`).
         attends = [functools.partial(attend, n) for n in WARM_UP_ROWS]
         calls += [prefill, *attends, lambda: rewind([cache], 0), attends[0]]

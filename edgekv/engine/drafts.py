@@ -16,7 +16,7 @@ RATE = 0.2  # weight of the latest guess in the running share
 RECOVERY = 0.005  # of the way back to PRIOR that the share takes whenever nothing is guessed
 CANDIDATES = 256  # latest places after the same token that are compared
 RARE = 3  # places at most, where a match of one token counts
-LONGEST_MATCH = 8
+MAX_MATCH = 8
 NONE, NGRAM = "none", "ngram"
 DRAFTS = NONE, NGRAM, AUTO
 
@@ -48,7 +48,7 @@ class NGramDrafts:
         """Begins a text after these tokens, and forgets what was learned before."""
         self._latest: dict[int, int] = {}  # token -> the latest place after it
         self._earlier: list[int] = []  # place -> the one before it after the same token, or 0
-        self._shares = dict.fromkeys((1, 2, 3, 4, LONGEST_MATCH), PRIOR)  # of right guesses, by the match's length
+        self._shares = dict.fromkeys((1, 2, 3, 4, MAX_MATCH), PRIOR)  # of right guesses, by the match's length
         self._matched = 1
         self._index(tokens)
 
@@ -96,10 +96,10 @@ class NGramDrafts:
         """Returns the place with the longest match of the tokens before it, and its length; 0, 0: none."""
         best = best_length = n_places = 0
         place = self._latest.get(tokens[-1], 0) if tokens else 0
-        while place and n_places < CANDIDATES and best_length < LONGEST_MATCH:
+        while place and n_places < CANDIDATES and best_length < MAX_MATCH:
             n_places += 1
             length = 1
-            while length < min(place, LONGEST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
+            while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > best_length:
                 best, best_length = place, length

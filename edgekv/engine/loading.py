@@ -185,7 +185,7 @@ class SessionPlan:
             what = f"this model has {c.max_positions} positions"
             raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
-        held = find_device(device).held_format(form)
+        held = find_device(device).device_format(form)
         weights_bytes, idle = model.weights_bytes(held), model.idle_bytes(held)
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 

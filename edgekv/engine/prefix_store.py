@@ -27,7 +27,7 @@ from edgekv.vision.model import Embeddings, Prompt
 MIN_TOKENS = 256  # that a file must spare a prompt to be read, or add to the others to be written
 MIN_GROWTH = 4  # so many times longer than its new tokens a prefix may be: one that grows is written seldom
 DISK_SHARE = 10  # one of so many parts of the free disk may be taken
-MOST_FILES = 256
+MAX_FILES = 256
 END = ".kv"
 
 
@@ -115,7 +115,7 @@ class PrefixStore:
         remove_abandoned(_folder(), "*")
         sizes = self._files()
         bound = min(self._max_bytes, (shutil.disk_usage(_folder()).free + sum(sizes.values())) // DISK_SHARE)
-        while sizes and needed <= bound and (sum(sizes.values()) + needed > bound or len(sizes) >= MOST_FILES):
+        while sizes and needed <= bound and (sum(sizes.values()) + needed > bound or len(sizes) >= MAX_FILES):
             self._remove(oldest := next(iter(sizes)))
             del sizes[oldest]
         return needed <= bound

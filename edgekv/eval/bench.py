@@ -28,7 +28,7 @@ from edgekv.weights.random_weights import RandomWeights, random_store
 
 FILL_TOKENS = 512  # synthetic keys and values that are drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
-MATMUL_METHODS = ("attention_in", "attention_out", "head")  # of a `Decoder`, whose time is counted as matmul
+MATMUL_METHODS = ("pre_attention", "post_attention", "head")  # of a `Decoder`, whose time is counted as matmul
 PREFILL_RUNS = 2  # of which the faster counts
 SPARE_POSITIONS = 4096  # beyond the needed ones, where a shape has too few learned positions
 
@@ -125,7 +125,7 @@ class SchemeTimer:
             q = rng.standard_normal((c.n_heads, n, c.head_dim), np.float32) / np.float32(np.sqrt(c.head_dim))
             for cache in drawn:
                 if start:
-                    cache.append_prompt(k, v)
+                    cache.append_prefill(k, v)
                 else:
                     cache.prefill(q, k, v)
             if not start:

@@ -18,7 +18,7 @@ ROTATED_INPUTS = 128
 FLIPS = np.array([1 - 2 * int(bit) for bit in f"{0x243F6A8885A308D313198A2E03707344:0128b}"], np.float32)
 """The signs (ROTATED_INPUTS,) in front of their Hadamard transform: the first bits of pi behind the point."""
 
-GAUSSIAN = {
+CODEBOOKS = {
     2: (-50, -15, 9, 36),
     3: (-60, -32, -18, -6, 5, 16, 28, 44),
     4: (-60, -41, -31, -24, -18, -13, -8, -3, 2, 7, 12, 17, 22, 28, 36, 49),
@@ -41,7 +41,7 @@ def level_tables(bits: int) -> I8:
 
     A code's partner is that of the input 64 away in its block. The second table is the first one's mirror image.
     """
-    even = np.array(GAUSSIAN[bits], np.int8)
+    even = np.array(CODEBOOKS[bits], np.int8)
     return np.stack([even, -even[::-1]])
 
 

@@ -218,7 +218,7 @@ class KVCache(LayerState):
     Dense keys and values never go back to the model. Arrays are allocated once for ``geometry.capacity`` tokens.
     Queries arrive multiplied by the layer's score scale.
 
-    A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `append_prompt`,
+    A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `append_prefill`,
     `append` and `segments`. `FullCache` and `SinkWindowCache` define most of this for schemes that are two codecs.
     Config: a frozen dataclass with defaults. summary, tradeoff: a phrase each for the table of schemes.
     """
@@ -272,7 +272,7 @@ class KVCache(LayerState):
         return type(self)(self.geometry.cut(n_tokens), self.config)
 
     @abc.abstractmethod
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends keys and values (n_kv_heads, n, head_dim) without attending."""
 
     @abc.abstractmethod
@@ -297,7 +297,7 @@ class KVCache(LayerState):
         queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32. Without
         `needs_prompt_queries` the queries are those of the last tokens only.
         """
-        self.append_prompt(keys, values)
+        self.append_prefill(keys, values)
 
     @classmethod
     def finish_prefill(cls, caches: Sequence[Any]) -> None:

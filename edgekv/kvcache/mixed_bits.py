@@ -165,7 +165,7 @@ def _softmax(scores: F32) -> F32:
     return p
 
 
-def allocate_bits(noise: F64, remaining: F64, total: int) -> I64:
+def allocate_head_bits(noise: F64, remaining: F64, total: int) -> I64:
     """Returns whole bits (n_kinds, ...) of the sum ``total``: each next one goes where it takes most noise away.
 
     noise (n_kinds, ...), remaining (n_kinds, 5): the share of it that is left with 0 to 4 bits.
@@ -194,7 +194,9 @@ def head_bits(
         selected = every[:, layers]
         totals = [_total_bits(mean, selected[0].size) for mean in (k_bits, v_bits)]
         for kinds in (slice(0, 2),) if together else (slice(0, 1), slice(1, 2)):
-            bits[kinds, layers] = allocate_bits(selected[kinds], REMAINING_VARIANCE[kinds], sum(totals[kinds]))
+            bits[kinds, layers] = allocate_head_bits(
+                selected[kinds], REMAINING_VARIANCE[kinds], sum(totals[kinds])
+            )
     keys, values = ("".join(map(str, kind.ravel())) for kind in bits)
     return keys, values
 

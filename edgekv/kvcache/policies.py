@@ -75,7 +75,7 @@ class FullCache(CodecStore):
     def rollback_tokens(self) -> int:
         return self.geometry.capacity - self.n_seen
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         self.kernels.encode(self.key_codec, keys, self.n_seen)
         self.kernels.encode(self.value_codec, values, self.n_seen)
@@ -205,7 +205,7 @@ class SinkWindowCache(CodecStore):
             total += keys.bytes_of(seen) + values.bytes_of(seen)
         return total
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         taken = self._fill_sink(keys, values)
         for a in range(taken, keys.shape[1], EXTEND_TOKENS):
@@ -358,7 +358,7 @@ class RollingCache(FullCache):
         # No token that a query of the piece still sees loses its slot, and the piece does not wrap around.
         return min(self.size - self.window, self.size - self._slot)
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         n = keys.shape[1]
         self.require_room(n)
         self.n_seen += n

@@ -153,14 +153,14 @@ class Architecture(abc.ABC):
         """Returns the norm weights behind the last layer: name -> (tensor, size)."""
 
     @abc.abstractmethod
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+    def pre_attention(self, ops: Ops, i: int, x: Any) -> Any:
         """Returns queries, keys and values of x (n, hidden) side by side, with gates behind them, if any.
 
         Of a layer that does not attend: the input of its recurrence. `widths` has the channels.
         """
 
     @abc.abstractmethod
-    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+    def post_attention(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         """Returns the next layer's x (n, hidden) from x and attention (n, n_heads * head_dim) with its gates."""
 
     @abc.abstractmethod
@@ -172,7 +172,7 @@ class Architecture(abc.ABC):
         return ops.linear(self.final_norm(ops, x), "head")
 
     def widths(self, i: int) -> tuple[int, int]:
-        """Returns the channels of layer i's `attention_in`, and of the attention that `attention_out` gets."""
+        """Returns the channels of layer i's `pre_attention`, and of the attention that `post_attention` gets."""
         c, recurrence = self.config, self.config.layer_recurrences[i]
         if recurrence is not None:
             return recurrence.projected, recurrence.mixed

@@ -1,7 +1,7 @@
 """ModelConfig: every field that a decoder needs of a config.json, whatever the checkpoint's dialect.
 
 A layer that does not attend has a recurrence, whose kernel is named ``kernel``: it turns its projection
-(n, ``projected``) into the input of `attention_out` (n, ``mixed``), and changes the state's arrays.
+(n, ``projected``) into the input of `post_attention` (n, ``mixed``), and changes the state's arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgekv.models.rope import RopeConfig
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
-MOST_EXPERTS = 1 << 16  # of all layers: twice the largest models'
+MAX_EXPERTS = 1 << 16  # of all layers: twice the largest models'
 CONFIG_HINT = "add or correct it, or give a whole config"
 
 # Types of fields. Their bounds are far beyond any known model; they keep a damaged or hostile file from taking
@@ -269,8 +269,8 @@ def check(config: ModelConfig) -> ModelConfig:
         wrong = f"{heads} query heads can't share {kv_heads} key-value heads evenly"
     elif experts and experts.per_token > experts.count:
         wrong = f"{experts.per_token} experts per token are more than there are, {experts.count}"
-    elif experts and experts.count * config.n_layers > MOST_EXPERTS:
-        wrong = f"{experts.count} experts in each of {config.n_layers} layers: at most {MOST_EXPERTS} in all"
+    elif experts and experts.count * config.n_layers > MAX_EXPERTS:
+        wrong = f"{experts.count} experts in each of {config.n_layers} layers: at most {MAX_EXPERTS} in all"
     if wrong:
         raise ConfigError(f"config.json: {wrong}")
     return config

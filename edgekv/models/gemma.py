@@ -42,7 +42,7 @@ GEMMA_KEYS = LLAMA_KEYS | {
 }
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the sizes whose scores have a scale of their own
 SLIDING_OF = {"gemma2": 2, "gemma3": 6}  # of so many layers one sees everything
-MOST_LAYERS = 1 << 12  # more than any config may have
+MAX_LAYERS = 1 << 12  # more than any config may have
 
 
 class GemmaConfigSchema(LlamaConfigSchema):
@@ -79,7 +79,7 @@ def _from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
     scalar = wide if layers == GEMMA_27B[name] else own
     slides = facts.get("attention.sliding_window_pattern", SLIDING_OF[name])
     if not isinstance(slides, list):
-        slides = [slides == 0 or (i + 1) % slides != 0 for i in range(min(layers, MOST_LAYERS))]
+        slides = [slides == 0 or (i + 1) % slides != 0 for i in range(min(layers, MAX_LAYERS))]
     if name == "gemma3" and not config.get("sliding_window"):
         slides = [False] * len(slides)
     types = ["sliding_attention" if each else "full_attention" for each in slides]

@@ -124,10 +124,10 @@ class GPT2(Architecture):
     def final_vectors(self) -> dict[str, tuple[str, int]]:
         return self._norm("norm", f"{self.prefix}ln_f")
 
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+    def pre_attention(self, ops: Ops, i: int, x: Any) -> Any:
         return ops.linear(ops.layer_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
 
-    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+    def post_attention(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         x = ops.add_linear(x, attention, f"{i}.out")
         h = ops.linear(ops.layer_norm(x, f"{i}.norm_mlp", self.config.norm_eps), f"{i}.up")
         return ops.add_linear(x, ops.activation(h, self.config.activation), f"{i}.down")

@@ -164,11 +164,11 @@ class Llama(Architecture):
     def final_vectors(self) -> dict[str, tuple[str, int]]:
         return {"norm": (f"{self.prefix}{self.last_norm}.weight", self.config.hidden_size)}
 
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+    def pre_attention(self, ops: Ops, i: int, x: Any) -> Any:
         name = "qkv" if self.config.layer_recurrences[i] is None else "in"
         return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.{name}")
 
-    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+    def post_attention(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         x = self._added(ops, i, "norm_attention", x, attention, "out")
         h = ops.gated_linear(self._normed(ops, i, "norm_mlp", x), f"{i}.up", self.config.activation)
         return self._added(ops, i, "norm_down", x, h, "down")

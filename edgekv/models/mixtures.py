@@ -63,9 +63,9 @@ class Mixture(Llama):
             f"{i}.experts_down": Linear.of_experts(downs),
         }
 
-    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+    def post_attention(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         if self.config.experts_of(i) is None:
-            return super().attention_out(ops, i, x, attention)
+            return super().post_attention(ops, i, x, attention)
         x = self._added(ops, i, "norm_attention", x, attention, "out")
         return ops.add_experts(x, self._normed(ops, i, "norm_mlp", x), i)
 

@@ -168,19 +168,19 @@ class Qwen35(Llama):
             f"{i}.norm": (f"{base}norm.weight", (delta.value_dim,)),
         }
 
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+    def pre_attention(self, ops: Ops, i: int, x: Any) -> Any:
         """Moves the gates to the end: in q_proj a head's gates follow its queries."""
-        c, h = self.config, super().attention_in(ops, i, x)
+        c, h = self.config, super().pre_attention(ops, i, x)
         if c.layer_recurrences[i] is not None:
             return h
         *heads, keys_values = ops.split(h, (c.head_dim,) * (2 * c.n_heads) + (2 * c.kv_size,))
         return ops.join((*heads[::2], keys_values, *heads[1::2]))
 
-    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+    def post_attention(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         if self.config.layer_recurrences[i] is None:
             attention, gates = ops.split(attention, (self.config.q_size,) * 2)
             attention = ops.mul(attention, ops.activation(gates, "sigmoid"))
-        return super().attention_out(ops, i, x, attention)
+        return super().post_attention(ops, i, x, attention)
 
 
 class Qwen35WithVision(Multimodal, Qwen35):

@@ -182,9 +182,9 @@ class Olmo2(Llama):
             f"{i}.norm_keys": (f"{attn}k_norm.weight", c.kv_size),
         }
 
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+    def pre_attention(self, ops: Ops, i: int, x: Any) -> Any:
         c = self.config
-        q, k, v = ops.split(super().attention_in(ops, i, x), (c.q_size, c.kv_size, c.kv_size))
+        q, k, v = ops.split(super().pre_attention(ops, i, x), (c.q_size, c.kv_size, c.kv_size))
         q = ops.rms_norm(q, f"{i}.norm_queries", c.norm_eps)
         k = ops.rms_norm(k, f"{i}.norm_keys", c.norm_eps)
         return ops.join((q, k, v))

@@ -114,10 +114,10 @@ class Retrieval(FullCache):
         """Returns False with an index: which tokens are read depends on how many there are."""
         return self._index is None and super().is_static()
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         before = self.n_seen
-        super().append_prompt(keys, values)
+        super().append_prefill(keys, values)
         self._extend_index(before)
 
     def max_append_tokens(self) -> int:

@@ -32,8 +32,8 @@ from edgekv.power.meters import Clock, PowerMeter, Reading, Root, Throttle, erro
 from edgekv.types import F64
 
 GOOD_ERROR = 0.1  # relative: up to this an energy counter is preferred to samples of power
-MOST_ERROR = 0.5  # relative, of a counter without samples of power beside it: beyond, energy is not known
-MOST_GAP = 0.5  # of a window's length: with a longer time between two samples of power, energy is not known
+MAX_ERROR = 0.5  # relative, of a counter without samples of power beside it: beyond, energy is not known
+MAX_GAP = 0.5  # of a window's length: with a longer time between two samples of power, energy is not known
 IDLE_S = 5.0  # at rest before a run
 
 
@@ -143,11 +143,11 @@ class Trace:
         sampled, counted = np.isfinite(power), np.isfinite(energy)
         if counted.any():
             rise = integrate_counter(self.times_s[counted], energy[counted], start_s, end_s, self.tick_s)
-            most = GOOD_ERROR if sampled.any() else MOST_ERROR
+            most = GOOD_ERROR if sampled.any() else MAX_ERROR
             if rise.error_j <= most * rise.joules and (rise.joules or not sampled.any()):
                 return rise
         times_s = self.times_s[sampled]
-        if longest_interval(times_s, start_s, end_s) >= MOST_GAP * (end_s - start_s):
+        if longest_interval(times_s, start_s, end_s) >= MAX_GAP * (end_s - start_s):
             return None
         return integrate_power(times_s, power[sampled], start_s, end_s)
 
@@ -526,7 +526,7 @@ class SharedMeter(PowerSampler):
                 if not self._open:
                     share._own_j, self._unshared_j = share._own_j + self._unshared_j, 0.0
                 longest_s = max(share._longest_s, share.begun_s + seconds - share._seen_s)
-            if share._own_j > 0 and longest_s < MOST_GAP * seconds:
+            if share._own_j > 0 and longest_s < MAX_GAP * seconds:
                 share.joules, share.watts = share._own_j, share._seen_j / seconds
 
     def _keep(self, time_s: float, reading: Reading) -> None:

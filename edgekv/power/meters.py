@@ -33,7 +33,7 @@ Reader = Callable[[], float]
 CPU_COOLING = re.compile(r"cpufreq|throttle", re.IGNORECASE)  # cooling devices that slow a processor down
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent.parent / "power"
 INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "power"
-LEAST_RAIL_W, MOST_RAIL_W = -10.0, 10_000.0  # an idle shunt may read a little below 0; beyond these it is garbage
+MIN_RAIL_W, MAX_RAIL_W = -10.0, 10_000.0  # an idle shunt may read a little below 0; beyond these it is garbage
 READ_ATTEMPTS = 3  # a sensor that answers EIO now and then is still a sensor
 
 
@@ -57,7 +57,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         for rail, watts in self.power_w.items():
-            if not LEAST_RAIL_W <= watts <= MOST_RAIL_W:  # NaN too
+            if not MIN_RAIL_W <= watts <= MAX_RAIL_W:  # NaN too
                 raise ValueError(f"{rail} reads {watts} W")
 
 

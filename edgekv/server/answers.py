@@ -23,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from edgekv.engine.tools import AnswerParser, Json
 from edgekv.errors import EdgeKVError
-from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, Piece
+from edgekv.server.engine import AnswerEnd, Channel, EmbeddingVector, Event, TextChunk
 from edgekv.server.prompts import EncodedPrompt, RequestEncoder
 from edgekv.server.requests import ChatRequest, EmbeddingRequest, Request, RequestError, request_error
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # between comments in an idle stream, which keep proxies and clients waiting
-LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token
+MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 T = TypeVar("T")
 
@@ -50,9 +50,9 @@ class Answer(AnswerParser):
         self._n_sent = 0  # log probabilities that are in a chunk
         self.reason: str | None = None
 
-    def take(self, event: Piece | AnswerEnd) -> list[Json]:
+    def take(self, event: TextChunk | AnswerEnd) -> list[Json]:
         """Returns the deltas that an event adds."""
-        if isinstance(event, Piece):
+        if isinstance(event, TextChunk):
             thought, deltas = self.is_thinking, self.push(event.text)
             self.n_reasoning += event.n_tokens if thought or self.is_thinking else 0
             return deltas
@@ -91,12 +91,12 @@ class AnswerFormat:
 
     def take(self, event: Event) -> list[Json]:
         """Takes an event; returns the chunks for it."""
-        assert isinstance(event, (Piece, AnswerEnd))
-        if isinstance(event, Piece) and event.progress:
+        assert isinstance(event, (TextChunk, AnswerEnd))
+        if isinstance(event, TextChunk) and event.progress:
             return [self._chunk(prompt_progress=event.progress)]
         i, answer = event.index, self._answers[event.index]
         self._timings = {"timings": event.timings} if event.timings else {}
-        if isinstance(event, Piece):
+        if isinstance(event, TextChunk):
             answer.logprobs += self._entries(event, len(answer.content))
         deltas = [self.delta(delta) for delta in answer.take(event)]
         chunks = [self._chunk(self._choice(i, d, answer.new_logprobs()), **self._timings) for d in deltas]
@@ -149,7 +149,7 @@ class AnswerFormat:
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self._base, "object": self.chunk_object, "choices": choices, **more}
 
-    def _entries(self, piece: Piece, offset: int) -> Iterator[Json]:
+    def _entries(self, piece: TextChunk, offset: int) -> Iterator[Json]:
         """Yields the log probabilities of a piece's tokens. offset: the position of its text in the answer."""
         for entry_data in piece.logprobs:
             entry = self._entry(entry_data.token, entry_data.logprob)
@@ -161,7 +161,7 @@ class AnswerFormat:
         text = data.decode("utf-8", errors="replace")
         if not text and token < self._tokenizer.vocab_size:
             text = self._tokenizer.piece(token)
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 class CompletionFormat(AnswerFormat):

@@ -38,7 +38,7 @@ INTERVAL_S = 0.25  # between two measurements of cache bytes, and two events of 
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """A part of the answer ``index``: its next text, of ``n_tokens`` tokens, or the progress of its prompt.
 
     logprobs: the log probabilities of the tokens, if requested.
@@ -74,7 +74,7 @@ class EmbeddingVector:
     values: Sequence[float]
 
 
-Event = Piece | AnswerEnd | EmbeddingVector | EdgeKVError
+Event = TextChunk | AnswerEnd | EmbeddingVector | EdgeKVError
 
 
 class Cancelled(Exception):
@@ -478,7 +478,7 @@ class Engine:
             job.channel.check()
             share.tokens = (n_prompt - timings.n_cached) * layer / n_layers
             if request.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
-                job.channel.emit(Piece(job.index, progress=values))
+                job.channel.emit(TextChunk(job.index, progress=values))
 
         def current(count_bytes: bool) -> dict[str, Any] | None:
             return timings.as_json(count_bytes) if request.timings_per_token else None
@@ -486,7 +486,7 @@ class Engine:
         def emit(text: str, upto: int) -> None:
             nonlocal n_sent
             logprobs = [logprob for logprob in sampler.logprobs[n_sent:upto] if logprob.token not in eos]
-            job.channel.emit(Piece(job.index, text, logprobs, current(len(steps_made) == 1), upto - n_sent))
+            job.channel.emit(TextChunk(job.index, text, logprobs, current(len(steps_made) == 1), upto - n_sent))
             n_sent = upto
 
         steps = session.generate(

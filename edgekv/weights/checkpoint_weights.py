@@ -14,7 +14,7 @@ from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, I64, U8, Array
-from edgekv.weights.formats import FORMATS, ITEM_BYTES, MatrixFormat, ModelFormat, Piece, WeightFormat
+from edgekv.weights.formats import FORMATS, ITEM_BYTES, FormatRows, MatrixFormat, ModelFormat, WeightFormat
 from edgekv.weights.integers import pack
 
 Codes = tuple[U8, Array, Array | None]
@@ -145,7 +145,7 @@ class CheckpointWeights:
         """Types of the quantized tensors."""
         return tuple(sorted({part.kind for name in self._linears for part in self._parts(name) if part.kind}))
 
-    def _pieces(self, name: str, form: MatrixFormat) -> Iterator[tuple[Piece, Sequence[WeightPart]]]:
+    def _pieces(self, name: str, form: MatrixFormat) -> Iterator[tuple[FormatRows, Sequence[WeightPart]]]:
         """Yields the pieces of a linear layer, each with its parts."""
         for i, piece in enumerate(form.pieces):
             yield piece, self._linears[name].parts[i :: len(form.pieces)]

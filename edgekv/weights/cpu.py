@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.blocks import BLOCKS
-from edgekv.kernels.cpu.gemm import DECODED, MXFP4, OUTPUTS, integer_layout, rotated_layout
+from edgekv.kernels.cpu.gemm import DEQUANTIZED, MXFP4, OUTPUTS, integer_layout, rotated_layout
 from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
@@ -67,8 +67,8 @@ class CpuOps(NumpyOps):
         return [*calls, lambda: self.arch.head(self, row)]
 
     def _run_layer(self, i: int, row: F32) -> None:
-        self.arch.attention_in(self, i, row)
-        self.arch.attention_out(self, i, row, np.zeros((1, self.arch.widths(i)[1]), np.float32))
+        self.arch.pre_attention(self, i, row)
+        self.arch.post_attention(self, i, row, np.zeros((1, self.arch.widths(i)[1]), np.float32))
 
     def _multiply(self, x: F32, matrix: F32) -> F32:
         return float_matmul(x, matrix, self._threads)
@@ -182,7 +182,7 @@ def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> Quantized
     """Returns the weights of arrays (rows, ...) in fewer than 32 bits, with their zero points or offsets."""
     arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
     if form.kept:
-        return QuantizedWeights(arrays["blocks"], None, DECODED, block_type=BLOCKS[form.name])
+        return QuantizedWeights(arrays["blocks"], None, DEQUANTIZED, block_type=BLOCKS[form.name])
     if form.rotated:
         scales = arrays["scales"].view(np.uint16)
         return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))
@@ -192,7 +192,7 @@ def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> Quantized
 
 # How many threads are fastest
 
-MEMO, MOST_REMEMBERED = Memo("threads.json", 3), 256
+MEMO, MAX_REMEMBERED = Memo("threads.json", 3), 256
 FEW_CORES = 2  # so many are all used, unmeasured
 ENOUGH = 0.97  # of the best speed
 PROBE_WEIGHTS = 12 << 20  # elements of a block that small caches do not hold, or not four times
@@ -214,7 +214,7 @@ def product_threads(store: WeightStore, threads: int | None) -> Threads:
     threads_of_both = remembered(store.arch, store.form)
     if threads_of_both is None:
         threads_of_both = fastest(*measure(store, candidates(all_cores())))
-        others = list((MEMO.read() or {}).items())[1 - MOST_REMEMBERED :]
+        others = list((MEMO.read() or {}).items())[1 - MAX_REMEMBERED :]
         MEMO.keep({**dict(others), _key(store.arch, store.form): threads_of_both})
     return threads_of_both
 
@@ -272,8 +272,8 @@ def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
     """Returns a block's name and its inputs' widths: the first layer's smaller one if that is large enough."""
     hidden, (fused, mixed) = arch.config.hidden_size, arch.widths(0)
     if hidden * fused >= PROBE_WEIGHTS:
-        return "attention_in", {"x": hidden}
-    return "attention_out", {"x": hidden, "attention": mixed}
+        return "pre_attention", {"x": hidden}
+    return "post_attention", {"x": hidden, "attention": mixed}
 
 
 def _key(arch: Architecture, form: ModelFormat) -> str:

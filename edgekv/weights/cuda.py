@@ -13,7 +13,15 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec, packed_matvec, rotated, takes_packed, widen
+from edgekv.kernels.cuda.matvec import (
+    MATVEC_ROWS,
+    Matrix,
+    dequantize,
+    matvec,
+    packed_matvec,
+    rotated,
+    takes_packed,
+)
 from edgekv.models.architecture import Architecture
 from edgekv.types import I64, TaskProgress
 from edgekv.weights.formats import (
@@ -39,13 +47,13 @@ TILE_ROWS = 256
 LOADING = "loading to the GPU"
 
 
-def no_lora() -> ConfigError:
+def lora_refusal() -> ConfigError:
     """Returns the refusal of a LoRA beside the weights."""
     advice = "give {lora} without a name, which is merged into the weights, or use {device:cpu}"
     return ConfigError("a GPU applies no LoRA at run time", field="loras", advice=advice)
 
 
-def held_format(form: MatrixFormat) -> WeightFormat:
+def device_matrix_format(form: MatrixFormat) -> WeightFormat:
     """Returns the format that a matrix of a store has in the GPU's memory.
 
     Codes of e2m1 and blocks kept as a GGUF file has them become int8-32, zero points the float32 numbers they add.
@@ -57,9 +65,11 @@ def held_format(form: MatrixFormat) -> WeightFormat:
     return next(held for held in FORMATS.values() if dataclasses.replace(held, name=stored.name) == shifted)
 
 
-def device_format(form: ModelFormat) -> ModelFormat:
+def device_model_format(form: ModelFormat) -> ModelFormat:
     """Returns the format that the weights of a store have in the GPU's memory."""
-    return ModelFormat(form.name, tuple((name, held_format(form.of(name)).name) for name, _ in form.linears))
+    return ModelFormat(
+        form.name, tuple((name, device_matrix_format(form.of(name)).name) for name, _ in form.linears)
+    )
 
 
 class DeviceWeights:
@@ -67,13 +77,13 @@ class DeviceWeights:
 
     def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
-        self.driver, specs = driver, store_specs(store.arch, device_format(store.form), store.table_dtypes)
+        self.driver, specs = driver, store_specs(store.arch, device_model_format(store.form), store.table_dtypes)
         self.nbytes, self.token_bytes = specs_bytes(specs), token_bytes(store.arch, specs)
         self.matrix, self.bias, self.vector, self.array = store.matrix, store.bias, store.vector, store.array
         self.linears: dict[str, Matrix] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
-            form, arrays, shift = held_format(store.form.of(name)), store.arrays(name), store.shift(name)
+            form, arrays, shift = device_matrix_format(store.form.of(name)), store.arrays(name), store.shift(name)
             if form == FORMATS["int8-32"] and form != store.form.of(name):
                 arrays = form.quantize(store.matrix(name))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
@@ -110,7 +120,7 @@ class DeviceWeights:
         return x
 
 
-class Normed(NamedTuple):
+class DeferredNorm(NamedTuple):
     """x (n, channels) and an RMS norm still to be applied: by `packed_matvec`, or before any other operator."""
 
     x: Array
@@ -141,13 +151,15 @@ class CudaOps(NumpyOps):
         return self if self.half is None or n <= MATVEC_ROWS else self.half
 
     def with_lora(self, deltas: LoraDeltas) -> NumpyOps:
-        raise no_lora()
+        raise lora_refusal()
 
-    def linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
+    def linear(
+        self, x: Array | DeferredNorm, name: str, onto: Array | None = None, gate: int | None = None
+    ) -> Array:
         """Returns the linear layer's outputs (n, rows) of x (n, columns); added to ``onto``, maybe in place."""
         w = self.weights.linears[name]
         if self._takes_packed(x, name):
-            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
+            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, DeferredNorm) else (x, None)
             return packed_matvec(self.driver, contiguous(x), w, onto=onto, norm=norm, gate=gate)
         x = contiguous(self._plain(x, self._dtype))
         if x.dtype != self._dtype:
@@ -162,14 +174,14 @@ class CudaOps(NumpyOps):
         """Returns x plus the linear layer's outputs of y (n, columns)."""
         return self.linear(y, name, onto=contiguous(x))
 
-    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+    def gated_linear(self, x: Array | DeferredNorm, name: str, kind: str) -> Array:
         """Returns activation(gate) * up (n, rows / 2) of a linear layer's two halves."""
         if self._takes_packed(x, name):
             return self.linear(x, name, gate=ACTIVATIONS[kind])
         return self._activation(self.linear(x, name), kind, 1)
 
-    def _takes_packed(self, x: Array | Normed, name: str) -> bool:
-        n = len(x.x if isinstance(x, Normed) else x)
+    def _takes_packed(self, x: Array | DeferredNorm, name: str) -> bool:
+        n = len(x.x if isinstance(x, DeferredNorm) else x)
         return not self._halves and n <= MATVEC_ROWS and takes_packed(self.driver, self.weights.linears[name])
 
     def _block_sums(self, x: Array, w: Matrix) -> Array:
@@ -185,7 +197,7 @@ class CudaOps(NumpyOps):
         step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
-            slab, out = self._widened(w, part), y[:, part]
+            slab, out = self._dequantized(w, part), y[:, part]
             if self._halves:
                 self.driver.half_gemm(x, slab, out, onto is not None)
             else:
@@ -199,15 +211,15 @@ class CudaOps(NumpyOps):
         slabs = -(-w.rows * w.columns // self._slab)
         return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MAX_BLOCKS // TILE_ROWS * TILE_ROWS)
 
-    def _widened(self, w: Matrix, part: slice) -> Array:
+    def _dequantized(self, w: Matrix, part: slice) -> Array:
         """Returns some rows of a matrix in the dtype of products."""
         if w.bits == 32 and not self._halves:
             return w.data[part]
-        return widen(self.driver, w, part, self._dtype)
+        return dequantize(self.driver, w, part, self._dtype)
 
-    def rms_norm(self, x: Array, name: str, eps: float) -> Normed:  # type: ignore[override]
+    def rms_norm(self, x: Array, name: str, eps: float) -> DeferredNorm:  # type: ignore[override]
         """Returns x (n, channels), normed by its rows' root mean squares."""
-        return Normed(x, self.weights.vectors[name], eps)
+        return DeferredNorm(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
         """Returns x (n, channels), normed by its rows' means and deviations."""
@@ -220,9 +232,9 @@ class CudaOps(NumpyOps):
         self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y, int(dtype == np.float16))
         return y
 
-    def _plain(self, x: Array | Normed, dtype: npt.DTypeLike = np.float32) -> Array:
+    def _plain(self, x: Array | DeferredNorm, dtype: npt.DTypeLike = np.float32) -> Array:
         """Returns x (n, channels) after its norm, if it has one."""
-        return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, Normed) else x
+        return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, DeferredNorm) else x
 
     def activation(self, x: Array, kind: str) -> Array:
         """Returns the activation of each number of x (n, channels)."""
@@ -236,12 +248,12 @@ class CudaOps(NumpyOps):
         self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y, int(self._halves))
         return y
 
-    def split(self, x: Array | Normed, sizes: Sequence[int]) -> list[Array]:
+    def split(self, x: Array | DeferredNorm, sizes: Sequence[int]) -> list[Array]:
         """Returns parts (n, size) of x (n, channels), one for each size."""
         x, ends = self._plain(x), list(itertools.accumulate(sizes))
         return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def join(self, parts: Sequence[Array | Normed]) -> Array:
+    def join(self, parts: Sequence[Array | DeferredNorm]) -> Array:
         """Returns parts (n, channels) side by side."""
         plain = [self._plain(part) for part in parts]
         sizes = [part.shape[1] for part in plain]
@@ -250,10 +262,10 @@ class CudaOps(NumpyOps):
             target[:] = part
         return y
 
-    def add(self, a: Array | Normed, b: Array | Normed) -> Array:
+    def add(self, a: Array | DeferredNorm, b: Array | DeferredNorm) -> Array:
         """Returns a + b (n, channels)."""
         return self._plain(a) + self._plain(b)
 
-    def scale(self, x: Array | Normed, factor: float) -> Array:
+    def scale(self, x: Array | DeferredNorm, factor: float) -> Array:
         """Returns x (n, channels) times a number."""
         return self._plain(x) * np.float32(factor)

@@ -19,7 +19,7 @@ from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
-from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, level_tables
+from edgekv.kernels.weight_codes import CODEBOOKS, ROTATED_INPUTS, code_of_zero, level_tables
 from edgekv.models.architecture import Architecture, Linear
 from edgekv.types import F32, I8, Array
 from edgekv.weights import gaussian, integers
@@ -29,7 +29,7 @@ ROUTER = ".router"
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
-class Piece(NamedTuple):
+class FormatRows(NamedTuple):
     """Rows of one format, ``rows`` of each expert or of the matrix (1: all); array names begin with ``prefix``."""
 
     form: WeightFormat
@@ -66,9 +66,9 @@ class WeightFormat:
         return -(-columns // self.block)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[FormatRows, ...]:
         """The rows by format: all of them have this one."""
-        return (Piece(self, 1, ""),)
+        return (FormatRows(self, 1, ""),)
 
     def arrays(self, rows: int, columns: int) -> Specs:
         """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
@@ -85,15 +85,15 @@ class WeightFormat:
             arrays["offsets"] = ("F32", (rows, blocks))
         return arrays
 
-    def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
+    def dequantize(self, arrays: Mapping[str, Array], columns: int) -> F32:
         """Returns the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
         if self.kept:
             return BLOCKS[self.name].weights(arrays["blocks"])
         if self.rotated:
-            return gaussian.decode(arrays["codes"], arrays["scales"], self.bits, columns)
-        return integers.decode(arrays, self.bits, columns, e2m1=self.e2m1)
+            return gaussian.dequantize(arrays["codes"], arrays["scales"], self.bits, columns)
+        return integers.dequantize(arrays, self.bits, columns, e2m1=self.e2m1)
 
     def quantize(self, weight: F32) -> dict[str, Array]:
         """Returns the arrays ``codes`` and ``scales`` of weights (rows, columns), as `arrays` describes them.
@@ -127,7 +127,7 @@ class MixedFormat:
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FormatRows, ...]
 
     def fits(self, linear: Linear) -> bool:
         """Returns whether the pieces, of whole blocks, are the rows of the layer or of each of its experts."""
@@ -140,9 +140,9 @@ class MixedFormat:
         specs = ((piece.prefix, piece.form.arrays(n * piece.rows, columns)) for piece in self.pieces)
         return {f"{prefix}{part}": spec for prefix, arrays in specs for part, spec in arrays.items()}
 
-    def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
+    def dequantize(self, arrays: Mapping[str, Array], columns: int) -> F32:
         """Returns the weights (rows, columns) float32 that the arrays stand for."""
-        decoded = (p.form.decode(p.own(arrays), columns).reshape(-1, p.rows, columns) for p in self.pieces)
+        decoded = (p.form.dequantize(p.own(arrays), columns).reshape(-1, p.rows, columns) for p in self.pieces)
         return np.concatenate(list(decoded), axis=1).reshape(-1, columns)
 
 
@@ -156,7 +156,9 @@ def matrix_format(name: str) -> MatrixFormat:
     pairs = [piece.rpartition("*") for piece in name.split("+")]
     if not all(form in FORMATS and form != "f32" and re.fullmatch("[1-9][0-9]*", rows) for form, _, rows in pairs):
         raise ValueError(f"unknown formats among {name}")
-    return MixedFormat(name, tuple(Piece(FORMATS[form], int(n), f"{i}.") for i, (form, _, n) in enumerate(pairs)))
+    return MixedFormat(
+        name, tuple(FormatRows(FORMATS[form], int(n), f"{i}.") for i, (form, _, n) in enumerate(pairs))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +191,7 @@ FORMATS = {
         WeightFormat("int4-offsets", 4, 128, offsets=True),  # in the memory of a GPU
         WeightFormat("int4-32-offsets", 4, 32, offsets=True),
         WeightFormat("fp4-32", 4, 32, e2m1=True),
-        *(WeightFormat(f"q{bits}", bits, ROTATED_INPUTS, rotated=True) for bits in GAUSSIAN),
+        *(WeightFormat(f"q{bits}", bits, ROTATED_INPUTS, rotated=True) for bits in CODEBOOKS),
         *(WeightFormat(name, kind.bits, BLOCK_WEIGHTS, kept=True) for name, kind in BLOCKS.items()),
     )
 }
@@ -210,14 +212,16 @@ def mean_bits(name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-def bits_by_need(needs: Mapping[str, float], sizes: Mapping[str, int], mean: float) -> dict[str, int]:
+def allocate_layer_bits(needs: Mapping[str, float], sizes: Mapping[str, int], mean: float) -> dict[str, int]:
     """Returns the bits of each linear layer's codes: ``mean`` of all weights at most, 2 or more.
 
     needs: each layer's KL at one common number of bits; at other bits it is scaled by a Gaussian's squared error
-    (`gaussian.ERRORS`). sizes: its weights. Each next bit goes where it gains most for its size.
+    (`gaussian.SQUARED_ERRORS`). sizes: its weights. Each next bit goes where it gains most for its size.
     """
-    bits, room = dict.fromkeys(needs, min(GAUSSIAN)), (mean - min(GAUSSIAN)) * sum(sizes[name] for name in needs)
-    fall = {n: gaussian.ERRORS[n] - gaussian.ERRORS[n + 1] for n in GAUSSIAN if n + 1 in GAUSSIAN}
+    bits, room = dict.fromkeys(needs, min(CODEBOOKS)), (mean - min(CODEBOOKS)) * sum(sizes[name] for name in needs)
+    fall = {
+        n: gaussian.SQUARED_ERRORS[n] - gaussian.SQUARED_ERRORS[n + 1] for n in CODEBOOKS if n + 1 in CODEBOOKS
+    }
     steps = ((needs[name] * fall[n] / sizes[name], n, name) for name in needs for n in fall)
     for _, n, name in sorted(steps, key=lambda step: -step[0]):
         if bits[name] == n and sizes[name] <= room:

@@ -2,7 +2,7 @@
 
 inputs    each 128 of a row go through random signs and a Hadamard transform, in weights and activations alike,
           which leaves their product as it is and makes weights nearly Gaussian (HIGGS, arXiv:2411.17525)
-levels    whole numbers that fit a byte, looked up by a shuffle of bytes, as `GAUSSIAN` has them
+levels    whole numbers that fit a byte, looked up by a shuffle of bytes, as `CODEBOOKS` has them
 pairs     inputs i and i + 64 of a block are partners. There are two tables of levels: a code is looked up in the
           first if its partner's code is even, in the second if it is odd. Together they are rounded with less
           squared error than one by one, by 2, 10, 14 and 12% for 2, 3, 4 and 5 bits of a Gaussian
@@ -20,16 +20,16 @@ from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import FAST, inline_jit
 from edgekv.kernels.cpu.launch import RangeKernel
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers
+from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import clamp, get, put, where
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
 from edgekv.types import F32, U8, Array
 
-DEVIATIONS = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}
-"""By bits, the best scale of `GAUSSIAN` levels for a deviation of 1."""
-ERRORS = {2: 0.1146, 3: 0.0310, 4: 0.0082, 5: 0.0022}
+BEST_SCALES = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}
+"""By bits, the best scale of `CODEBOOKS` levels for a deviation of 1."""
+SQUARED_ERRORS = {2: 0.1146, 3: 0.0310, 4: 0.0082, 5: 0.0022}
 """By bits, the mean squared error of a Gaussian of deviation 1."""
-FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
+SCALE_FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
 """Scales to try, as factors of the one that is best for a Gaussian of the block's deviation."""
 HALF = ROTATED_INPUTS // 2
 REACH = 128
@@ -56,7 +56,7 @@ def rotate(x: F32) -> F32:
     return (padded.reshape(-1, ROTATED_INPUTS) @ rotation()).reshape(padded.shape)
 
 
-def decode(codes: U8, scales: Array, bits: int, columns: int) -> F32:
+def dequantize(codes: U8, scales: Array, bits: int, columns: int) -> F32:
     """Returns the weights (rows, columns) float32 of codes (rows, blocks, 16 bits) and scales (rows, blocks)."""
     unpacked = unpack(codes, bits)
     partners = np.roll(unpacked, HALF, axis=-1)
@@ -108,8 +108,8 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
     rotated = rotate(weight)
     shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
     codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
-    arrays = rotated, FACTORS * np.float32(DEVIATIONS[bits]), *nearest(bits), codes, scales
-    _quantize_rows(len(weight), ROW_WORK, shape[1], len(FACTORS), *arrays, n_threads=threads.count())
+    arrays = rotated, SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits), codes, scales
+    _quantize_rows(len(weight), ROW_WORK, shape[1], len(SCALE_FACTORS), *arrays, n_threads=threads.count())
     scales[~np.isfinite(rotated.reshape(*codes.shape).sum(axis=2))] = 0
     return pack(codes, bits), scales.astype(BFLOAT16)
 
@@ -149,7 +149,7 @@ def round_pair(
 
 @rows_kernel
 def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
-    n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_numbers(arguments, 8)
+    n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_arguments(arguments, 8)
     near, levels, one = chars(near_at), floats(levels_at), np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):
         w, codes, square = (

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers
+from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.types import F32, I8, U8, Array
@@ -34,7 +34,7 @@ def pack(numbers: I8, bits: int, *, e2m1: bool = False) -> U8:
     return packed if bits == 8 else packed[..., 0::2] | np.left_shift(packed[..., 1::2], np.uint8(4))
 
 
-def decode(arrays: Mapping[str, Array], bits: int, columns: int, *, e2m1: bool = False) -> F32:
+def dequantize(arrays: Mapping[str, Array], bits: int, columns: int, *, e2m1: bool = False) -> F32:
     """Returns the weights (rows, columns) float32 of codes as `pack` makes them, and scales (rows, blocks).
 
     Zeros (rows, blocks) are the blocks' own zero points, offsets (rows, blocks) what is added to scale * code.
@@ -68,8 +68,8 @@ def quantize(weight: F32, bits: int, block: int) -> tuple[U8, F32]:
 
 @rows_kernel
 def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
-    columns, n_blocks, bits, block, n_shrink = load_numbers(arguments, 5)
-    weight, shrink, codes_at, scales, scratch = load_numbers(arguments + 8 * 5, 5)
+    columns, n_blocks, bits, block, n_shrink = load_arguments(arguments, 5)
+    weight, shrink, codes_at, scales, scratch = load_arguments(arguments + 8 * 5, 5)
     w, q = floats(scratch + 8 * part * block), floats(scratch + 8 * part * block + 4 * block)
     zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
     full = -zero if bits == 4 else zero - np.float32(1)

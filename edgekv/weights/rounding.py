@@ -35,20 +35,20 @@ from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import inline_jit
-from edgekv.kernels.cpu.loops import chars, floats, load_numbers
+from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import ROTATED_INPUTS
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import ROUTER, ModelFormat
-from edgekv.weights.gaussian import DEVIATIONS, ROW_WORK, nearest, rotate, round_pair, rows_kernel
+from edgekv.weights.gaussian import BEST_SCALES, ROW_WORK, nearest, rotate, round_pair, rows_kernel
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
 BLOCK = ROTATED_INPUTS  # columns with a scale
 TOGETHER = 256  # of a Cholesky factor, between two products
-CANDIDATES = len(gaussian.FACTORS)
+CANDIDATES = len(gaussian.SCALE_FACTORS)
 SCRATCH = (3 * BLOCK // 2 + 3) * CANDIDATES  # float32 that a thread needs
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
 STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
@@ -75,7 +75,7 @@ class Rounder:
         self._factor /= diagonal
         self._spans = [(lo, lo + BLOCK) for lo in range(0, len(hessian), BLOCK)]
         self._inverses = [np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi in self._spans]
-        self._tables = gaussian.FACTORS * np.float32(DEVIATIONS[bits]), *nearest(bits)
+        self._tables = gaussian.SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits)
 
     def round(self, rotated: F32, output_correction: F32) -> tuple[U8, Array]:
         """Rounds rotated weights (r, n) to codes and scales, as `gaussian.quantize` does.
@@ -235,7 +235,7 @@ class CalibratingOps(StreamingOps):
             return None
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return gaussian.decode(codes, scales, self._bits[name], self._linears[name].columns)
+        return gaussian.dequantize(codes, scales, self._bits[name], self._linears[name].columns)
 
     def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of rows of a linear layer."""
@@ -256,8 +256,8 @@ class CalibratingOps(StreamingOps):
 @rows_kernel
 def _round_block(first: int, last: int, part: int, arguments: int) -> None:
     """Rounds rows of a block; factor[j, i]: the weight of the error of column i > j in the target of j."""
-    weight_at, targets_at, factor_at, weights_at, factors_at, near_at, levels_at = load_numbers(arguments, 7)
-    codes_at, errors_at, scales_at, scratch_at = load_numbers(arguments + 8 * 7, 4)
+    weight_at, targets_at, factor_at, weights_at, factors_at, near_at, levels_at = load_arguments(arguments, 7)
+    codes_at, errors_at, scales_at, scratch_at = load_arguments(arguments + 8 * 7, 4)
     weights, factors, near, levels = floats(weights_at), floats(factors_at), chars(near_at), floats(levels_at)
     # Scratch of thread ``part``, float32:
     # kept (CANDIDATES, 128)    a row's errors with each scale
@@ -321,8 +321,8 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
 @rows_kernel
 def _round_block_again(first: int, last: int, part: int, arguments: int) -> None:
     """Rounds rows of a block again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
-    weight_at, slopes_at, hessian_at, near_at, levels_at = load_numbers(arguments, 5)
-    codes_at, errors_at, scales_at = load_numbers(arguments + 8 * 5, 3)
+    weight_at, slopes_at, hessian_at, near_at, levels_at = load_arguments(arguments, 5)
+    codes_at, errors_at, scales_at = load_arguments(arguments + 8 * 5, 3)
     hessian, near, levels, scales = floats(hessian_at), chars(near_at), floats(levels_at), floats(scales_at)
     for r in range(first, last):
         slope, weight, errors = (

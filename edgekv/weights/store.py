@@ -123,7 +123,7 @@ class WeightStore:
 
     def matrix(self, name: str) -> F32:
         """Returns a linear layer's weights (rows, columns) float32, dequantized."""
-        return self.form.of(name).decode(self.arrays(name), self._linears[name].columns)
+        return self.form.of(name).dequantize(self.arrays(name), self._linears[name].columns)
 
     def arrays(self, name: str) -> dict[str, Array]:
         """Maps the arrays of a linear layer by part, as `WeightFormat.arrays` names them."""

@@ -105,7 +105,7 @@ class Latest(KVCache):
         """Returns 1, as each token is attended to before the next one takes a slot."""
         return 1
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Stores the last tokens of a prompt: those before leave at once."""
         self.require_room(keys.shape[1])
         self.n_seen += max(0, keys.shape[1] - self.slots)

@@ -191,7 +191,7 @@ inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 inline float half_to_float(unsigned short bits) { return (float)same_bits<_Float16>(bits); }
 inline unsigned short float_to_half(float x) { return same_bits<unsigned short>((_Float16)x); }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
-inline unsigned dot_bytes(unsigned a, unsigned b, unsigned sum)
+inline unsigned dp4a(unsigned a, unsigned b, unsigned sum)
 {
     for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
     return sum;
@@ -199,8 +199,8 @@ inline unsigned dot_bytes(unsigned a, unsigned b, unsigned sum)
 
 inline unsigned short finite_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 inline unsigned two_halves(float a, float b) { return float_to_half(a) | (unsigned)float_to_half(b) << 16; }
-inline void wait_for_inputs() {}
-inline void let_next_begin() {}
+inline void grid_dependency_wait() {}
+inline void launch_dependents() {}
 inline float power_of_two(float x) { return exp2f(x); }
 
 // What the lanes of a warp show each other, until all have looked.
@@ -221,7 +221,7 @@ inline float high_half(unsigned x) { return half_to_float((unsigned short)(x >> 
 
 // As ptx.cu says.
 struct Factors { unsigned a[4], b[2]; };
-inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+inline void mma_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     Factors mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     Shown<Factors> all(mine);
@@ -251,19 +251,19 @@ template <class A, class B> void multiply_whole(int (&c)[4], const unsigned (&a)
             c[i] += (int)(A)(left.a[i / 2 + k / 16 * 2] >> k % 4 * 8) * (B)(right.b[k / 16] >> k % 4 * 8);
         }
 }
-inline void multiply_bytes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+inline void mma_u8s8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     multiply_whole<unsigned char, signed char>(c, a, b0, b1);
 }
-inline void multiply_levels(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+inline void mma_s8s8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     multiply_whole<signed char, signed char>(c, a, b0, b1);
 }
-inline void multiply_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+inline void mma_u8u8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     multiply_whole<unsigned char, unsigned char>(c, a, b0, b1);
 }
-inline void multiply_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b)
+inline void mma_and_popc(int (&c)[4], unsigned a0, unsigned a1, unsigned b)
 {
     Factors mine = {{a0, a1, 0, 0}, {b, 0}};
     Shown<Factors> all(mine);
@@ -279,20 +279,20 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order)
     for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
     return result;
 }
-inline unsigned permute_bytes(unsigned x, unsigned y, unsigned order)
+inline unsigned prmt(unsigned x, unsigned y, unsigned order)
 {
     unsigned picked = __byte_perm(x, y, order);
     for (int i = 0; i < 4; ++i)
         if (order >> 4 * i & 8) picked = picked & ~(255u << 8 * i) | (picked >> 8 * i & 128 ? 255u : 0u) << 8 * i;
     return picked;
 }
-inline void load_matrices(unsigned (&x)[4], const unsigned short* row)
+inline void ldmatrix(unsigned (&x)[4], const unsigned short* row)
 {
     Shown<const unsigned short*> all(row);
     int lane = fibers::current % 32;
     for (int m = 0; m < 4; ++m) memcpy(&x[m], *all.lanes[8 * m + lane / 4] + lane % 4 * 2, 4);
 }
-inline void load_matrices_transposed(unsigned (&x)[4], const unsigned short* row)
+inline void ldmatrix_transposed(unsigned (&x)[4], const unsigned short* row)
 {
     Shown<const unsigned short*> all(row);
     int lane = fibers::current % 32;
@@ -301,10 +301,10 @@ inline void load_matrices_transposed(unsigned (&x)[4], const unsigned short* row
         x[m] = first[lane / 4] | (unsigned)second[lane / 4] << 16;
     }
 }
-inline void begin_copy(void* to, const void* from, bool there)
+inline void cp_async(void* to, const void* from, bool there)
 {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
-inline void end_copies() {}
-template <int N> void finish_copies() {}
+inline void cp_async_commit() {}
+template <int N> void cp_async_wait() {}

@@ -36,10 +36,10 @@ def stored(tensor: GgufTensor, n: int) -> F32:
     """Returns the weights of what a store holds of the tensor's n rows."""
     form = FORMATS[str(tensor.exact_format)]
     if form.kept:
-        return form.decode({"blocks": tensor.raw_rows(0, n)}, COLUMNS)
+        return form.dequantize({"blocks": tensor.raw_rows(0, n)}, COLUMNS)
     codes, scales, offsets = tensor.blocks(0, n)
     arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
-    return form.decode({part: array for part, array in arrays.items() if array is not None}, COLUMNS)
+    return form.dequantize({part: array for part, array in arrays.items() if array is not None}, COLUMNS)
 
 
 def main() -> None:

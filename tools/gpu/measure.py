@@ -15,13 +15,13 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.kernels.cuda.driver import CannotRecord, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
+from edgekv.kernels.cuda.matvec import Matrix, dequantize, matvec, packed_matvec, takes_packed
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
 from edgekv.weights.cuda import KINDS, DeviceWeights
 from edgekv.weights.formats import FORMATS, ModelFormat, WeightFormat, specs_bytes, store_specs
-from edgekv.weights.gaussian import DEVIATIONS
+from edgekv.weights.gaussian import BEST_SCALES
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
@@ -92,7 +92,7 @@ class Layers:
         for a in range(0, depth, FILL_TOKENS):
             n = min(FILL_TOKENS, depth - a)
             k = gpu.normal(HEADS, n, HEAD_DIM) + 2 * gpu.normal(HEADS, 1, HEAD_DIM)
-            first.append_prompt(k, gpu.normal(HEADS, n, HEAD_DIM))
+            first.append_prefill(k, gpu.normal(HEADS, n, HEAD_DIM))
         n_layers = max(2, min(most, -(-L2_TIMES * gpu.l2_bytes // max(first.bytes_read(), 1))))
         caches = [first, *(clone(gpu, spec, depth, first, kernels) for _ in range(n_layers - 1))]
         rows = [[gpu.normal(HEADS, 1, HEAD_DIM) for _ in caches] for _ in range(3)]
@@ -250,7 +250,7 @@ def random_matrix(gpu: Gpu, form: WeightFormat, rows: int, columns: int) -> Matr
     """Returns random weights of a format of fewer than 32 bits."""
     specs = form.arrays(rows, columns)
     codes = gpu.rng.integers(0, 256, specs["codes"][1], dtype=np.uint8)
-    step = DEVIATIONS[form.bits] if form.rotated else np.sqrt(3) / 2 ** (form.bits - 1)
+    step = BEST_SCALES[form.bits] if form.rotated else np.sqrt(3) / 2 ** (form.bits - 1)
     scales = cupy.full(specs["scales"][1], STD * step, np.float32)
     if form.rotated:
         scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
@@ -261,7 +261,7 @@ def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
     """Returns (seconds of a layer's attention over n tokens, its floating-point operations)."""
     q, k, v = ((gpu.normal(HEADS, n, HEAD_DIM) * 0.3).astype(np.float16) for _ in range(3))
     out = cupy.empty((n, HEADS * HEAD_DIM), np.float16)
-    seconds = gpu.seconds(lambda: gpu.kernels.attend_prompt(q, k, v, 0, None, out))
+    seconds = gpu.seconds(lambda: gpu.kernels.prefill_attention(q, k, v, 0, None, out))
     return seconds, 2 * HEADS * HEAD_DIM * n * n
 
 
@@ -272,7 +272,7 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
         w = random_matrix(gpu, FORMATS[name], rows, columns)
 
         def step(w: Matrix = w) -> None:
-            widen(gpu.driver, w, slice(0, rows), np.float16)
+            dequantize(gpu.driver, w, slice(0, rows), np.float16)
 
         n_bytes = specs_bytes(FORMATS[name].arrays(rows, columns)) + 2 * rows * columns
         yield f"{name} weights to halves", gpu.seconds(step), n_bytes
@@ -332,7 +332,7 @@ def end_to_end(
             cache.allocate(decoder.kernels, decoder.workspace)
             for a in range(0, depth, FILL_TOKENS):
                 shape = c.n_kv_heads, min(FILL_TOKENS, depth - a), c.head_dim
-                cache.append_prompt(gpu.normal(*shape), gpu.normal(*shape))
+                cache.append_prefill(gpu.normal(*shape), gpu.normal(*shape))
         yield {"scheme": text, "depth": depth, **_decode(gpu, decoder, caches, weights.token_bytes)}
         del caches
         cupy.get_default_memory_pool().free_all_blocks()

@@ -211,9 +211,9 @@ class Model:
         rotations = self._rotations_of(ids)
         states = []
         for i in range(self.config.n_layers):
-            q, k, v = self._heads(i, self.arch.attention_in(self._ops, i, x), rotations[i])
+            q, k, v = self._heads(i, self.arch.pre_attention(self._ops, i, x), rotations[i])
             out = self.attention(i, q, k, v)  # (rows, n_heads, n, head_dim)
-            x = self.arch.attention_out(self._ops, i, x, out.transpose(1, 2).flatten(2))
+            x = self.arch.post_attention(self._ops, i, x, out.transpose(1, 2).flatten(2))
             states.append(x)
         return states
 
@@ -294,7 +294,7 @@ ALL = slice(None)
 SCOPES = {"global": (0, 0), "layer": (ALL, 0), "head": (ALL, ALL)}
 """What of (layers, heads) has a value of its own."""
 
-LEAST_TAU = 1e-3
+MIN_TAU = 1e-3
 
 
 def shared(x: Tensor, group: int) -> Tensor:
@@ -325,7 +325,7 @@ class BinarySketch(nn.Module):
 
     def clamp(self) -> None:
         """Keeps tau positive."""
-        self.tau.data.clamp_(min=LEAST_TAU)
+        self.tau.data.clamp_(min=MIN_TAU)
 
     def __str__(self) -> str:
         low, high = self.tau.min().item(), self.tau.max().item()

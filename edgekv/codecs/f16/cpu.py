@@ -14,7 +14,7 @@ from edgekv.kernels.cpu.loops import (
     address_of,
     floats,
     halves,
-    load_numbers,
+    load_arguments,
     put_loop,
     score_loop,
 )
@@ -55,7 +55,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 @exact_kernel
 def _encode_tokens(first: int, last: int, part: int, arguments: int) -> None:
-    x, n, head_dim, half, capacity, t0 = load_numbers(arguments, 6)
+    x, n, head_dim, half, capacity, t0 = load_arguments(arguments, 6)
     for item in range(first, last):
         target = (item // n * capacity + t0 + item % n) * head_dim
         for d in range(head_dim):

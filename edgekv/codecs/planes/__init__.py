@@ -73,7 +73,7 @@ MIDDLE_CODE = {bits: np.float32((2**bits - 1) / 2) for bits in GAUSS_STEP}
 LARGEST_FOUR = 61
 """Steps to which the magnitudes of four neighbouring elements of a query add up at most (`round_queries`)."""
 
-LEAST_WEIGHT = 1e-30
+MIN_WEIGHT = 1e-30
 """The least p * scale that stands for TOP_WEIGHT: of a block whose largest is smaller, weights are less, too."""
 
 TOP_WEIGHT = np.float32(255)
@@ -405,7 +405,7 @@ class InterleavedValues(Codec):
             scale = from_half(self.arrays["scale"][:, None, first:last])
             weights[..., inside] = p[:, :, first - t0 : last - t0] * scale
             top = weights.max(axis=2, keepdims=True)
-            whole = np.rint(weights * (TOP_WEIGHT / np.maximum(top, np.float32(LEAST_WEIGHT))))
+            whole = np.rint(weights * (TOP_WEIGHT / np.maximum(top, np.float32(MIN_WEIGHT))))
             rotated += top / TOP_WEIGHT * (whole @ self._levels(block))
         return self.rotation.backward(rotated, self.kernels)
 

@@ -11,7 +11,7 @@ from edgekv.codecs.planes.cpu_keys import KEYS
 from edgekv.codecs.planes.cpu_values import VALUES
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
-from edgekv.kernels.cpu.loops import chars, doubles, floats, halves, load_numbers
+from edgekv.kernels.cpu.loops import chars, doubles, floats, halves, load_arguments
 from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, sign_bits
 from edgekv.kernels.interface import BLOCK, LARGEST_F16
 from edgekv.types import F32, U8, U16
@@ -30,7 +30,7 @@ def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
 
 @RangeKernel
 def _encode_centres(first: int, last: int, part: int, arguments: int) -> None:
-    x, n, width, codes, steps, n_blocks, t0, scratch = load_numbers(arguments, 8)
+    x, n, width, codes, steps, n_blocks, t0, scratch = load_arguments(arguments, 8)
     blocks = n // BLOCK
     for item in range(first, last):
         block = item // blocks * n_blocks + t0 // BLOCK + item % blocks
@@ -79,8 +79,8 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
 
 @exact_kernel
 def _encode_keys(first: int, last: int, part: int, arguments: int) -> None:
-    n, width, bits, capacity, n_stored, t0 = load_numbers(arguments, 6)
-    x_at, planes_at, scale_at, scratch_at, steps_at = load_numbers(arguments + 8 * 6, 5)
+    n, width, bits, capacity, n_stored, t0 = load_arguments(arguments, 6)
+    x_at, planes_at, scale_at, scratch_at, steps_at = load_arguments(arguments + 8 * 6, 5)
     blocks, block_bytes, gauss_step = n // BLOCK, bits * width * BLOCK // 8, get(doubles(steps_at), bits)
     for item in range(first, last):
         g, block = item // blocks, t0 // BLOCK + item % blocks
@@ -133,8 +133,8 @@ def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
 
 @exact_kernel
 def _encode_values(first: int, last: int, part: int, arguments: int) -> None:
-    n, head_dim, bits, capacity, n_stored, t0 = load_numbers(arguments, 6)
-    x_at, codes_at, scale_at, steps_at = load_numbers(arguments + 8 * 6, 4)
+    n, head_dim, bits, capacity, n_stored, t0 = load_arguments(arguments, 6)
+    x_at, codes_at, scale_at, steps_at = load_arguments(arguments + 8 * 6, 4)
     blocks, block_bytes, gauss_step = n // BLOCK, 8 * bits * head_dim, get(doubles(steps_at), bits)
     for item in range(first, last):
         g, block = item // blocks, t0 // BLOCK + item % blocks

@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 from numba.core import cgutils
 
-from edgekv.codecs.planes import FIELDS, LEAST_WEIGHT, MIDDLE_CODE, TOP_WEIGHT
+from edgekv.codecs.planes import FIELDS, MIDDLE_CODE, MIN_WEIGHT, TOP_WEIGHT
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.emit import LANES, Value, at
@@ -108,7 +108,7 @@ def _emit_weights(
     ]
     top = emit.reduce_lanes(b, emit.maximum, [emit.reduce(b, emit.maximum, parts) for parts in scaled])
     least, most, inverse = (
-        emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
+        emit.constant(top.type, np.float32(x)) for x in (MIN_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
     )
     factors = b.fdiv(most, emit.maximum(b, top, least))
     # Flags of its own: else LLVM multiplies inverse and middle first, and rounds otherwise.

@@ -98,7 +98,7 @@ def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
         return None
     bits, factor = max(int(keys.bits.max()), int(values.bits.max())), f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
     blocks = 3 if rows == 1 and bits <= 2 else 2  # decides the registers of a thread
-    macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("TURN_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
+    macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("HADAMARD_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
     return Fused(FOLDER / "tiled", macros, MAX_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 

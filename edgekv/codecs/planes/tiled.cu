@@ -10,7 +10,7 @@
 #define TOGETHER (ROWS <= 2)              // whether one product sums the values of both tiles
 #define SETS divide_up(ROWS, 4)           // sets of 8 columns
 #define SLOTS (VALUE_BITS > 2 ? 2 : 1)    // words that a lane reads of a tile and channel of values
-#define ROWS_TURNED (2 * THREADS / HEAD_DIM)
+#define HADAMARD_ROWS (2 * THREADS / HEAD_DIM)
 #define LARGEST 32639                     // 127 * 256 + 127
 
 // What the warps of a block share: the queries, rotated and rounded to whole numbers, each warp's results, and the output, which is
@@ -24,7 +24,7 @@ struct TiledShared {
     float half_unit[ROWS];               // half of what a digit of 1 stands for
     int offset[ROWS];                    // twice what the codes' middle adds, in digits
     float running_max[WARPS][ROWS], running_sum[WARPS][ROWS], offsets[WARPS][ROWS];
-    float turned[ROWS_TURNED][2][HEAD_DIM];
+    float rotated[HADAMARD_ROWS][2][HEAD_DIM];
     float parts[WARPS][ROWS][HEAD_DIM];
 };
 
@@ -34,7 +34,7 @@ __device__ void round_row(TiledShared& shared, const float* from, int m, float k
     int lane = threadIdx.x % 32;
     bool exists = 4 * lane < HEAD_DIM;
     float x[4];
-    UNROLL for (int k = 0; k < 4; ++k) x[k] = exists ? from[4 * lane + k] * TURN_FACTOR : 0;
+    UNROLL for (int k = 0; k < 4; ++k) x[k] = exists ? from[4 * lane + k] * HADAMARD_FACTOR : 0;
     float size = lane_max(fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3])) / LARGEST_FOUR;
     float divisor = size == 0 ? 1 : size;
     float largest = lane_max(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
@@ -59,15 +59,15 @@ __device__ void round_row(TiledShared& shared, const float* from, int m, float k
 }
 
 // Rotates x (ROWS, HEAD_DIM), in shared memory, back and adds it to out.
-__device__ void turn_back(TiledShared& shared, const float (*x)[HEAD_DIM], const float* flips, float* out)
+__device__ void rotate_back(TiledShared& shared, const float (*x)[HEAD_DIM], const float* flips, float* out)
 {
-    for (int base = 0; base < ROWS; base += ROWS_TURNED) {
-        for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS)
-            shared.turned[k / HEAD_DIM][0][k % HEAD_DIM] = base + k / HEAD_DIM < ROWS ? x[base + k / HEAD_DIM][k % HEAD_DIM] : 0;
-        int side = walsh_hadamard(shared.turned);
-        for (int k = threadIdx.x; k < min_of(ROWS_TURNED, ROWS - base) * HEAD_DIM; k += THREADS) {
+    for (int base = 0; base < ROWS; base += HADAMARD_ROWS) {
+        for (int k = threadIdx.x; k < HADAMARD_ROWS * HEAD_DIM; k += THREADS)
+            shared.rotated[k / HEAD_DIM][0][k % HEAD_DIM] = base + k / HEAD_DIM < ROWS ? x[base + k / HEAD_DIM][k % HEAD_DIM] : 0;
+        int side = walsh_hadamard(shared.rotated);
+        for (int k = threadIdx.x; k < min_of(HADAMARD_ROWS, ROWS - base) * HEAD_DIM; k += THREADS) {
             int c = k % HEAD_DIM;
-            out[base * HEAD_DIM + k] += shared.turned[k / HEAD_DIM][side][c] * TURN_FACTOR * flips[c];
+            out[base * HEAD_DIM + k] += shared.rotated[k / HEAD_DIM][side][c] * HADAMARD_FACTOR * flips[c];
         }
         __syncthreads();
     }
@@ -186,7 +186,7 @@ struct TiledWarp {
                 u32 x[8];
                 UNROLL for (int y = 0; y < 8; ++y) {
                     int counts[4] = {0, 0, 0, 0};
-                    multiply_bits(counts, token[y], token[y + 8], bits[m]);
+                    mma_and_popc(counts, token[y], token[y + 8], bits[m]);
                     x[2 * (y % 4) + y / 4] = (counts[0] + ((u32)counts[2] << 16)) * w0 + (counts[1] + ((u32)counts[3] << 16)) * w1;
                 }
                 int first = 0;
@@ -209,7 +209,7 @@ struct TiledWarp {
         UNROLL for (int k = 0; k < WIDE; ++k) {
             u32 four = 0x0f0f0f0fu;
             u32 a[4] = {centre[0][k] & four, centre[1][k] & four, centre[0][k] >> 4 & four, centre[1][k] >> 4 & four};
-            multiply_bytes(c, a, digits[s][0][k], digits[s][1][k]);
+            mma_u8s8(c, a, digits[s][0][k], digits[s][1][k]);
         }
         UNROLL for (int u = 0; u < 2; ++u) {
             centre_scores[u] = (float)(512 * c[2 * u] + 2 * c[2 * u + 1] + shared.offset[m]) * shared.half_unit[m] * step_of_centre[u];
@@ -255,7 +255,7 @@ struct TiledWarp {
             float inverse = 255 / fmaxf(largest, 1e-30f), unit = largest * (1.0f / 255);
             u32 word = 0;
             UNROLL for (int k = 0; k < 4; ++k) word |= (u32)__float2int_rn(w[k] * inverse) << 8 * k;
-            offset[m] += unit * (float)dot_bytes(word, 0x01010101u, 0);
+            offset[m] += unit * (float)dp4a(word, 0x01010101u, 0);
             shared.weights[warp][m][i / 4][4 * j + i % 4] = word;
             if (i % 4 == 0 && j == 0) shared.units[warp][m][i / 4] = unit;
         }
@@ -297,8 +297,8 @@ struct TiledWarp {
                 u32 upper[4] = {x0 & high, x1 & high, y0 & high, y1 & high};
                 UNROLL for (int set = 0; set < SETS; ++set) {
                     bool is_upper = i % 2;
-                    multiply_codes(c[set][y][h], lower, is_upper ? 0 : weight[set][0], is_upper ? 0 : weight[set][1]);
-                    multiply_codes(c[set][y][h], upper, is_upper ? weight[set][0] : 0, is_upper ? weight[set][1] : 0);
+                    mma_u8u8(c[set][y][h], lower, is_upper ? 0 : weight[set][0], is_upper ? 0 : weight[set][1]);
+                    mma_u8u8(c[set][y][h], upper, is_upper ? weight[set][0] : 0, is_upper ? weight[set][1] : 0);
                 }
             }
     }
@@ -388,9 +388,9 @@ struct TiledWarp {
     }
 };
 
-// Does what attend_share does. Queries are the model's; queries.codes (G, HEAD_DIM) are the rotation's signs times the channels'
+// Does what attend_split does. Queries are the model's; queries.codes (G, HEAD_DIM) are the rotation's signs times the channels'
 // factors, queries.scale (G) a factor of the keys' estimates.
-__device__ void tiled_share(TiledShared& shared, const Queries& queries, const Store& keys, const Store& values, const Span& span,
+__device__ void tiled_split(TiledShared& shared, const Queries& queries, const Store& keys, const Store& values, const Span& span,
                             int part, int parts, int g, float* softmax, float (*out)[HEAD_DIM])
 {
     int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
@@ -399,16 +399,16 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
     TiledWarp state(shared, keys, values, span, last, g);
     state.load_keys(tile);
     state.load_scales(tile);
-    wait_for_inputs();  // what is packed was there before this token
-    for (int base = 0; base < ROWS; base += ROWS_TURNED) {
-        for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS) {
+    grid_dependency_wait();  // what is packed was there before this token
+    for (int base = 0; base < ROWS; base += HADAMARD_ROWS) {
+        for (int k = threadIdx.x; k < HADAMARD_ROWS * HEAD_DIM; k += THREADS) {
             int m = base + k / HEAD_DIM, c = k % HEAD_DIM;
             const float* x = queries.x + ((i64)g * ROWS + m) * HEAD_DIM;
-            shared.turned[k / HEAD_DIM][0][c] = m < ROWS ? x[c] * ((const float*)queries.codes)[g * HEAD_DIM + c] : 0;
+            shared.rotated[k / HEAD_DIM][0][c] = m < ROWS ? x[c] * ((const float*)queries.codes)[g * HEAD_DIM + c] : 0;
         }
-        int side = walsh_hadamard(shared.turned);
-        for (int m = base + warp; m < min_of(ROWS, base + ROWS_TURNED); m += WARPS)
-            round_row(shared, shared.turned[m - base][side], m, queries.scale[g]);
+        int side = walsh_hadamard(shared.rotated);
+        for (int m = base + warp; m < min_of(ROWS, base + HADAMARD_ROWS); m += WARPS)
+            round_row(shared, shared.rotated[m - base][side], m, queries.scale[g]);
         __syncthreads();
     }
     state.take_queries();

@@ -30,11 +30,11 @@ from edgekv.kernels.cpu.loops import (
     int64s,
     ints,
     kernels_of,
-    load_numbers,
+    load_arguments,
     load_tuple,
     scratch_memory,
 )
-from edgekv.kernels.cpu.rows import Decoded
+from edgekv.kernels.cpu.rows import DecodedTokens
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import MINUS_INFINITY, SHRINK, STATE, L, M, exp_of_negative, fill, weigh
 from edgekv.kernels.interface import BLOCK, Segment, Visible
@@ -416,7 +416,7 @@ def _readable_segment(segment: Segment) -> Segment:
 
 def readable(codec: Any, t0: int, t1: int) -> Any:
     """Returns a codec that has loops: itself, or its decoded tokens t0..t1."""
-    return codec if "cpu" in codec.backends else Decoded(codec, t0, t1)
+    return codec if "cpu" in codec.backends else DecodedTokens(codec, t0, t1)
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
@@ -443,8 +443,8 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 @RangeKernel
 def _score_items(first: int, last: int, part: int, arguments: int) -> None:
-    rows, head_dim, splits, t0, t1, block, numbers, queries = load_numbers(arguments, 8)
-    prepare, score, s, head_stride, row_stride, memory, item_bytes, n_bytes = load_numbers(arguments + 8 * 8, 8)
+    rows, head_dim, splits, t0, t1, block, numbers, queries = load_arguments(arguments, 8)
+    prepare, score, s, head_stride, row_stride, memory, item_bytes, n_bytes = load_arguments(arguments + 8 * 8, 8)
     for item in range(first, last):
         g, split = item // splits, item % splits
         item_memory = memory + item * item_bytes
@@ -503,7 +503,7 @@ def encode(codec: Any, x: F32, t0: int) -> None:
 
 @exact_kernel
 def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
-    numbers, put, x, n, head_dim, t0, memory, n_bytes = load_numbers(arguments, 8)
+    numbers, put, x, n, head_dim, t0, memory, n_bytes = load_arguments(arguments, 8)
     n_parts = (n + ENCODED_TOKENS - 1) // ENCODED_TOKENS
     for item in range(first, last):
         g, t = item // n_parts, item % n_parts * ENCODED_TOKENS
@@ -513,8 +513,8 @@ def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
 
 @exact_kernel
 def _append_heads(first: int, last: int, part: int, arguments: int) -> None:
-    key_store, value_store, put_key, put_value, k, v = load_numbers(arguments, 6)
-    n, head_dim, t0, memory, n_bytes = load_numbers(arguments + 8 * 6, 5)
+    key_store, value_store, put_key, put_value, k, v = load_arguments(arguments, 6)
+    n, head_dim, t0, memory, n_bytes = load_arguments(arguments + 8 * 6, 5)
     for g in range(first, last):
         row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
         call(put_key, (key_store, k + row, n, g, t0, scratch))

@@ -42,7 +42,7 @@ from edgekv.kernels.cpu.emit import LANES, Value, at
 from edgekv.kernels.cpu.loops import Loop, call, chars, floats
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.weight_codes import GAUSSIAN, ROTATED_INPUTS, code_of_zero, code_planes, level_tables
+from edgekv.kernels.weight_codes import CODEBOOKS, ROTATED_INPUTS, code_of_zero, code_planes, level_tables
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
@@ -166,12 +166,12 @@ class Product(NamedTuple):
 
 MXFP4 = CodeLayout(4, 32, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 """Codes of e2m1: `edgekv.checkpoint.quantized.E2M1_DOUBLED`, which kernels cannot import."""
-DECODED = CodeLayout(8, 16, has_corrections=True)
+DEQUANTIZED = CodeLayout(8, 16, has_corrections=True)
 """What `decode` makes of blocks of another layout: codes of 8 bits with offsets."""
 LAYOUTS = (
     *(integer_layout(bits, block) for bits in (4, 8) for block in (32, 128)),
-    *(MXFP4, DECODED),
-    *(rotated_layout(bits) for bits in GAUSSIAN),
+    *(MXFP4, DEQUANTIZED),
+    *(rotated_layout(bits) for bits in CODEBOOKS),
 )
 PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
 """A class for each layout: Numba compiles a kernel for each, and `layout_of` has the layout while that is emitted.

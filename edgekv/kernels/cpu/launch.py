@@ -30,7 +30,7 @@ def parallel_for(n_parts: int, n_items: int, function: int, arguments: int) -> N
 class RangeKernel(Loop):
     """A kernel function(first, last, part, arguments) that does items first..last.
 
-    arguments: the address of its arguments as int64, which `load_numbers` loads. part: the thread's number.
+    arguments: the address of its arguments as int64, which `load_arguments` loads. part: the thread's number.
     """
 
     def __call__(self, n_items: int, work: int, *arguments: Any, n_threads: int | None = None) -> None:

@@ -8,7 +8,15 @@ import numpy as np
 
 from edgekv.kernels.cpu.compile import Scalar, jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
-from edgekv.kernels.cpu.loops import address_of, exact_loop, float_of, floats, int64s, load_numbers, scratch_memory
+from edgekv.kernels.cpu.loops import (
+    address_of,
+    exact_loop,
+    float_of,
+    floats,
+    int64s,
+    load_arguments,
+    scratch_memory,
+)
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32, I64
@@ -68,7 +76,7 @@ def _norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 @RangeKernel
 def _norm_rows(first: int, last: int, part: int, arguments: int) -> None:
     """Computes the RMS norm if there is no bias (0), else the layer norm."""
-    x_at, weight_at, out_at, channels, eps, bias_at = load_numbers(arguments, 6)
+    x_at, weight_at, out_at, channels, eps, bias_at = load_arguments(arguments, 6)
     x, weight, out, bias = floats(x_at), floats(weight_at), floats(out_at), floats(bias_at)
     for row in range(first, last):
         start, mean, total = row * channels, ZERO, ZERO
@@ -89,7 +97,7 @@ def _norm_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 @RangeKernel
 def _sigmoid_rows(first: int, last: int, part: int, arguments: int) -> None:
-    x_at, out_at, m, is_gated, a_bits, b_bits = load_numbers(arguments, 6)
+    x_at, out_at, m, is_gated, a_bits, b_bits = load_arguments(arguments, 6)
     x, out, a, b = floats(x_at), floats(out_at), float_of(a_bits), float_of(b_bits)
     for row in range(first, last):
         start = (1 + is_gated) * row * m
@@ -105,7 +113,7 @@ def _sigmoid_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 @RangeKernel
 def _gelu_rows(first: int, last: int, part: int, arguments: int) -> None:
-    x, out, m = load_numbers(arguments, 3)
+    x, out, m = load_arguments(arguments, 3)
     for i in range(first * m, last * m):
         value = get(floats(x), i)
         put(floats(out), i, HALF * value * np.float32(1 + math.erf(value * math.sqrt(0.5))))
@@ -113,7 +121,7 @@ def _gelu_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 @RangeKernel
 def _clamped_rows(first: int, last: int, part: int, arguments: int) -> None:
-    x_at, out_at, m, alpha_bits, limit_bits = load_numbers(arguments, 5)
+    x_at, out_at, m, alpha_bits, limit_bits = load_arguments(arguments, 5)
     x, out, alpha, limit = floats(x_at), floats(out_at), float_of(alpha_bits), float_of(limit_bits)
     for row in range(first, last):
         for i in range(m):
@@ -212,7 +220,7 @@ def _is_before(x: Scalar, y: Scalar) -> bool:
 @exact_kernel  # a channel's sum is the same whichever thread makes it
 def _add_channels(first: int, last: int, part: int, arguments: int) -> None:
     """Threads share the channels, as a token's pairs are far apart."""
-    results, tokens, weights, total, m, channels = load_numbers(arguments, 6)
+    results, tokens, weights, total, m, channels = load_arguments(arguments, 6)
     for pair in range(m):
         result, weight = floats(results + 4 * pair * channels), get(floats(weights), pair)
         row = floats(total + 4 * get(int64s(tokens), pair) * channels)

@@ -117,13 +117,13 @@ class CpuCodec:
         return [loop for loop in loops if loop is not None]
 
 
-DECODED = CpuCodec(lambda codec: ())
+DECODE_ONLY = CpuCodec(lambda codec: ())
 """The kernels of a codec without loops, which is read through `Codec.decode`."""
 
 
 def kernels_of(codec: Any) -> CpuCodec:
     """Returns the kernels of a codec, or of a class of codecs."""
-    return cast(CpuCodec, find_codec_kernels("cpu", codec) or DECODED)
+    return cast(CpuCodec, find_codec_kernels("cpu", codec) or DECODE_ONLY)
 
 
 class BoundCodec:
@@ -181,7 +181,7 @@ def scratch_memory(name: str, n_bytes: int) -> int:
 
 
 @intrinsic
-def load_numbers(context: Any, address: Any, n: Any) -> Any:
+def load_arguments(context: Any, address: Any, n: Any) -> Any:
     """Returns the n int64 at an address as a tuple; n: a literal."""
     if not isinstance(n, types.IntegerLiteral):
         return None  # Numba then asks again with the literal

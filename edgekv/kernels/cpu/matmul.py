@@ -21,7 +21,7 @@ from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
     CORRECTION,
-    DECODED,
+    DEQUANTIZED,
     OUTPUTS,
     PANEL,
     PANEL_BYTES,
@@ -43,7 +43,7 @@ from edgekv.kernels.cpu.loops import (
     exact_loop,
     floats,
     int64s,
-    load_numbers,
+    load_arguments,
     scratch_memory,
 )
 from edgekv.kernels.cpu.rope import transformed
@@ -243,7 +243,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
-    may_decode = layout == DECODED
+    may_decode = layout == DEQUANTIZED
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
@@ -271,14 +271,14 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
 
 _tiles_of = jit(tiles_of)
-_DecodedBlocks = PRODUCTS[DECODED]
-MOST_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
+_DecodedBlocks = PRODUCTS[DEQUANTIZED]
+MAX_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
 NUMBERS_BYTES = aligned_size(8 * N_FIELDS)
 
 
 def part_bytes(blocks: int) -> int:
     """Returns the bytes of a thread's scratch for outputs of so many blocks, which may have to be decoded."""
-    return PANEL_BYTES + NUMBERS_BYTES + MOST_DECODED * blocks * (GROUP + 8)
+    return PANEL_BYTES + NUMBERS_BYTES + MAX_DECODED * blocks * (GROUP + 8)
 
 
 _part_bytes = jit(part_bytes)
@@ -293,8 +293,8 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int,
     size = PANEL if p.is_panel else OUTPUTS
     place = memory + PANEL_BYTES
     codes = place + NUMBERS_BYTES
-    scales = codes + MOST_DECODED * p.blocks * GROUP
-    offsets, own = scales + MOST_DECODED * p.blocks * 4, int64s(place)
+    scales = codes + MAX_DECODED * p.blocks * GROUP
+    offsets, own = scales + MAX_DECODED * p.blocks * 4, int64s(place)
     for i in range(N_FIELDS):
         put(own, i, get(int64s(given), i))
     put(own, CODE_BYTES, p.blocks * GROUP)
@@ -395,7 +395,7 @@ _score = score_rows(4, alike=True)
 
 @RangeKernel
 def _multiply_floats(first: int, last: int, part: int, arguments: int) -> None:
-    x, n, columns, weights, outputs, y, size = load_numbers(arguments, 7)
+    x, n, columns, weights, outputs, y, size = load_arguments(arguments, 7)
     for output in range(first * size, min(last * size, outputs), size):
         panel, target, width = weights + 4 * output * columns, y + 4 * output, min(size, outputs - output)
         _score(x, n, panel, columns, width, target, outputs)

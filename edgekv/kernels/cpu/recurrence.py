@@ -14,7 +14,7 @@ from numba.core import cgutils
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.launch import RangeKernel
-from edgekv.kernels.cpu.loops import float_of, floats, load_numbers
+from edgekv.kernels.cpu.loops import float_of, floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32
@@ -52,7 +52,7 @@ def gated_delta(
 @RangeKernel
 def _conv_channels(first: int, last: int, part: int, arguments: int) -> None:
     """Computes y = c * conv(b * x) of blocks of CHANNELS."""
-    n, channels, taps, x_at, out_at, window_at, weight_at, bias, product_at = load_numbers(arguments, 9)
+    n, channels, taps, x_at, out_at, window_at, weight_at, bias, product_at = load_arguments(arguments, 9)
     x, out, product = floats(x_at), floats(out_at), floats(product_at)
     window, weight = floats(window_at), floats(weight_at)
     for item in range(first, last):
@@ -93,8 +93,8 @@ def _convolve(
 @RangeKernel
 def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
     """Fills y (n, channels) with convolved queries and keys, both normalised, and values, by head."""
-    n, key_heads, key_dim, value_heads, value_dim, taps = load_numbers(arguments, 6)
-    x_at, y_at, window_at, weight_at = load_numbers(arguments + 8 * 6, 4)
+    n, key_heads, key_dim, value_heads, value_dim, taps = load_arguments(arguments, 6)
+    x_at, y_at, window_at, weight_at = load_arguments(arguments + 8 * 6, 4)
     x, y, window, weight = floats(x_at), floats(y_at), floats(window_at), floats(weight_at)
     n_keys = 2 * key_heads * key_dim
     channels = n_keys + value_heads * value_dim
@@ -122,8 +122,8 @@ def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
 @RangeKernel
 def _delta_heads(first: int, last: int, part: int, arguments: int) -> None:
     """Applies the rule head by head; the columns of a matrix do not depend on each other."""
-    n, key_heads, key_dim, value_heads, value_dim, eps = load_numbers(arguments, 6)
-    x_at, y_at, matrix_at, rates_at, decay_at, bias_at, norm_at, out_at = load_numbers(arguments + 8 * 6, 8)
+    n, key_heads, key_dim, value_heads, value_dim, eps = load_arguments(arguments, 6)
+    x_at, y_at, matrix_at, rates_at, decay_at, bias_at, norm_at, out_at = load_arguments(arguments + 8 * 6, 8)
     x, y, matrix, rates, out = floats(x_at), floats(y_at), floats(matrix_at), floats(rates_at), floats(out_at)
     log_decay, time_bias, norm = floats(decay_at), floats(bias_at), floats(norm_at)
     n_keys, n_values = key_heads * key_dim, value_heads * value_dim

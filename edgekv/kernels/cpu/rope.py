@@ -12,7 +12,7 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel, rows_view
-from edgekv.kernels.cpu.loops import address_of, float_of, floats, load_numbers
+from edgekv.kernels.cpu.loops import address_of, float_of, floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32
 
@@ -34,9 +34,9 @@ def split_rope(
 
 @RangeKernel
 def _split_tokens(first: int, last: int, part: int, arguments: int) -> None:
-    n_heads, n_kv_heads, head_dim, half, scale, eps = load_numbers(arguments, 6)
-    qkv, cos, sin, q_norm, k_norm = load_numbers(arguments + 8 * 6, 5)
-    q, q_stride_h, q_stride_t, k, k_stride_h, k_stride_t, v, v_stride_h, v_stride_t = load_numbers(
+    n_heads, n_kv_heads, head_dim, half, scale, eps = load_arguments(arguments, 6)
+    qkv, cos, sin, q_norm, k_norm = load_arguments(arguments + 8 * 6, 5)
+    q, q_stride_h, q_stride_t, k, k_stride_h, k_stride_t, v, v_stride_h, v_stride_t = load_arguments(
         arguments + 8 * 11, 9
     )
     for t in range(first, last):
@@ -105,14 +105,14 @@ def project(x: F32, matrix: F32) -> F32:
 
 @exact_kernel
 def _hadamard_rows(first: int, last: int, part: int, arguments: int) -> None:
-    x, n, flips, width, out = load_numbers(arguments, 5)
+    x, n, flips, width, out = load_arguments(arguments, 5)
     for item in range(first, last):
         hadamard_row(floats(x), item * n, n, floats(flips), width, floats(out), item * width)
 
 
 @exact_kernel
 def _hadamard_back_rows(first: int, last: int, part: int, arguments: int) -> None:
-    x, flips, width, out, n = load_numbers(arguments, 5)
+    x, flips, width, out, n = load_arguments(arguments, 5)
     for item in range(first, last):
         hadamard_back_row(floats(x), item * width, width, floats(flips), floats(out), item * n, n)
 

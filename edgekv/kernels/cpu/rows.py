@@ -189,11 +189,11 @@ KERNELS = {
         at_once=TOKENS_PER_CALL,
     )
 }
-"""The loops of `Decoded`."""
+"""The loops of `DecodedTokens`."""
 
 
-class Decoded:
-    """Decoded tokens t0..t1 of a codec without loops: float32 (G, t1 - t0, D), maybe the codec's own array."""
+class DecodedTokens:
+    """Tokens t0..t1 of a codec without loops, decoded: (G, t1 - t0, D) float32, maybe its own array."""
 
     kind = "decoded"
     backends: ClassVar[dict[str, str]] = {"cpu": __name__}

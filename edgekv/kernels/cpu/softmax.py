@@ -11,7 +11,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import RangeKernel, rows_view
-from edgekv.kernels.cpu.loops import floats, int64s, load_numbers
+from edgekv.kernels.cpu.loops import floats, int64s, load_arguments
 from edgekv.kernels.cpu.scalar import ROUND, get, maximum, put
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, I64
@@ -31,7 +31,7 @@ C2, C3, C4, C5 = np.array([0.49999231, 0.16667114, 0.041890144, 0.0083125187], n
 # 2 ** f = 1 + f * (...), least relative error: 9e-8 over |f| <= 1 / 2, and over 0 <= f <= 1
 POWERS = 1.0, 0.693146978, 0.240222421, 0.0555073374, 0.00967151264, 0.00132647271
 POWERS_ABOVE = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.0090170303, 0.00186713008
-LEAST_POWER = -127.0  # 2 to it has no bits: 0
+MIN_POWER = -127.0  # 2 to it has no bits: 0
 SCALES, DOWN = {"+avx512f", "+avx512dq"} <= set(CPU_FEATURES.split(",")), 9  # what is left above the whole number
 ZERO, HALF, ONE, MINUS_INFINITY = np.array([0, 0.5, 1, -np.inf], np.float32)
 EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
@@ -45,7 +45,7 @@ def softmax(s: F32, lo: I64, hi: I64) -> None:
 
 @RangeKernel
 def _softmax_rows(first: int, last: int, part: int, arguments: int) -> None:
-    address, stride_g, stride_m, lo, hi, n_rows, n_columns = load_numbers(arguments, 7)
+    address, stride_g, stride_m, lo, hi, n_rows, n_columns = load_arguments(arguments, 7)
     s = floats(address)
     for item in range(first, last):
         g, m = item // n_rows, item % n_rows
@@ -135,7 +135,7 @@ def _exp_of_negative(b: Any, x: Any) -> Any:
     if SCALES and kind == WIDE:
         f = _in_lanes(b, "reduce", y, emit.I32(DOWN))
         return _in_lanes(b, "scalef", _power(b, f, POWERS_ABOVE), y)
-    y = emit.maximum(b, y, emit.constant(kind, LEAST_POWER))
+    y = emit.maximum(b, y, emit.constant(kind, MIN_POWER))
     rounded = b.fadd(y, emit.constant(kind, ROUND), flags=emit.CONTRACT)
     f = emit.subtract(b, y, emit.subtract(b, rounded, emit.constant(kind, ROUND)))
     exponent = b.shl(b.bitcast(rounded, whole), emit.constant(whole, int(EXPONENT_SHIFT)))  # ROUND's bits leave

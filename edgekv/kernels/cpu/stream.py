@@ -7,7 +7,7 @@ import numpy as np
 from edgekv.kernels import threads
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.cpu.launch import RangeKernel
-from edgekv.kernels.cpu.loops import floats, load_numbers
+from edgekv.kernels.cpu.loops import floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 
 PROBE_BYTES = 256 << 20  # far beyond any cache
@@ -40,7 +40,7 @@ class Bandwidth:
 
 @RangeKernel
 def _sum_elements(first: int, last: int, part: int, arguments: int) -> None:
-    elements, sums = load_numbers(arguments, 2)
+    elements, sums = load_arguments(arguments, 2)
     total = np.float32(0)
     for i in range(first, last):
         total += get(floats(elements), i)

@@ -1,11 +1,11 @@
 // Attention in one launch, over a pair of codecs KEYS and VALUES and, beside it, float16 tokens. Each block takes the softmax over
-// a share of the tokens: a running maximum, the sum of the weights, the weighted values. The last block of a KV head combines the
-// shares.
+// a split of the tokens: a running maximum, the sum of the weights, the weighted values. The last block of a KV head combines the
+// splits.
 
-// Attends to share `part` of `parts` of the tokens: out (ROWS, HEAD_DIM) is the weighted sum of values, softmax (ROWS, 2) the maximum
+// Attends to split `part` of `parts` of the tokens: out (ROWS, HEAD_DIM) is the weighted sum of values, softmax (ROWS, 2) the maximum
 // of the scores and the sum of the weights.
 template <class K, class V>
-__device__ void attend_share(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
+__device__ void attend_split(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
                              int part, int parts, int g, float* softmax, float (*out)[HEAD_DIM])
 {
     __shared__ typename K::Shared key_shared;
@@ -16,16 +16,16 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
     int end = min_of(span.t1, last * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     K keys(key_shared, queries, key_store, g, 0, end);
     V values(value_shared, value_store, g, end);
-    float running_max[TURNS_OF_ITEMS], running_sum[TURNS_OF_ITEMS];  // of the rows of this warp's items
-    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) running_max[i] = MINUS_INFINITY, running_sum[i] = 0;
+    float running_max[ITEMS_PER_WARP], running_sum[ITEMS_PER_WARP];  // of the rows of this warp's items
+    UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) running_max[i] = MINUS_INFINITY, running_sum[i] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
         UNROLL for (int u = 0; u < TILES; ++u)
             if (tile + u < last) keys.scores(u, tile + u);
         __syncthreads();
-        float s[TURNS_OF_ITEMS][2];
-        UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+        float s[ITEMS_PER_WARP][2];
+        UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) {
             int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
             UNROLL for (int j = 0; j < 2; ++j) {
@@ -38,7 +38,7 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
         UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
         if (TILES > 1) __syncthreads();  // else a row's only item is its own warp's
         else __syncwarp();
-        UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+        UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) {
             int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
             float largest = running_max[i];
@@ -58,7 +58,7 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
             values.load(u, tile + TILES + u);
         }
     }
-    UNROLL for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+    UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) {
         int item = i * WARPS + warp;
         if (item < ITEMS && item % TILES == 0 && lane == 0) softmax[2 * (item / TILES)] = running_max[i];
     }
@@ -71,8 +71,8 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
     values.finish(out);
 }
 
-// Sets out[m, :] to the sum of the shares from .. to of row m, each times its weight; a warp takes every fourth share.
-__device__ void add_shares(const float* sums, const float (*weights)[ROWS], int from, int to, float* out)
+// Sets out[m, :] to the sum of the splits from .. to of row m, each times its weight; a warp takes every fourth split.
+__device__ void add_splits(const float* sums, const float (*weights)[ROWS], int from, int to, float* out)
 {
     __shared__ float sum[WARPS][HEAD_DIM];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -96,7 +96,7 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
     }
 }
 
-// The first blocks share the tokens of `pair`, the next ones those of exact1, the last ones those of exact2, float16 both.
+// The first blocks split the tokens of `pair`, the next ones those of exact1, the last ones those of exact2, float16 both.
 struct AttendArgs {
     Queries queries;              // for `pair`
     const float* exact_queries;   // (G, ROWS, HEAD_DIM)
@@ -123,61 +123,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
 #ifdef TILED
     __shared__ TiledShared tiled;
 #endif
-    int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x, pair_shares = args.pair.blocks;
-    let_next_begin();
+    int g = blockIdx.y, split = blockIdx.x, splits = gridDim.x, pair_splits = args.pair.blocks;
+    launch_dependents();
 #ifdef TILED
-    // The shares of packed tokens wait later, in tiled_share: below, counters are read before the launches ahead are done. That is
-    // right only while no launch that lets the next one begin early (let_next_begin) advances these counters.
-    if (share >= pair_shares) wait_for_inputs();
+    // The splits of packed tokens wait later, in tiled_split: below, counters are read before the launches ahead are done. That is
+    // right only while no launch that lets the next one begin early (launch_dependents) advances these counters.
+    if (split >= pair_splits) grid_dependency_wait();
 #else
-    wait_for_inputs();
+    grid_dependency_wait();
 #endif
-    float* softmax = args.block_softmax + ((i64)g * shares + share) * ROWS * 2;
+    float* softmax = args.block_softmax + ((i64)g * splits + split) * ROWS * 2;
     int moved = *args.visible.shift, hi = args.visible.hi + moved, lo = args.visible.lo + (args.visible.lo > 0 ? moved : 0);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
-    if (share < pair_shares) {
+    if (split < pair_splits) {
         const Segment& pair = args.pair;
         Span span = {pair.first, pair.stop.now(), pair.position.now(), lo, hi};
 #ifdef TILED
-        tiled_share(tiled, args.queries, pair.keys, pair.values, span, share, pair_shares, g, softmax, out);
+        tiled_split(tiled, args.queries, pair.keys, pair.values, span, split, pair_splits, g, softmax, out);
 #else
-        attend_share<KEYS, VALUES>(args.queries, pair.keys, pair.values, span, share, pair_shares, g, softmax, out);
+        attend_split<KEYS, VALUES>(args.queries, pair.keys, pair.values, span, split, pair_splits, g, softmax, out);
 #endif
     } else {
 #ifdef EXACT
-        int first = pair_shares + args.exact1.blocks;
-        bool second = share >= first;
+        int first = pair_splits + args.exact1.blocks;
+        bool second = split >= first;
         Segment exact = args.exact1;
         if (second) exact = args.exact2;
         exact.values.capacity = exact.keys.capacity;  // as they are: a register less
-        int part = second ? share - first : share - pair_shares;
+        int part = second ? split - first : split - pair_splits;
         Queries queries = {args.exact_queries, 0, 0, ROWS};
         Span span = {exact.first, exact.stop.now(), exact.position.now(), lo, hi};
-        attend_share<RowKeys<Numbers<u16>, EXACT_IN_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_IN_FLIGHT, 1>>(
+        attend_split<RowKeys<Numbers<u16>, EXACT_IN_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_IN_FLIGHT, 1>>(
             queries, exact.keys, exact.values, span, part, exact.blocks, g, softmax, out);
 #endif
     }
-    const float* softmaxes = args.block_softmax + (i64)g * shares * ROWS * 2;
-    float* sums = args.block_sums + (i64)g * shares * ROWS * HEAD_DIM;
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)share * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
+    const float* softmaxes = args.block_softmax + (i64)g * splits * ROWS * 2;
+    float* sums = args.block_sums + (i64)g * splits * ROWS * HEAD_DIM;
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)split * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicInc(&args.done[g], shares - 1) == (u32)shares - 1;
+    if (threadIdx.x == 0) is_last = atomicInc(&args.done[g], splits - 1) == (u32)splits - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    __shared__ float weights[MAX_SHARES][ROWS];
+    __shared__ float weights[MAX_SPLITS][ROWS];
     for (int m = threadIdx.x / 32; m < ROWS; m += WARPS) {
         float largest = MINUS_INFINITY, total = 0;
-        for (int i = threadIdx.x % 32; i < shares; i += 32) largest = fmaxf(largest, __ldcg(&softmaxes[(i * ROWS + m) * 2]));
+        for (int i = threadIdx.x % 32; i < splits; i += 32) largest = fmaxf(largest, __ldcg(&softmaxes[(i * ROWS + m) * 2]));
         largest = lane_max(largest);
         if (largest == MINUS_INFINITY) largest = 0;
-        for (int i = threadIdx.x % 32; i < shares; i += 32) {
+        for (int i = threadIdx.x % 32; i < splits; i += 32) {
             weights[i][m] = expf(__ldcg(&softmaxes[(i * ROWS + m) * 2]) - largest);
             total += weights[i][m] * __ldcg(&softmaxes[(i * ROWS + m) * 2 + 1]);
         }
         total = lane_sum(total);
-        for (int i = threadIdx.x % 32; i < shares; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
+        for (int i = threadIdx.x % 32; i < splits; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
         if (threadIdx.x % 32 == 0) {
             args.softmax[((i64)g * ROWS + m) * 2] = largest;
             args.softmax[((i64)g * ROWS + m) * 2 + 1] = total;
@@ -186,12 +186,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
     __syncthreads();
     float *pair_out = args.out + (i64)g * ROWS * HEAD_DIM, *exact_out = args.exact_out + (i64)g * ROWS * HEAD_DIM;
 #ifdef TILED
-    add_shares(sums, weights, pair_shares, shares, exact_out);
-    add_shares(sums, weights, 0, pair_shares, out[0]);
-    turn_back(tiled, out, (const float*)args.pair.values.d, exact_out);
+    add_splits(sums, weights, pair_splits, splits, exact_out);
+    add_splits(sums, weights, 0, pair_splits, out[0]);
+    rotate_back(tiled, out, (const float*)args.pair.values.d, exact_out);
 #else
     bool together = pair_out == exact_out;
-    add_shares(sums, weights, 0, together ? shares : pair_shares, pair_out);
-    if (!together) add_shares(sums, weights, pair_shares, shares, exact_out);
+    add_splits(sums, weights, 0, together ? splits : pair_splits, pair_out);
+    if (!together) add_splits(sums, weights, pair_splits, splits, exact_out);
 #endif
 }

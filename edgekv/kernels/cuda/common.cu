@@ -78,10 +78,10 @@ template <int N> __device__ __forceinline__ void load_words(const void* from, u3
 }
 
 // Two powers of two for sums over small codes. The bits of a code inside a word, read as a float, are the denormal number
-// code * 2 ** (position - 149). Multiplied by a weight times LIFT it needs no conversion; the sum is scaled back by
-// SINK * 2 ** -position. Codes must lie in the lowest 23 bits of the word.
-#define LIFT 1.2379400392853803e27f  // 2 ** 90
-#define SINK 576460752303423488.0f   // 2 ** 59
+// code * 2 ** (position - 149). Multiplied by a weight times PRESCALE it needs no conversion; the sum is scaled back by
+// POSTSCALE * 2 ** -position. Codes must lie in the lowest 23 bits of the word.
+#define PRESCALE 1.2379400392853803e27f  // 2 ** 90
+#define POSTSCALE 576460752303423488.0f   // 2 ** 59
 
 // Takes the Walsh-Hadamard transform of rows in shared memory, by CHANNELS / 2 threads each, with pairs CHANNELS / 2 apart in
 // every pass; returns the side on which the results are.
@@ -131,7 +131,7 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
 // so that one round's reads run during the arithmetic of the round before. An item is a pair of a query row and a tile; a warp
 // weighs the items turn * WARPS + its number.
 #define ITEMS (ROWS * TILES)
-#define TURNS_OF_ITEMS divide_up(ITEMS, WARPS)
+#define ITEMS_PER_WARP divide_up(ITEMS, WARPS)
 
 // Arguments of kernels. Python fills them by the names of their fields (Struct in driver.py).
 

@@ -115,7 +115,7 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
 class Launch(NamedTuple):
     """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
 
-    early: the kernel may begin before earlier launches have ended, and waits for them itself (`wait_for_inputs`).
+    early: the kernel may begin before earlier launches have ended, and waits for them by `grid_dependency_wait`.
     shared: bytes of its DYNAMIC_SHARED memory.
     """
 

@@ -31,8 +31,8 @@ extern "C" __global__ void encode(const float* x, int stride, int d, void* store
 extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
                                       u16* values, int value_capacity, Counter t0)
 {
-    let_next_begin();
-    wait_for_inputs();
+    launch_dependents();
+    grid_dependency_wait();
     bool is_value = blockIdx.x;
     const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
     i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0.now();

@@ -37,7 +37,7 @@ from edgekv.types import I64
 THREADS, TILE = 128, 64
 MAX_ROWS = 8  # query rows of a block
 MAX_CHANNELS = 1024
-MAX_SHARES = 128  # blocks that share the tokens of a KV head
+MAX_SPLITS = 128  # blocks that share the tokens of a KV head
 MAX_CONSTANTS = 4096
 ENCODE = Program(("exact",), exact=True)
 ATTEND_BLOCKS = {1: 4}  # blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
@@ -275,7 +275,7 @@ class CudaKernels:
         All blocks run at once where a multiprocessor holds ``blocks``: a few more would take as long again.
         """
         at_once = self.driver.multiprocessors * blocks // n_ranges - reserved
-        return max(1, min(rounds, at_once, MAX_SHARES))
+        return max(1, min(rounds, at_once, MAX_SPLITS))
 
     def limits(self, lo: I64, hi: I64) -> Array | None:
         """Returns lo and hi (n,) as (2, n) int32 of the device; None where all are equal."""
@@ -386,10 +386,10 @@ class CudaKernels:
         exact_tiles = 1
         if fused:
             exact_tiles = max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, blocks) // 8))
-        exact_shares = [n_rounds(part.segment.first, part.last_stop, exact_tiles) for part in exact]
-        n_exact = sum(exact_shares)
-        shares = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SHARES - n_exact)
-        n_shares = shares + n_exact
+        exact_splits = [n_rounds(part.segment.first, part.last_stop, exact_tiles) for part in exact]
+        n_exact = sum(exact_splits)
+        shares = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SPLITS - n_exact)
+        n_splits = shares + n_exact
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
             rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
@@ -399,7 +399,7 @@ class CudaKernels:
             queries = self._prepared(main.segment.keys, main.q)
         exact_segments = {
             f"exact{i}": self.segment_argument(part.segment, part.keys, part.values, n)
-            for i, (part, n) in enumerate(zip(exact, exact_shares, strict=True), 1)
+            for i, (part, n) in enumerate(zip(exact, exact_splits, strict=True), 1)
         }
         arguments = Struct(
             "AttendArgs",
@@ -408,14 +408,14 @@ class CudaKernels:
             pair=self.segment_argument(main.segment, keys, values, shares),
             **exact_segments,
             visible=self.visible_argument(visible, rows),
-            block_softmax=self.scratch("attend.block_softmax", (n_kv_heads, n_shares, rows, 2)),
-            block_sums=self.scratch("attend.block_sums", (n_kv_heads, n_shares, rows, head_dim)),
+            block_softmax=self.scratch("attend.block_softmax", (n_kv_heads, n_splits, rows, 2)),
+            block_sums=self.scratch("attend.block_sums", (n_kv_heads, n_splits, rows, head_dim)),
             done=self._done(n_kv_heads),
             softmax=softmax,
             out=rotated,
             exact_out=out,
         )
-        self.driver.launch(Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True), arguments)
+        self.driver.launch(Launch(program, "attend", (n_splits, n_kv_heads), THREADS, early=True), arguments)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
 
@@ -569,7 +569,9 @@ class CudaKernels:
         w = Matrix(rows, columns, 32, 1, 0, matrix)
         return matvec(self.driver, contiguous(x), w).reshape(n_kv_heads, n, -1)
 
-    def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
+    def prefill_attention(
+        self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array
+    ) -> None:
         """Sets out (n, n_heads * head_dim) to the causal attention of scaled queries q (n_heads, n, width).
 
         All are float16. k and v (n_kv_heads, capacity, width) begin with ``earlier`` + n tokens, whose last n are
@@ -591,7 +593,7 @@ def attend_program(
     pair = (fused.file,) if fused else (keys.file, values.file)
     tiles = 1 if fused else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
-    sizes = ("ROWS", rows), ("TILES", tiles), ("MAX_SHARES", MAX_SHARES)
+    sizes = ("ROWS", rows), ("TILES", tiles), ("MAX_SPLITS", MAX_SPLITS)
     exact = (("EXACT", 1),) if with_exact else ()
     fused_macros = fused.macros if fused else ()
     files = tuple(dict.fromkeys(("rows", *pair, "attend")))

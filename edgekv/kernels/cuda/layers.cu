@@ -100,8 +100,8 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
 {
     int token = blockIdx.x, head = blockIdx.y, half = rope.half, width = halves.width;
     if (!width) {  // a step, which is launched early
-        let_next_begin();
-        wait_for_inputs();
+        launch_dependents();
+        grid_dependency_wait();
     }
     bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q.x || !is_query;
     int g = head - n_heads - (is_value ? n_kv_heads : 0);

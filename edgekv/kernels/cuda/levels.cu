@@ -82,9 +82,9 @@ template <int COPIES> __device__ __forceinline__ void find_levels(const u32* tab
     u32 top = WEIGHT_BITS == 5 ? second >> q / 4 & 0x01010101 | second >> q / 4 >> 3 & 0x02020202 : 0;
     u32 copy = shared_address(table) + threadIdx.x % COPIES * 4;
     UNROLL for (int k = 0; k < 4; ++k) {
-        at[k] = dot_bytes(code, min_of(STRIDE, 128) << 8 * k, copy);
-        if (STRIDE == 256) at[k] = dot_bytes(code, 128u << 8 * k, at[k]);
-        if (WEIGHT_BITS == 5) at[k] = dot_bytes(top, ENTRY << 8 * k, at[k]);
+        at[k] = dp4a(code, min_of(STRIDE, 128) << 8 * k, copy);
+        if (STRIDE == 256) at[k] = dp4a(code, 128u << 8 * k, at[k]);
+        if (WEIGHT_BITS == 5) at[k] = dp4a(top, ENTRY << 8 * k, at[k]);
     }
 }
 
@@ -93,5 +93,5 @@ template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* t
 {
     u32 at[4];
     find_levels<COPIES>(table, code, second, q, at);
-    UNROLL for (int h = 0; h < 2; ++h) x[h] = permute_bytes(shared_word(table, at[2 * h]), shared_word(table, at[2 * h + 1]), 0x5410);
+    UNROLL for (int h = 0; h < 2; ++h) x[h] = prmt(shared_word(table, at[2 * h]), shared_word(table, at[2 * h + 1]), 0x5410);
 }

@@ -39,7 +39,7 @@ struct Eight {
         }
     }
 
-    // Returns weight i; of codes a denormal, times 2 ** position(i) (see LIFT in common.cu).
+    // Returns weight i; of codes a denormal, times 2 ** position(i) (see PRESCALE in common.cu).
     __device__ float operator[](int i) const
     {
         if (WEIGHT_BITS == 32) return __uint_as_float(words[i % WORDS]);
@@ -87,12 +87,12 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
             UNROLL for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
         }
         if (QUANTIZED) {
-            UNROLL for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
+            UNROLL for (int i = 0; i < 8; ++i) total += v[i], v[i] *= PRESCALE / (1 << Eight::position(i));
         }
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             float part = 0;
             UNROLL for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
-            sum[r] += QUANTIZED ? scale[r] * (part * SINK - CODE_OF_ZERO * total) : part;
+            sum[r] += QUANTIZED ? scale[r] * (part * POSTSCALE - CODE_OF_ZERO * total) : part;
         }
     }
     __shared__ float sums[ROWS_AT_ONCE][WARPS];
@@ -110,7 +110,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
 
 // Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 of a row by each thread. `columns` of rotated ones, which
 // stay so, are whole blocks. Grid (columns / 8 / threads, any).
-extern "C" __global__ void widen(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
+extern "C" __global__ void dequantize(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
 {
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);
@@ -124,7 +124,7 @@ extern "C" __global__ void widen(const u8* weights, const void* scales, int rows
         Eight w;
         w.load(weights + row * row_bytes, k, columns, aligned, table);
         UNROLL for (int i = 0; i < 8; ++i)
-            x[i] = QUANTIZED ? (multiply_add(w[i], LIFT / (1 << Eight::position(i)), 0) * SINK - CODE_OF_ZERO) * scale : w[i];
+            x[i] = QUANTIZED ? (multiply_add(w[i], PRESCALE / (1 << Eight::position(i)), 0) * POSTSCALE - CODE_OF_ZERO) * scale : w[i];
         if (halves && aligned) {
             u32 pairs[4];
             UNROLL for (int i = 0; i < 4; ++i) pairs[i] = finite_half(x[2 * i]) | (u32)finite_half(x[2 * i + 1]) << 16;

@@ -16,7 +16,7 @@ WARPS, WARPS_OF_TILE = 16, 8  # of a block of `packed_matvec`, and of those that
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
 COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # of 16 bytes in a row, for which programs are compiled
 # By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
-MOST_CHUNKS = {2: 224, 4: 448, 8: 448}
+MAX_CHUNKS = {2: 224, 4: 448, 8: 448}
 TABLE_BYTES = 1 << 16  # of the tables of levels, in shared memory
 
 
@@ -75,11 +75,13 @@ def rotated(driver: Driver, x: Array, w: Matrix) -> Array:
     return y
 
 
-def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
+def dequantize(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
     n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
-    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256)
+    launch = Launch(
+        linear_program(*w.form), "dequantize", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256
+    )
     scales = None if w.scales is None else w.scales[part]
     driver.launch(launch, w.data[part], scales, n, columns, w.blocks, out, int(dtype == np.float16))
     return out
@@ -88,7 +90,7 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
 def takes_packed(driver: Driver, w: Matrix) -> bool:
     """Returns whether `packed_matvec` takes a matrix: codes without shifts, rows of whole fours, not too long."""
     is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None and w.columns % 4 == 0
-    return is_packed and w.chunks <= MOST_CHUNKS[w.first_plane_bits] and w.data.nbytes < 1 << 32
+    return is_packed and w.chunks <= MAX_CHUNKS[w.first_plane_bits] and w.data.nbytes < 1 << 32
 
 
 def packed_matvec(

@@ -17,9 +17,9 @@ __device__ __forceinline__ void fetch(u16 (*to)[STRIDE], const u16* from, int t,
     UNROLL for (int i = threadIdx.x; i < TOKENS * WIDTH / 8; i += THREADS) {
         int row = i / (WIDTH / 8), c = i % (WIDTH / 8) * 8;
         bool exists = t + row < end;
-        begin_copy(&to[row][c], from + (i64)(exists ? t + row : 0) * WIDTH + c, exists);
+        cp_async(&to[row][c], from + (i64)(exists ? t + row : 0) * WIDTH + c, exists);
     }
-    end_copies();
+    cp_async_commit();
 }
 
 // Loads channels 16 step .. 16 step + 15 of a warp's queries as the left factor of a product.
@@ -59,7 +59,7 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
 
     for (int t = begin; t < end; t += TOKENS) {
         fetch(values, v, t, end);
-        finish_copies<1>();  // the keys are there
+        cp_async_wait<1>();  // the keys are there
         __syncthreads();
         float s[TOKENS / 8][4];
         UNROLL for (int i = 0; i < TOKENS / 8; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
@@ -68,9 +68,9 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
             if (!KEEPS_QUERIES) load_queries(left, q, row, n, step);
             UNROLL for (int i = 0; i < TOKENS / 16; ++i) {
                 u32 b[4];
-                load_matrices(b, &keys[16 * i + lane / 16 * 8 + lane % 8][16 * step + lane / 8 % 2 * 8]);
-                multiply_tile(s[2 * i], left, b[0], b[1]);
-                multiply_tile(s[2 * i + 1], left, b[2], b[3]);
+                ldmatrix(b, &keys[16 * i + lane / 16 * 8 + lane % 8][16 * step + lane / 8 % 2 * 8]);
+                mma_f16(s[2 * i], left, b[0], b[1]);
+                mma_f16(s[2 * i + 1], left, b[2], b[3]);
             }
         }
         __syncthreads();
@@ -100,21 +100,21 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
             }
         UNROLL for (int i = 0; i < WIDTH / 8; ++i)
             UNROLL for (int j = 0; j < 4; ++j) sum[i][j] *= shrink[j / 2];
-        finish_copies<1>();  // the values are there
+        cp_async_wait<1>();  // the values are there
         __syncthreads();
         UNROLL for (int i = 0; i < TOKENS / 16; ++i) {
             u32 p[4] = {two_halves(s[2 * i][0], s[2 * i][1]), two_halves(s[2 * i][2], s[2 * i][3]),
                         two_halves(s[2 * i + 1][0], s[2 * i + 1][1]), two_halves(s[2 * i + 1][2], s[2 * i + 1][3])};
             UNROLL for (int c = 0; c < STEPS; ++c) {
                 u32 b[4];
-                load_matrices_transposed(b, &values[16 * i + lane / 8 % 2 * 8 + lane % 8][16 * c + lane / 16 * 8]);
-                multiply_tile(sum[2 * c], p, b[0], b[1]);
-                multiply_tile(sum[2 * c + 1], p, b[2], b[3]);
+                ldmatrix_transposed(b, &values[16 * i + lane / 8 % 2 * 8 + lane % 8][16 * c + lane / 16 * 8]);
+                mma_f16(sum[2 * c], p, b[0], b[1]);
+                mma_f16(sum[2 * c + 1], p, b[2], b[3]);
             }
         }
         __syncthreads();
     }
-    finish_copies<0>();
+    cp_async_wait<0>();
     UNROLL for (int h = 0; h < 2; ++h) {
         running_sum[h] += __shfl_xor_sync(ALL_LANES, running_sum[h], 1);
         running_sum[h] += __shfl_xor_sync(ALL_LANES, running_sum[h], 2);

@@ -26,7 +26,7 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c)
 }
 
 // Returns sum plus the four products of unsigned bytes. dp4a came with sm_61.
-__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
+__device__ __forceinline__ u32 dp4a(u32 a, u32 b, u32 sum)
 {
 #if __CUDA_ARCH__ >= 610
     u32 x;
@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
 
 // Returns bytes of the words a and b, as the lowest four digits of `order` say: byte 0 .. 7, or 8 .. 15 for the sign of byte 0 .. 7 in all
 // its bits.
-__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 order)
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 order)
 {
     u32 x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(order));
@@ -68,7 +68,7 @@ __device__ __forceinline__ void meet(int number, int threads) { asm volatile("ba
 // Adds a (16 x 16) times b (16 x 8), in halves, to c (16 x 8), in float32. Lane 4 i + j has, of a, rows i and i + 8 of columns
 // 2 j, 2 j + 1, and the same of columns 8 further; of b rows 2 j, 2 j + 1 of column i, and of rows 8 further; of c rows i and
 // i + 8 of columns 2 j, 2 j + 1.
-__device__ __forceinline__ void multiply_tile(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1)
+__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1)
 {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -86,23 +86,23 @@ __device__ __forceinline__ void multiply_tile(float (&c)[4], const u32 (&a)[4], 
 
 // Loads four 8 x 8 matrices of halves from shared memory: lane 8 m + i gives the address of row i of matrix m; lane 4 i + j gets
 // elements 2 j, 2 j + 1 of row i of matrix m in x[m], or of its column i (`transposed`).
-__device__ __forceinline__ void load_matrices(u32 (&x)[4], const u16* row)
+__device__ __forceinline__ void ldmatrix(u32 (&x)[4], const u16* row)
 {
     u32 at = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(u32 (&x)[4], const u16* row)
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], const u16* row)
 {
     u32 at = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
-// Begins to copy 16 bytes into shared memory, zeros if they do not exist; `finish_copies<N>` waits for all copies before the latest
-// N `end_copies`. Before sm_80 the copy is done at once.
-__device__ __forceinline__ void begin_copy(void* to, const void* from, bool exists)
+// Begins to copy 16 bytes into shared memory, zeros if they do not exist; `cp_async_wait<N>` waits for all copies before the latest
+// N `cp_async_commit`. Before sm_80 the copy is done at once.
+__device__ __forceinline__ void cp_async(void* to, const void* from, bool exists)
 {
 #if __CUDA_ARCH__ >= 800
     u32 at = (u32)__cvta_generic_to_shared(to);
@@ -113,14 +113,14 @@ __device__ __forceinline__ void begin_copy(void* to, const void* from, bool exis
 #endif
 }
 
-__device__ __forceinline__ void end_copies()
+__device__ __forceinline__ void cp_async_commit()
 {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-template <int N> __device__ __forceinline__ void finish_copies()
+template <int N> __device__ __forceinline__ void cp_async_wait()
 {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
@@ -149,16 +149,16 @@ struct MaximumOrNaN {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 // Adds a (16 x 32), bytes from 0 to 255, times b (32 x 8), bytes from -128 to 127, to c (16 x 8).
-__device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.s8"); }
+__device__ __forceinline__ void mma_u8s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.s8"); }
 
 // Adds a times b, both bytes from -128 to 127, to c.
-__device__ __forceinline__ void multiply_levels(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("s8.s8"); }
+__device__ __forceinline__ void mma_s8s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("s8.s8"); }
 
 // Adds a times b, both bytes from 0 to 255, to c.
-__device__ __forceinline__ void multiply_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.u8"); }
+__device__ __forceinline__ void mma_u8u8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_INTEGER_MMA("u8.u8"); }
 
 // Adds to c (16 x 8) how many bits are set both in a row of a (16 x 128) and in a column of b (128 x 8).
-__device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b)
+__device__ __forceinline__ void mma_and_popc(int (&c)[4], u32 a0, u32 a1, u32 b)
 {
     asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -168,14 +168,14 @@ __device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b
 
 // A kernel that is launched early (Launch.early) may first do what needs no results of earlier launches, then has to wait for them,
 // and lets the next kernel begin when all its own blocks run. From sm_90 on.
-__device__ __forceinline__ void wait_for_inputs()
+__device__ __forceinline__ void grid_dependency_wait()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void let_next_begin()
+__device__ __forceinline__ void launch_dependents()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

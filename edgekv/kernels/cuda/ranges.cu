@@ -3,7 +3,7 @@
 #ifdef KEYS
 // Sets scores[g, m, t - segment.first] to the score of query m with token t, for `columns` tokens; to -inf if the query does not
 // see the token, which stands at positions[g, t] (rows `position_stride` apart) or, without these, follows its neighbour. From
-// segment.stop on there are no tokens. Grid (shares of the tokens, G, queries / ROWS).
+// segment.stop on there are no tokens. Grid (splits of the tokens, G, queries / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 scores(const Queries queries, const Segment segment, Scores scores, int columns, const int* positions, int position_stride,
        const Visible visible)
@@ -18,7 +18,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
     for (; tile < last; tile += TILES) {
         UNROLL for (int u = 0; u < TILES; ++u) keys.scores(u, tile + u);
         __syncthreads();
-        UNROLL for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
+        UNROLL for (int turn = 0; turn < ITEMS_PER_WARP; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (m >= min_of(ROWS, rows - m0)) continue;
             float* row = scores.row(g, m0 + m) - t0;
@@ -38,8 +38,8 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
 #endif
 
 #ifdef VALUES
-// Sets partial[g, share, m] (G, shares, rows, HEAD_DIM) to the sum over a share of the tokens t0 .. t1 of p[g, m, t - t0] * value.
-// Grid (shares, G, rows / ROWS).
+// Sets partial[g, split, m] (G, splits, rows, HEAD_DIM) to the sum over a split of the tokens t0 .. t1 of p[g, m, t - t0] * value.
+// Grid (splits, G, rows / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 values(const Scores p, const Store store, int t0, int t1, int rows, float* partial)
 {
@@ -52,7 +52,7 @@ values(const Scores p, const Store store, int t0, int t1, int rows, float* parti
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
     for (; tile < last; tile += TILES) {
-        UNROLL for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
+        UNROLL for (int turn = 0; turn < ITEMS_PER_WARP; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
             const float* row = p.row(g, m0 + m) - t0;

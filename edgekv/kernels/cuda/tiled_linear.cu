@@ -54,9 +54,9 @@ __device__ __forceinline__ u32 two_digits(float x, float inverse) { return __flo
 __device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
 {
     int chunk = chunk_at(f), step = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2;
-    u32 first = permute_bytes(x[0], x[1], 0x5140), last = permute_bytes(x[2], x[3], 0x5140);
+    u32 first = prmt(x[0], x[1], 0x5140), last = prmt(x[2], x[3], 0x5140);
     UNROLL for (int d = 0; d < 2; ++d) {
-        u32 digits = permute_bytes(first, last, d ? 0x5410 : 0x7632) ^ 0x80808080;
+        u32 digits = prmt(first, last, d ? 0x5410 : 0x7632) ^ 0x80808080;
         if (ROTATED) {
             int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (step * HALVES + half) * 8 + column + d;
             *(u32*)(staged + slot * 16 + f % 4 * 4) = digits;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
         } else {  // a word of weights has even inputs in its low nibbles
             int word = f % FOURS / 2, slot = (step * HALVES + word / 2) * 8 + column + d;
             u8* to = staged + slot * 16 + word % 2 * 8 + f % 2 * 2;
-            *(u16*)to = (u16)permute_bytes(digits, 0, 0x20), *(u16*)(to + 4) = (u16)permute_bytes(digits, 0, 0x31);
+            *(u16*)to = (u16)prmt(digits, 0, 0x20), *(u16*)(to + 4) = (u16)prmt(digits, 0, 0x31);
         }
     }
 }
@@ -84,7 +84,7 @@ struct Rows {
 };
 
 // 32 bytes of each of a lane's two rows.
-struct Piece {
+struct WeightFragment {
     u32 words[2][2][4];  // row, chunk
     u32 second[2][4];    // the second plane of a row's block
     u32 scale[2][SCALES];  // as stored, so that nothing waits for them before they are used
@@ -119,9 +119,9 @@ struct Piece {
                     UNROLL for (int n = 0; n < TABLES; ++n) {
                         u32 a[4] = {x[0][n], x[1][n], x[0][TABLES + n], x[1][TABLES + n]};
                         if (ROTATED)
-                            multiply_levels(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
+                            mma_s8s8(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
                         else
-                            multiply_bytes(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
+                            mma_u8s8(c[k], a, i ? b.z : b.x, i ? b.w : b.y);
                     }
                 }
             }
@@ -148,7 +148,7 @@ struct Piece {
             if (TABLES == 2)
                 x[n * TABLES] = low, x[n * TABLES + TABLES - 1] = high;
             else if (ROTATED)
-                x[n] = permute_bytes(low, high, 0x5410);
+                x[n] = prmt(low, high, 0x5410);
             else
                 x[n] = WEIGHT_BITS == 8 ? words[r][k][2 * i + n] : word >> 4 * n & 0x0f0f0f0f;
         }
@@ -214,7 +214,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     int second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
     int stride = gridDim.x * TEAMS, tile = team * gridDim.x + blockIdx.x, span = warp;  // the next to compute
     int next_tile = tile, next_span = span;  // the next to read
-    Piece ring[AHEAD];
+    WeightFragment ring[AHEAD];
     Rows from;
     auto find_rows = [&](int tile) {
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -226,7 +226,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     DYNAMIC_SHARED(uint4, memory, 1 << 12);
     u32* table = (u32*)memory;
-    let_next_begin();
+    launch_dependents();
     UNROLL for (int a = 0; a < AHEAD; ++a) {
         if (next_tile < tiles) ring[a].load(weights, scales, from, chunks, 8 * next_span + 2 * j);
         next_span += WARPS_OF_TILE;
@@ -239,7 +239,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     };
     bool ahead = BATCH <= 4;  // while registers last
     if (norm && ahead) load_norm(0);
-    wait_for_inputs();
+    grid_dependency_wait();
     for (int base = 0; group_at(base, 0) - lane < fours / GROUP; base += BATCH * 32 * WARPS_OF_BLOCK) {
         UNROLL for (int k = 0; k < BATCH; ++k) load_four(x, 4 * four_at(base, k), columns, v[k]);
         if (norm && (base || !ahead)) load_norm(base);

@@ -85,7 +85,7 @@ class EvictingCache(KVCache):
     def _observe(self, queries: F32, weights: F32) -> None:
         """Takes a token's queries (n_kv_heads, n_rep, head_dim) and their weights (n_kv_heads, n_rep, n_used)."""
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim), all heads to the same slots.
 
         Runs of tokens up to the last slot are stored at once.
@@ -215,13 +215,13 @@ class LowestMassCache(EvictingCache):
         queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim).
         """
         if not self.evicts:
-            self.append_prompt(keys, values)
+            self.append_prefill(keys, values)
             return
         first = 0 if self.decay else keys.shape[1] - 1
         received = attention_received(queries, keys, first, self.geometry, self.kernels, self.workspace)
         self._append_with_mass(keys, values, received)
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim) without mass, as no queries are known."""
         self._append_with_mass(keys, values, np.zeros(keys.shape[:2], np.float32))
 

@@ -91,15 +91,15 @@ class SnapKV(EvictingCache):
                 self._choose_columns(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values
             )
         else:
-            super().append_prompt(keys, values)
+            super().append_prefill(keys, values)
         for position in range(n - observed, n):
             self._store_query(queries[:, position], position)
         self.n_observed = observed
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim); without queries the latest tokens stay."""
         self.n_observed = 0
-        super().append_prompt(keys, values)
+        super().append_prefill(keys, values)
 
     def _choose_slots(self) -> None:
         if self.n_used == self.slots:

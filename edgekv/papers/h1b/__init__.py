@@ -162,7 +162,7 @@ class H1B(FullCache):
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
-        self.append_prompt(keys, values)
+        self.append_prefill(keys, values)
         if not self.config.tau and keys.shape[1] >= FIT_MIN_TOKENS:
             self._fit_losses = self._losses(queries, keys)
 

@@ -14,7 +14,7 @@ from edgekv.kernels.cpu.loops import (
     address_of,
     floats,
     int64s,
-    load_numbers,
+    load_arguments,
     prepare_loop,
     put_loop,
     score_loop,
@@ -123,7 +123,7 @@ KERNELS = {
 
 @exact_kernel
 def _pack_tokens(first: int, last: int, part: int, arguments: int) -> None:
-    x, n, n_bits, codes, n_blocks, t0 = load_numbers(arguments, 6)
+    x, n, n_bits, codes, n_blocks, t0 = load_arguments(arguments, 6)
     n_words = n_bits // WORD_BITS
     for item in range(first, last):
         g, t = item // n, t0 + item % n

@@ -17,7 +17,7 @@ from edgekv.kvcache.policies import SinkWindowCache, Sizes
 from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 from edgekv.types import F32
 
-LEAST_STEP = 1 / 255  # codes are bytes
+MIN_STEP = 1 / 255  # codes are bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class KVCompConfig(Config):
 
     scheme: ClassVar[str] = "kvcomp"
 
-    krel: float = number(0.25, LEAST_STEP, 1)
-    vrel: float = number(0.25, LEAST_STEP, 1)
+    krel: float = number(0.25, MIN_STEP, 1)
+    vrel: float = number(0.25, MIN_STEP, 1)
     block: int = one_of(64, (16, 32, 64, 128, 256))
     residual_length: int = tokens(128)
 
@@ -89,7 +89,7 @@ class KVComp(SinkWindowCache):
         """Takes a prompt's queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         self.keys.fit(keys)
         self.values.fit(values)
-        self.append_prompt(keys, values)
+        self.append_prefill(keys, values)
 
     def truncate(self, n: int, n_same: int = 0) -> int:
         """Goes back to n tokens; at 0 the codebooks of the conversation are forgotten."""

@@ -13,7 +13,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import exact_kernel
-from edgekv.kernels.cpu.loops import address_of, chars, halves, int64s, load_numbers, words, words32
+from edgekv.kernels.cpu.loops import address_of, chars, halves, int64s, load_arguments, words, words32
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 from edgekv.kernels.interface import BLOCK
@@ -42,8 +42,8 @@ def huffman_pack(
 
 @exact_kernel
 def _pack_blocks(first: int, last: int, part: int, arguments: int) -> None:
-    n_blocks, n_codes, n_words, n_lengths, n_offsets, b0 = load_numbers(arguments, 6)
-    codes, all_words, lengths, plain, offsets, pool = load_numbers(arguments + 8 * 6, 6)
+    n_blocks, n_codes, n_words, n_lengths, n_offsets, b0 = load_arguments(arguments, 6)
+    codes, all_words, lengths, plain, offsets, pool = load_arguments(arguments + 8 * 6, 6)
     for item in range(first, last):
         g, b = item // n_blocks, item % n_blocks
         form, word = np.int64(get(chars(plain), item)), np.int64(get(words32(offsets), g * n_offsets + b0 + b))

@@ -187,7 +187,7 @@ class ImageSpans(CodecStore):
             return self._text
         return run.span.exact or run.span.packed
 
-    def append_prompt(self, keys: F32, values: F32) -> None:
+    def append_prefill(self, keys: F32, values: F32) -> None:
         """Appends a prompt's keys and values (n_kv_heads, n, head_dim)."""
         self.require_room(keys.shape[1])
         while keys.shape[1]:

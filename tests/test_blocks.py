@@ -8,7 +8,7 @@ from test_products import rounded
 
 from edgekv.checkpoint.gguf import KEPT
 from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, BLOCKS
-from edgekv.kernels.cpu.gemm import DEQUANTIZED, PANEL
+from edgekv.kernels.cpu.gemm import BYTE_CODES, PANEL
 from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights
 from edgekv.types import F32, U8
 
@@ -37,13 +37,13 @@ def test_weights_are_the_librarys(kind: str) -> None:
 
 
 def product(kind: str, raw: U8, n_experts: int = 1) -> QuantizedMatmul:
-    weights = QuantizedWeights(raw, None, DEQUANTIZED, block_type=BLOCKS[kind])
+    weights = QuantizedWeights(raw, None, BYTE_CODES, block_type=BLOCKS[kind])
     return QuantizedMatmul(weights, n_experts)
 
 
 def require_near(got: F32, x: F32, weights: F32) -> None:
     """Requires the products of activations as they are rounded, by 16."""
-    activations, meant = rounded(x, DEQUANTIZED).astype(np.float64), weights.T.astype(np.float64)
+    activations, meant = rounded(x, BYTE_CODES).astype(np.float64), weights.T.astype(np.float64)
     assert (np.abs(got - activations @ meant) <= TOLERANCE * (np.abs(activations) @ np.abs(meant))).all()
 
 

@@ -15,7 +15,7 @@ from test_cuda_attend import PAIRS
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
-from edgekv.kernels.cuda.matvec import Matrix, dequantize, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.h1b.codec import SignSketch
@@ -159,7 +159,7 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
 def test_weights_beyond_float16_become_its_largest_number(device: OnDevice, columns: int) -> None:
     w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (2, columns // 4))
     stored = Matrix(2, columns, 32, 1, 0, device.up(w))
-    found = to_host(dequantize(device.driver, stored, slice(0, 2), np.float16))
+    found = to_host(widen(device.driver, stored, slice(0, 2), np.float16))
     np.testing.assert_array_equal(found, np.clip(w, -65504, 65504))
 
 
@@ -197,7 +197,7 @@ def test_packed_products(device: OnDevice, shape: tuple[int, int, int], bits: in
         np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)
 
     close(matvec(driver, there, plain), x @ w.T)
-    close(dequantize(driver, plain, slice(8, len(w)), np.float32), widened[8:])
+    close(widen(driver, plain, slice(8, len(w)), np.float32), widened[8:])
     assert takes_packed(driver, plain) == (columns % 4 == 0)
     if columns % 4:
         return

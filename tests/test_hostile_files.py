@@ -150,6 +150,20 @@ COUNTS = {
     "arrays in arrays": gguf(text(b"a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1 << 20) * 1000),
     "a shape": gguf(b"", 0, 1, text(b"t") + struct.pack("<IQQIQ", 2, 1 << 62, 1 << 62, 0, 0)),
     "an alignment": gguf(text(b"general.alignment") + struct.pack("<II", 4, 0)),
+    "experts": gguf(
+        text(b"general.architecture")
+        + struct.pack("<I", 8)
+        + text(b"qwen3moe")
+        + text(b"qwen3moe.attention.head_count")
+        + struct.pack("<II", 4, 4),
+        2,
+        30,
+        b"".join(
+            text(b"blk.%d.ffn_up_exps.weight" % i) + struct.pack("<IQQQIQ", 3, 1, 1, 1 << 14, 0, 0)
+            for i in range(30)
+        )
+        + bytes(1 << 16),
+    ),
     "a type": gguf(text(b"a") + struct.pack("<II", 99, 0)),
     "cut off": gguf(text(b"a") + struct.pack("<I", 4)),
 }

@@ -29,6 +29,7 @@ from edgekv.types import F32, I8, I64, U8, Array
 INDEX, VERSION = "gguf.json", 3
 HEAD_BYTES = 1 << 20
 MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAX_TENSORS = 1 << 17  # with each expert's; the largest models have 70,000
 MAX_ELEMENTS = 1 << 23  # of all arrays together; a vocabulary with scores, types and merges has 1.3 million
 MAX_DEPTH, MAX_DIMENSIONS, MAX_FACTORS = 4, 4, 4096
 ALIGNMENT = "general.alignment"
@@ -78,7 +79,8 @@ class GgufTensor(MappedTensor):
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
         if kind in LAYOUTS:
             codes, scales, offsets = blocks_of(raw, kind)
-            values = codes * scales[..., None]
+            with np.errstate(invalid="ignore"):  # infinite scales of a damaged file
+                values = codes * scales[..., None]
             return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
         return dequantize(raw, kind)
 
@@ -173,7 +175,8 @@ def dequantize(raw: U8, kind: str) -> F32:
     """Unpacks rows (r, bytes) of any quantized type to (r, columns) float32, with the gguf library."""
     gguf = library("this file's weights")
     try:
-        values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
+        with np.errstate(invalid="ignore", over="ignore"):  # as above
+            values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
         return values
     except NotImplementedError:
         problem = f"weights of type {kind} can't be read by the gguf package"
@@ -199,7 +202,7 @@ class Header:
     def __init__(self, path: pathlib.Path) -> None:
         with open_regular(path) as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._position, self._n_elements = 0, 0
+        self._position, self._n_elements, self.nbytes = 0, 0, len(self._data)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, HeaderTensor] = {}
         if self._take(4) != MAGIC:
@@ -353,7 +356,7 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
         problem = f"GGUF files of architecture {architecture!r} with experts are not supported"
         raise ConfigError(f"{problem}; give the model's safetensors checkpoint")
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
-    tensors, factors = {}, {}
+    tensors, factors, n_expert_bytes = dict[str, dict[str, Any]](), dict[str, Any](), 0
     for tensor in header.tensors.values():
         if tensor.name in ROPE_FACTORS:
             factors[tensor.name] = header.floats(tensor)
@@ -370,6 +373,9 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
             n_experts, shape = shape[0], shape[1:]
             if n_experts > MAX_LAYER_EXPERTS or len(shape) != 2:
                 raise ValueError(f"{tensor.name} has the shape {tensor.shape}; accepted: experts, rows, columns")
+            n_expert_bytes += math.prod(tensor.shape) // block * block_bytes
+            if n_expert_bytes > header.nbytes or len(tensors) + n_experts > MAX_TENSORS:
+                raise ValueError(f"its experts are more than its {header.nbytes:,} bytes hold")
         transposed = role in family.conv1d and len(shape) == 2
         interleaved = n_heads[role] if role in family.interleaved else 0
         if interleaved and (interleaved < 1 or shape[0] % (2 * interleaved)):

@@ -10,6 +10,7 @@ import numpy as np
 from edgekv.checkpoint.checkpoint import Checkpoint
 from edgekv.checkpoint.tensors import DTYPES, Tensor, to_float32
 from edgekv.errors import ConfigError
+from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
@@ -163,7 +164,10 @@ class CheckpointWeights:
                 yield f"{piece.prefix}weight", self.matrix(name)
                 continue
             if piece.form.kept:
-                raw = [self._tensors[part.tensor].raw_rows(0, part.rows) for part in parts]
+                raw = list[U8]()
+                for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
+                    raw.append(self._tensors[part.tensor].raw_rows(lo, hi))
+                    self._check_finite(part.tensor, *BLOCKS[piece.form.name].decode(raw[-1])[1:])
                 yield f"{piece.prefix}blocks", np.concatenate(raw)
                 continue
             specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
@@ -187,6 +191,7 @@ class CheckpointWeights:
             return
         for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
             codes, scales, added = self._tensors[part.tensor].blocks(lo, hi)
+            self._check_finite(part.tensor, scales, added)
             finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
             codes = codes.reshape(hi - lo, -1, form.block)[:, :n]
             scales = np.repeat(scales, finer, axis=1)[:, :n]
@@ -233,8 +238,8 @@ class CheckpointWeights:
         for name in self.arch.tensors():
             self._check_finite(name, to_float32(self._tensors[name].read()))
 
-    def _check_finite(self, tensor: str, weights: F32) -> None:
-        if not np.isfinite(weights).all():
+    def _check_finite(self, tensor: str, *arrays: Array | None) -> None:
+        if not all(array is None or np.isfinite(array).all() for array in arrays):
             raise self._tensors[tensor].error("has a number that is not finite; download the checkpoint again")
 
     def release(self, name: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.files import Memo
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.blocks import BLOCKS
-from edgekv.kernels.cpu.gemm import DEQUANTIZED, MXFP4, OUTPUTS, integer_layout, rotated_layout
+from edgekv.kernels.cpu.gemm import BYTE_CODES, MXFP4, OUTPUTS, integer_layout, rotated_layout
 from edgekv.kernels.cpu.matmul import QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.machine import all_cores, available_memory_bytes, machine_info
@@ -182,7 +182,7 @@ def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> Quantized
     """Returns the weights of arrays (rows, ...) in fewer than 32 bits, with their zero points or offsets."""
     arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
     if form.kept:
-        return QuantizedWeights(arrays["blocks"], None, DEQUANTIZED, block_type=BLOCKS[form.name])
+        return QuantizedWeights(arrays["blocks"], None, BYTE_CODES, block_type=BLOCKS[form.name])
     if form.rotated:
         scales = arrays["scales"].view(np.uint16)
         return QuantizedWeights(arrays["codes"], scales, rotated_layout(form.bits))

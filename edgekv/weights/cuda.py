@@ -16,11 +16,11 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 from edgekv.kernels.cuda.matvec import (
     MATVEC_ROWS,
     Matrix,
-    dequantize,
     matvec,
     packed_matvec,
     rotated,
     takes_packed,
+    widen,
 )
 from edgekv.models.architecture import Architecture
 from edgekv.types import I64, TaskProgress
@@ -197,7 +197,7 @@ class CudaOps(NumpyOps):
         step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
-            slab, out = self._dequantized(w, part), y[:, part]
+            slab, out = self._widened(w, part), y[:, part]
             if self._halves:
                 self.driver.half_gemm(x, slab, out, onto is not None)
             else:
@@ -211,14 +211,14 @@ class CudaOps(NumpyOps):
         slabs = -(-w.rows * w.columns // self._slab)
         return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MAX_BLOCKS // TILE_ROWS * TILE_ROWS)
 
-    def _dequantized(self, w: Matrix, part: slice) -> Array:
+    def _widened(self, w: Matrix, part: slice) -> Array:
         """Returns some rows of a matrix in the dtype of products."""
         if w.bits == 32 and not self._halves:
             return w.data[part]
-        return dequantize(self.driver, w, part, self._dtype)
+        return widen(self.driver, w, part, self._dtype)
 
     def rms_norm(self, x: Array, name: str, eps: float) -> DeferredNorm:  # type: ignore[override]
-        """Returns x (n, channels), normed by its rows' root mean squares."""
+        """Returns x (n, channels) with the RMS norm that is still to be applied."""
         return DeferredNorm(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:

@@ -96,7 +96,9 @@ class WeightFormat:
         return integers.dequantize(arrays, self.bits, columns, e2m1=self.e2m1)
 
     def quantize(self, weight: F32) -> dict[str, Array]:
-        """Returns the arrays ``codes`` and ``scales`` of weights (rows, columns), as `arrays` describes them.
+        """Returns ``codes`` and ``scales`` of weights (rows, columns), of those that `arrays` describes.
+
+        Zero points are those of `code_of_zero`, and offsets what stands for them.
 
         Raises ValueError for f32 and for kept and e2m1 formats, which are only taken over.
         """
@@ -260,8 +262,8 @@ def _named(name: str, arch: Architecture, own: ModelFormat | None) -> ModelForma
         what = "can't be chosen without a text, which decides each matrix's bits"
         raise ConfigError(what, field="weights", value=name, advice=way)
     if name not in WEIGHTS:
-        accepted = ("auto", *OFFERED, "q2.1 to q4.9 in `edgekv quantize --calibrate`")
-        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=ALSO)
+        accepted, advice = ("auto", *OFFERED), f"{ALSO}, and q2.1 to q4.9 in `edgekv quantize --calibrate`"
+        raise ConfigError("unknown", field="weights", value=name, accepted=accepted, advice=advice)
     return ModelFormat(name)
 
 

@@ -15,7 +15,7 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.kernels.cuda.driver import CannotRecord, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.cuda.matvec import Matrix, dequantize, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture
@@ -272,7 +272,7 @@ def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
         w = random_matrix(gpu, FORMATS[name], rows, columns)
 
         def step(w: Matrix = w) -> None:
-            dequantize(gpu.driver, w, slice(0, rows), np.float16)
+            widen(gpu.driver, w, slice(0, rows), np.float16)
 
         n_bytes = specs_bytes(FORMATS[name].arrays(rows, columns)) + 2 * rows * columns
         yield f"{name} weights to halves", gpu.seconds(step), n_bytes

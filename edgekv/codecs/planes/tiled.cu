@@ -1,4 +1,4 @@
-// A share of attention over keys in planes and interleaved values (see read.cu), on tensor cores from sm_80 on;
+// A split of attention over keys in planes and interleaved values (see read.cu), on tensor cores from sm_80 on;
 // KEY_DIM = HEAD_DIM, 64 or 128. Each warp takes tokens of its own, two tiles of 64 at a time. Signs are multiplied as bits by
 // the bits of the queries' whole numbers; centres and values are multiplied as bytes, by queries of 16 bits and weights of 8.
 //

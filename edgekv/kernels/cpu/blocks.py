@@ -17,13 +17,13 @@ from numba.core import cgutils
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.emit import Value
-from edgekv.kernels.cpu.gemm import DEQUANTIZED, VECTOR
+from edgekv.kernels.cpu.gemm import BYTE_CODES, VECTOR
 from edgekv.kernels.cpu.loops import Loop, address_of, exact_loop
 from edgekv.kernels.cpu.scalar import widen
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.types import F32, U8
 
-BLOCK_WEIGHTS, GROUP, CODE_OF_ZERO = 256, DEQUANTIZED.block, code_of_zero(DEQUANTIZED.bits)
+BLOCK_WEIGHTS, GROUP, CODE_OF_ZERO = 256, BYTE_CODES.block, code_of_zero(BYTE_CODES.bits)
 GROUPS = BLOCK_WEIGHTS // GROUP
 Scales = tuple[Value, Value | None]
 """Vectors of a block's scales and offsets (GROUPS,) float32; None: all 0."""

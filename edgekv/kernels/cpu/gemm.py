@@ -166,11 +166,11 @@ class Product(NamedTuple):
 
 MXFP4 = CodeLayout(4, 32, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 """Codes of e2m1: `edgekv.checkpoint.quantized.E2M1_DOUBLED`, which kernels cannot import."""
-DEQUANTIZED = CodeLayout(8, 16, has_corrections=True)
+BYTE_CODES = CodeLayout(8, 16, has_corrections=True)
 """What `decode` makes of blocks of another layout: codes of 8 bits with offsets."""
 LAYOUTS = (
     *(integer_layout(bits, block) for bits in (4, 8) for block in (32, 128)),
-    *(MXFP4, DEQUANTIZED),
+    *(MXFP4, BYTE_CODES),
     *(rotated_layout(bits) for bits in CODEBOOKS),
 )
 PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}

@@ -20,8 +20,8 @@ from edgekv.kernels.cpu.blocks import BLOCK_WEIGHTS, GROUP, GROUPS, BlockType
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.gemm import (
+    BYTE_CODES,
     CORRECTION,
-    DEQUANTIZED,
     OUTPUTS,
     PANEL,
     PANEL_BYTES,
@@ -88,7 +88,7 @@ class QuantizedWeights(NamedTuple):
 
 ZERO = np.float32(0)
 TOP = 127
-LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
+MIN_PEAK = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
 BLOCKS_AHEAD = 8  # of x, which are fetched
@@ -145,7 +145,7 @@ def _emit_quantized_block(
     sizes = b.and_(b.bitcast(elements, ints), emit.constant(ints, NO_SIGN))
     top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
     peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
-    is_nothing = b.icmp_signed("<", top, emit.I32(int(LEAST.view(np.int32))))
+    is_nothing = b.icmp_signed("<", top, emit.I32(int(MIN_PEAK.view(np.int32))))
     factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
     scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
     scale = b.select(is_finite, scale, emit.F32(float("nan")))
@@ -243,7 +243,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     Their items are the rows, and the tiles or panels, of all products.
     """
     product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
-    may_decode = layout == DEQUANTIZED
+    may_decode = layout == BYTE_CODES
 
     @RangeKernel
     def prepare(first: int, last: int, part: int, given: int) -> None:
@@ -271,7 +271,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
 
 _tiles_of = jit(tiles_of)
-_DecodedBlocks = PRODUCTS[DEQUANTIZED]
+_DecodedBlocks = PRODUCTS[BYTE_CODES]
 MAX_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
 NUMBERS_BYTES = aligned_size(8 * N_FIELDS)
 

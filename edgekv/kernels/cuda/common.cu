@@ -188,13 +188,13 @@ struct Span {
 };
 
 // Sets sums[warp][row] to a warp's sum of a row, where x[turn] belongs to row (turn * WARPS + warp) / PER_ROW.
-template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_row(const float (&x)[TURNS], float (*sums)[N])
+template <int PER_ROW, int ITEMS_EACH, int N> __device__ __forceinline__ void add_by_row(const float (&x)[ITEMS_EACH], float (*sums)[N])
 {
     int warp = threadIdx.x / 32;
     bool is_first = threadIdx.x % 32 == 0;
     if (is_first)
         for (int m = 0; m < N; ++m) sums[warp][m] = 0;
-    UNROLL for (int turn = 0; turn < TURNS; ++turn) {
+    UNROLL for (int turn = 0; turn < ITEMS_EACH; ++turn) {
         float total = lane_sum(x[turn]);
         int m = (turn * WARPS + warp) / PER_ROW;
         if (is_first && m < N) sums[warp][m] += total;

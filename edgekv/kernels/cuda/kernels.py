@@ -388,8 +388,8 @@ class CudaKernels:
             exact_tiles = max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, blocks) // 8))
         exact_splits = [n_rounds(part.segment.first, part.last_stop, exact_tiles) for part in exact]
         n_exact = sum(exact_splits)
-        shares = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SPLITS - n_exact)
-        n_splits = shares + n_exact
+        splits = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SPLITS - n_exact)
+        n_splits = splits + n_exact
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
             rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
@@ -405,7 +405,7 @@ class CudaKernels:
             "AttendArgs",
             queries=query_argument(queries),
             exact_queries=main.q,
-            pair=self.segment_argument(main.segment, keys, values, shares),
+            pair=self.segment_argument(main.segment, keys, values, splits),
             **exact_segments,
             visible=self.visible_argument(visible, rows),
             block_softmax=self.scratch("attend.block_softmax", (n_kv_heads, n_splits, rows, 2)),

@@ -52,6 +52,7 @@ __device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
 //     bit of the number    9   8   7   6   5   4   3   2   1   0
 //     2 bits                       -   -   p1  p0  -   -   x1  x0
 //     3 bits                       -   p2  p1  p0  -   x2  x1  x0
+//     4 bits                       p3  p2  p1  p0  x3  x2  x1  x0
 //     5 bits               p3  p2  p1  p0  x3  x2  x1  x0  p4  x4
 #define PER_BYTE (WEIGHT_BITS == 5 ? 4 : 1)  // entries
 #define ENTRIES (256 * PER_BYTE)

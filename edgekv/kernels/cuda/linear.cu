@@ -110,7 +110,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
 
 // Sets out (rows, columns) to the weights as float16 (`halves`) or float32, 8 of a row by each thread. `columns` of rotated ones, which
 // stay so, are whole blocks. Grid (columns / 8 / threads, any).
-extern "C" __global__ void dequantize(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
+extern "C" __global__ void widen(const u8* weights, const void* scales, int rows, int columns, int blocks, void* out, int halves)
 {
     __shared__ u32 table[ROTATED ? ENTRIES * COPIES : 1];
     if (ROTATED) fill_levels<COPIES>(table, CODE_OF_ZERO);

@@ -75,13 +75,11 @@ def rotated(driver: Driver, x: Array, w: Matrix) -> Array:
     return y
 
 
-def dequantize(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
+def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
     n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
-    launch = Launch(
-        linear_program(*w.form), "dequantize", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256
-    )
+    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256)
     scales = None if w.scales is None else w.scales[part]
     driver.launch(launch, w.data[part], scales, n, columns, w.blocks, out, int(dtype == np.float16))
     return out

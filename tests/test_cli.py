@@ -122,7 +122,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 BAD = {
     "run --prompt x --model /no/such": "/no/such",
     "run --prompt x --kv dense:v_bits=1": "applies to: planes",
-    "run --prompt x --weights int2": "q2; also int8-32, int4, int4-32, and q2.1 to q4.9 in `edgekv quantize --calibrate`; did you mean int8?",
+    "run --prompt x --weights int2": "also int8-32, int4, int4-32, and q2.1 to q4.9 in `edgekv quantize --c",
     "run --prompt x --ctx 9000000": "--ctx 9000000",
     "run --prompt x --ctx 0": "--ctx",
     "run --prompt x --temperature -1": "--temperature -1",

@@ -238,7 +238,7 @@ def talk(walk: Walk) -> None:
         walk.hear(child, "user: Once more")
         walk.hear(child, READY)
         child.sendeof()
-    answer, _ = walk.edgekv("chat", "demo", "--max-new-tokens", "6", given="Who is there?\n")
+    answer, _ = walk.edgekv("chat", "demo", "--temperature", "0", "--max-new-tokens", "6", given="Who is there?\n")
     must("answer in a pipe", answer, "[A-Za-z]{3,}")
 
 

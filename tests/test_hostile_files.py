@@ -182,6 +182,19 @@ def test_gguf_counts_beyond_the_file(tmp_path: pathlib.Path) -> None:
     tracemalloc.stop()
 
 
+def test_experts_without_bytes(tmp_path: pathlib.Path) -> None:
+    """Tensors of all experts, which are split into one for each."""
+    shape = {"dtype": "F32", "shape": [1 << 14, 0, 4], "data_offsets": [0, 0]}
+    header = json.dumps({f"model.layers.{i}.mlp.experts.down_proj": shape for i in range(60)}).encode()
+    path = golden_cases.write_checkpoint("gpt-oss", tmp_path / "model")
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="more experts than its bytes"):
+        Model.open(path)
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+
+
 def test_a_gguf_header_is_read_whole(whole: bytes, tmp_path: pathlib.Path) -> None:
     """Against the library's own reader."""
     path = tmp_path / "x.gguf"

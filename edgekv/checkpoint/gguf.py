@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.checkpoint.tensors import DTYPES, MAX_LAYER_EXPERTS, MappedFile, MappedTensor, Tensor, Tensors
+from edgekv.checkpoint.tensors import (
+    DTYPES,
+    MAX_LAYER_EXPERTS,
+    MAX_TENSORS,
+    MappedFile,
+    MappedTensor,
+    Tensor,
+    Tensors,
+)
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.files import Memo, cache_root, create_folder_once, open_regular
 from edgekv.models import gguf_families
@@ -29,7 +37,6 @@ from edgekv.types import F32, I8, I64, U8, Array
 INDEX, VERSION = "gguf.json", 3
 HEAD_BYTES = 1 << 20
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-MAX_TENSORS = 1 << 17  # with each expert's; the largest models have 70,000
 MAX_ELEMENTS = 1 << 23  # of all arrays together; a vocabulary with scores, types and merges has 1.3 million
 MAX_DEPTH, MAX_DIMENSIONS, MAX_FACTORS = 4, 4, 4096
 ALIGNMENT = "general.alignment"
@@ -77,12 +84,12 @@ class GgufTensor(MappedTensor):
         if kind in FLOATS:
             values, offset = raw.view(DTYPES[kind]), self._entry["offset"]
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
-        if kind in LAYOUTS:
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite scales of a damaged file
+            if kind not in LAYOUTS:
+                return dequantize(raw, kind)
             codes, scales, offsets = blocks_of(raw, kind)
-            with np.errstate(invalid="ignore"):  # infinite scales of a damaged file
-                values = codes * scales[..., None]
+            values = codes * scales[..., None]
             return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
-        return dequantize(raw, kind)
 
     def blocks(self, lo: int, hi: int) -> UnpackedBlocks:
         codes, scales, offsets = blocks_of(self.raw_rows(lo, hi), self._type)
@@ -175,8 +182,7 @@ def dequantize(raw: U8, kind: str) -> F32:
     """Unpacks rows (r, bytes) of any quantized type to (r, columns) float32, with the gguf library."""
     gguf = library("this file's weights")
     try:
-        with np.errstate(invalid="ignore", over="ignore"):  # as above
-            values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
+        values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
         return values
     except NotImplementedError:
         problem = f"weights of type {kind} can't be read by the gguf package"

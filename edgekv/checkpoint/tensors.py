@@ -44,6 +44,7 @@ MAX_HASHES = 256  # that are remembered
 SETTLED_NS = 2_000_000_000  # a file that changed within may change again with the same time stamp
 STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
 MAX_LAYER_EXPERTS = 1 << 14
+MAX_TENSORS = 1 << 17  # with each expert's; the largest models have 70,000
 EXPERT_PARTS = {"gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down_proj": (("down_proj", 0, 1),)}
 """The projections in a tensor of all experts: name, first of its outputs, and the step between them."""
 
@@ -281,6 +282,8 @@ class Tensors(dict[str, Tensor]):
             if len(tensor.shape) != axes or not 1 <= tensor.shape[0] <= MAX_LAYER_EXPERTS:
                 problem = f"has shape {tensor.shape}, expected {axes} axes, the first of experts"
                 raise tensor.error(f"{problem}: download the checkpoint again")
+            if tensor.shape[0] > tensor.nbytes or len(single) + 2 * tensor.shape[0] > MAX_TENSORS:
+                raise tensor.error("has more experts than its bytes or a model hold: download it again")
             for part, first, step in EXPERT_PARTS[projection]:
                 for e in range(tensor.shape[0]):
                     full_name = f"{base}.{e}.{part}.{end}"

@@ -80,7 +80,7 @@ class CheckpointWeights:
 
     def __init__(self, source: Checkpoint, arch: Architecture) -> None:
         self.arch, self.source, self._tensors = arch, source, source.tensors
-        self._linears, self._finite = arch.linears(), set[str]()  # tensors without a number that is not
+        self._linears, self._finite = arch.linears(), set[str]()  # finite: tensors that `_rows_of` has searched
         for tensor, shape in arch.tensors().items():
             self._tensors.require(tensor, shape)
         extra = unexpected(arch, self._tensors)

@@ -79,7 +79,7 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     ask(child, "/set logit-bias 5=-100\r", "logit_bias 5=-100")
     ask(child, "/set max-new-tokens 3\r", "max_new_tokens 3")
     ask(child, "/system Be brief.\r", "system: Be brief.")
-    ask(child, "third\r", r"\(3 tokens at")
+    ask(child, "third\r", r"\([1-3] tokens? at")  # a random answer may end before
     ask(child, "/nonsense\r", "/nonsense is unknown")
     end(child)
     said = messages(kept)

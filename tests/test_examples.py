@@ -1,7 +1,9 @@
 """The examples run as they stand."""
 
+import json
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -50,7 +52,10 @@ def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
     """On the second start, on a terminal with Ctrl-C, after a damaged file, and without a model."""
     app, file = EXAMPLES / "app.py", tmp_path / "app.kv"
     assert len(app.read_text().splitlines()) <= 60
-    command = [sys.executable, str(app), "--file", str(file)]
+    demo = shutil.copytree(ROOT / "models" / "demo", tmp_path / "demo")
+    endless = {"do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 0}  # an id that no text has
+    (demo / "generation_config.json").write_text(json.dumps(endless))
+    command = [sys.executable, str(app), "--file", str(file), "--model", str(demo)]
 
     def start(*more: str, said: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *more], input=said, capture_output=True, text=True, timeout=300, cwd=ROOT)
@@ -69,7 +74,7 @@ def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
-    memo = Session.restore(file, "demo").memo["messages"]
+    memo = Session.restore(file, demo).memo["messages"]
     assert [message["role"] for message in memo] == ["system", *["user", "assistant"] * 2]
     assert memo[1]["content"] == "Who are you?"
     file.write_bytes(file.read_bytes()[:-9])

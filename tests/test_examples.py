@@ -28,6 +28,15 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.fixture
+def endless(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A model whose answers end only where they are stopped: no text has its end-of-text token."""
+    folder = shutil.copytree(ROOT / "models" / "demo", tmp_path / "demo")
+    sampling = {"do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    return folder
+
+
 def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
     for i, text in enumerate(["Call the doctor about the horse.", "Buy bread and candles for the long winter."]):
         (tmp_path / f"note{i}.txt").write_text(text)
@@ -41,21 +50,18 @@ def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
     assert run(EXAMPLES / "summarise_notes.py", tmp_path).stdout == ""
 
 
-def test_a_cancelled_task_leaves_a_usable_session() -> None:
-    said = run(EXAMPLES / "async_stream.py", "--seconds", 0.5).stdout
+def test_a_cancelled_task_leaves_a_usable_session(endless: pathlib.Path) -> None:
+    said = run(EXAMPLES / "async_stream.py", "--seconds", 0.5, "--model", endless).stdout
     cancelled = re.search(r"\(stopped after (\d+) tokens\)\s+\S", said)
     assert cancelled
     assert 0 < int(cancelled[1]) < 2000
 
 
-def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
+def test_an_app_goes_on_where_it_was_left(endless: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """On the second start, on a terminal with Ctrl-C, after a damaged file, and without a model."""
     app, file = EXAMPLES / "app.py", tmp_path / "app.kv"
     assert len(app.read_text().splitlines()) <= 60
-    demo = shutil.copytree(ROOT / "models" / "demo", tmp_path / "demo")
-    endless = {"do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 0}  # an id that no text has
-    (demo / "generation_config.json").write_text(json.dumps(endless))
-    command = [sys.executable, str(app), "--file", str(file), "--model", str(demo)]
+    command = [sys.executable, str(app), "--file", str(file), "--model", str(endless)]
 
     def start(*more: str, said: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *more], input=said, capture_output=True, text=True, timeout=300, cwd=ROOT)
@@ -74,7 +80,7 @@ def test_an_app_goes_on_where_it_was_left(tmp_path: pathlib.Path) -> None:
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
-    memo = Session.restore(file, demo).memo["messages"]
+    memo = Session.restore(file, endless).memo["messages"]
     assert [message["role"] for message in memo] == ["system", *["user", "assistant"] * 2]
     assert memo[1]["content"] == "Who are you?"
     file.write_bytes(file.read_bytes()[:-9])

@@ -12,7 +12,7 @@ from kernel_cases import PARALLEL, pairs
 
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels.cpu import layers, matmul
-from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout, integer_layout
+from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PANEL_K, PRODUCTS, CodeLayout, integer_layout
 from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.kernels.reference import hadamard
@@ -71,7 +71,7 @@ def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.floating]
 
 SIZES = [(1, OUTPUTS, 32), (1, 7, 288), (3, 13, 100), (GEMV_ROWS, 41, 515)]
 SIZES += [(GEMV_ROWS + 1, PANEL - 1, 96), (GEMV_ROWS + 1, PANEL, 128)]  # too few outputs for a panel, and enough
-SIZES += [(13, PANEL + 5, STRETCH), (17, 3 * PANEL + 1, STRETCH + 160), (70, 2 * PANEL, 2 * STRETCH + 33)]
+SIZES += [(13, PANEL + 5, PANEL_K), (17, 3 * PANEL + 1, PANEL_K + 160), (70, 2 * PANEL, 2 * PANEL_K + 33)]
 SHIFTED = [(layout, "offsets") for layout in PRODUCTS if layout.has_corrections]
 SHIFTED += [(layout, "zeros") for layout, _ in SHIFTED if layout.bits == 4]
 KINDS = [*((layout, None) for layout in PRODUCTS), *SHIFTED]
@@ -127,7 +127,7 @@ def test_what_does_not_fit_the_weights_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_row_depends_on_no_other_and_no_threads(kind: tuple[CodeLayout, str | None], way: str) -> None:
     rng = np.random.default_rng(1)
-    x = rng.standard_normal((64, 2 * STRETCH + 40)).astype(np.float32)
+    x = rng.standard_normal((64, 2 * PANEL_K + 40)).astype(np.float32)
     product = QuantizedMatmul(weights_of(rng, kind[0], 3 * PANEL + 2, x.shape[1], kind[1]))
     for few, parts in ((x[:GEMV_ROWS], ((0, 1), (1, 4), (2, GEMV_ROWS))), (x, ((3, 20), (30, 64)))):
         whole = product(few, 1)

@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "CUDA attention: the sum of weights is not rescaled",
-        "running_sum[i] = running_sum[i] * shrink + p0",
+        "running_sum[i] = running_sum[i] * rescale + p0",
         "running_sum[i] = running_sum[i] + p0",
         "test_cuda_attend.py -k 'odd_ranges and host'",
     ),

@@ -45,7 +45,7 @@ from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8
 
 ROW_COUNTS = 4, 2, 1  # rows that are scored together: fours while there are, then a pair, then one
-BLOCKS_AHEAD = 4  # whose planes, scales and centres are fetched
+PREFETCH_BLOCKS = 4  # whose planes, scales and centres are fetched
 N = emit.REGISTER  # int32 or float32 of a register
 
 
@@ -116,7 +116,7 @@ def _emit_centre_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, scrat
     half, rows = b.lshr(queries.width, emit.I64(1)), [queries.row(b, m) for m in range(n_rows)]
     with emit.loop(b, 0, keys.n_blocks, 1) as block:
         codes, steps = at(b, keys.centres, (block.i, N_CENTRES, half)), at(b, keys.steps, (block.i, 2 * N_CENTRES))
-        ahead = at(b, codes, (BLOCKS_AHEAD, N_CENTRES, half))
+        ahead = at(b, codes, (PREFETCH_BLOCKS, N_CENTRES, half))
         with emit.loop(b, ahead, at(b, ahead, (N_CENTRES, half)), emit.LINE // 2) as line:
             emit.prefetch(b, line.i, 1)
         dots = _emit_centre_dots(b, [row.integers for row in rows], queries.width, half, codes)
@@ -130,21 +130,21 @@ def _emit_centre_scores(n_rows: int, b: Any, queries: Queries, keys: Keys, scrat
             emit.store(b, block_step, pair, STEPS_AT + 4 * N_RUNS)
     pairs = [at(b, scratch, RESULT_BYTES + PAIR_BYTES * i) for i in range(PAIRS)]
     sums = [emit.load(b, INTS, pair, BLOCK_SUMS_AT) for pair in pairs]
-    block_dots = emit.lanes(b, emit.reduce_lanes(b, emit.add, (sums * 2)[:4]), range(PAIRS))
+    block_dots = emit.shuffle(b, emit.reduce_lanes(b, emit.add, (sums * 2)[:4]), range(PAIRS))
     block_dots = b.sitofp(block_dots, emit.vector(emit.F32, PAIRS))
     run_dots = _all_lanes_in_fours(b, [emit.load(b, INTS, pair) for pair in pairs])
     run_dots = b.sitofp(run_dots, emit.vector(emit.F32, N_RUNS * PAIRS))
     sizes, totals = (
-        emit.pack(b, [emit.load(b, emit.F32, row.sizes, i) for row in rows for _ in range(n_blocks)])
+        emit.build_vector(b, [emit.load(b, emit.F32, row.sizes, i) for row in rows for _ in range(n_blocks)])
         for i in (0, 4)
     )
     middles = b.fmul(totals, emit.constant(totals.type, MIDDLE_CODE))
-    block_steps = emit.pack(b, [emit.load(b, emit.F32, pair, STEPS_AT + 4 * N_RUNS) for pair in pairs])
+    block_steps = emit.build_vector(b, [emit.load(b, emit.F32, pair, STEPS_AT + 4 * N_RUNS) for pair in pairs])
     of_block = b.fmul(block_steps, b.fsub(block_dots, middles))
     four = emit.vector(emit.F32, N_RUNS)
     run_steps = emit.reduce(b, emit.concatenate, [emit.load(b, four, pair, STEPS_AT) for pair in pairs])
     every_run = [pair for pair in range(PAIRS) for _ in range(N_RUNS)]
-    sizes, middles, of_block = (emit.lanes(b, x, every_run) for x in (sizes, middles, of_block))
+    sizes, middles, of_block = (emit.shuffle(b, x, every_run) for x in (sizes, middles, of_block))
     scores = emit.multiply_add(b, run_steps, b.fsub(run_dots, middles), of_block)
     emit.store(b, b.fmul(sizes, scores), scratch)
 
@@ -165,7 +165,7 @@ def _emit_centre_dots(b: Any, rows: Sequence[Value], width: Value, half: Value, 
                 for part, (of_low, of_high) in enumerate(row):
                     i = (part * len(rows) + m) * N_CENTRES + centre
                     sums[i] = _add_code_products(b, high, of_high, _add_code_products(b, low, of_low, sums[i]))
-        loop.following = sums
+        loop.next = sums
     sums = loop.values
     if BYTE_PRODUCTS:
         eight = emit.constant(INTS, 8)
@@ -191,15 +191,15 @@ def _codes_of_centre(b: Any, codes: Value) -> tuple[Value, Value]:
     return low, high
 
 
-def _add_code_products(b: Any, codes: Value, integers: Value, so_far: Value) -> Value:
-    """Returns so_far (N int32) + products with codes: four of bytes to a lane, or two of words."""
+def _add_code_products(b: Any, codes: Value, integers: Value, acc: Value) -> Value:
+    """Returns acc (N int32) + products with codes: four of bytes to a lane, or two of words."""
     if BYTE_PRODUCTS:
-        return emit.add_products(b, codes, integers, so_far, "s")
+        return emit.add_products(b, codes, integers, acc, "s")
     if emit.HAS_VNNI and N == 16:
         codes, integers = b.bitcast(codes, INTS), b.bitcast(integers, INTS)
-        return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, so_far, codes, integers)
+        return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, acc, codes, integers)
     name = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd", 4: "llvm.x86.sse2.pmadd.wd"}[N]
-    return b.add(so_far, emit.call(b, name, INTS, codes, integers))
+    return b.add(acc, emit.call(b, name, INTS, codes, integers))
 
 
 def _all_lanes_in_fours(b: Any, vectors: list[Value]) -> Value:
@@ -208,7 +208,7 @@ def _all_lanes_in_fours(b: Any, vectors: list[Value]) -> Value:
         first = [i + j for i in range(0, 2 * n, 8) for j in range(4)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [
-            b.add(emit.lanes(b, x, first, y), emit.lanes(b, x, [i + 4 for i in first], y)) for x, y in pairs
+            b.add(emit.shuffle(b, x, first, y), emit.shuffle(b, x, [i + 4 for i in first], y)) for x, y in pairs
         ]
     return emit.reduce(b, emit.concatenate, vectors)
 
@@ -299,8 +299,8 @@ def _emit_plane_sums(
                         )
                         sums[k] = b.add(sums[k], pairs)
                         sums[k + 1] = b.add(sums[k + 1], b.lshr(pairs, emit.constant(BYTE_PAIRS, 8)))
-            column.following = sums
-        plane.following = column.values
+            column.next = sums
+        plane.next = column.values
     both, seconds = plane.values[::2], plane.values[1::2]
     if is_row:
         both, seconds = (
@@ -329,7 +329,7 @@ def _transposed(b: Any, xs: list[Value]) -> list[Value]:
 def _chunks(b: Any, x: Value, y: Value, which: Sequence[int]) -> Value:
     """Returns 16 bytes each of x, and of y behind it."""
     size = x.type.count // GROUPS
-    return emit.lanes(b, x, [size * i + lane for i in which for lane in range(size)], y)
+    return emit.shuffle(b, x, [size * i + lane for i in which for lane in range(size)], y)
 
 
 @intrinsic
@@ -361,7 +361,7 @@ def _emit_scores(
     """s (n_rows, tokens of all blocks) float32 = scores; rows are ``stride`` float32 apart."""
     together = CENTRE_BLOCKS[n_rows]
     with emit.loop(b, 0, at(b, keys.n_blocks, together - 1), together) as first:
-        n_blocks = emit.smaller(b, b.sub(keys.n_blocks, first.i), together)
+        n_blocks = emit.min_int(b, b.sub(keys.n_blocks, first.i), together)
         some = keys.blocks(b, queries.width, first.i, n_blocks)
         for m in range(0, n_rows, CENTRE_ROWS[n_rows]):
             _emit_centre_scores(CENTRE_ROWS[n_rows], b, queries.row(b, m), some, at(b, scratch, 4 * N_RUNS * m))
@@ -379,9 +379,9 @@ def _emit_block_scores(
     The centre scores of a row lie CENTRE_BLOCKS * N_RUNS float32 behind those of the row before.
     """
     planes, bits, scale, width = keys.planes, keys.bits, keys.scale, queries.width
-    emit.prefetch(b, at(b, scale, 2 * BLOCK * BLOCKS_AHEAD), 2 * BLOCK)
+    emit.prefetch(b, at(b, scale, 2 * BLOCK * PREFETCH_BLOCKS), 2 * BLOCK)
     block_bytes = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8))
-    ahead = at(b, planes, (block_bytes, BLOCKS_AHEAD))
+    ahead = at(b, planes, (block_bytes, PREFETCH_BLOCKS))
     with emit.loop(b, ahead, at(b, ahead, block_bytes), 4 * emit.LINE) as lines:
         emit.prefetch(b, lines.i, 4 * emit.LINE)
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
@@ -389,7 +389,7 @@ def _emit_block_scores(
     factors = [emit.splat(b, factor, TOKENS) for factor in factors]
     weight = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))  # of all planes together
     with emit.loop(b, 0, at(b, width, CHUNK - 1), CHUNK) as chunk:
-        channels = emit.smaller(b, b.sub(width, chunk.i), CHUNK)
+        channels = emit.min_int(b, b.sub(width, chunk.i), CHUNK)
         middle = b.trunc(b.mul(b.mul(weight, channels), emit.I64(MIDDLE_ENTRY // 4)), emit.I16)
         middle = emit.splat(b, middle, BYTE_PAIRS.count)
         with emit.loop(b, 0, N_VECTORS, VECTORS_AT_ONCE[n_rows]) as vector:
@@ -405,7 +405,7 @@ def _emit_block_scores(
                 ]
                 for m in range(n_rows):
                     target = at(b, s, (stride, 4, m), (place, 4 * TOKENS))
-                    so_far = emit.branch(
+                    acc = emit.branch(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
                         functools.partial(_load_runs, b, target),
@@ -415,7 +415,7 @@ def _emit_block_scores(
                     )
                     for run, x in enumerate(_split_by_run(b, *sums[v * n_rows + m], middle)):
                         product = b.fmul(b.sitofp(x, FLOATS), scales[run])
-                        total = emit.multiply_add(b, product, factors[m], so_far[run])
+                        total = emit.multiply_add(b, product, factors[m], acc[run])
                         emit.store(b, total, target, 4 * RUN * run)
 
 

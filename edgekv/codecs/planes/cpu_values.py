@@ -43,7 +43,7 @@ from edgekv.types import F32, U16
 
 ROW_COUNTS = 4, 2, 1  # rows that are summed together: fours while there are, then a pair, then one
 MOST_ROWS = max(ROW_COUNTS)
-BLOCKS_AHEAD = 4  # whose codes are fetched
+PREFETCH_BLOCKS = 4  # whose codes are fetched
 # By the rows that are summed together: rows and blocks whose weights are rounded together. Four share their ways
 # across lanes, where registers hold them.
 WEIGHT_ROWS = {n: n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
@@ -98,7 +98,7 @@ def _emit_weights(
     blocks = [emit.I64(i) for i in range(n_blocks)]
     if n_blocks > 1:
         last = b.sub(tokens.n_blocks, emit.I64(1))
-        blocks = [emit.smaller(b, i, last) for i in blocks]
+        blocks = [emit.min_int(b, i, last) for i in blocks]
     scaled = [
         _emit_scaled(
             b, at(b, tokens.p, (tokens.stride, 4 * m), (block, 4 * BLOCK)), at(b, tokens.scale, (block, 2 * BLOCK))
@@ -117,7 +117,7 @@ def _emit_weights(
         if len(scaled) == 1:
             factor = emit.splat(b, factors, WEIGHT_LANES)
         else:
-            factor = emit.lanes(b, factors, [i] * WEIGHT_LANES)
+            factor = emit.shuffle(b, factors, [i] * WEIGHT_LANES)
         round_ = emit.constant(WEIGHTS, ROUND)
         shifted = [b.bitcast(emit.multiply_add(b, part, factor, round_), WEIGHT_INTS) for part in parts]
         for j, part in enumerate(shifted):  # ROUND's lowest byte is 0
@@ -143,7 +143,7 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
     """out (n_rows, head_dim) += p * scale times (codes - their middle) of all blocks of tokens."""
     together, n_weight_rows = WEIGHT_BLOCKS[n_rows], WEIGHT_ROWS[n_rows]
     with emit.loop(b, 0, at(b, tokens.n_blocks, together - 1), together) as first:
-        n_blocks = emit.smaller(b, b.sub(tokens.n_blocks, first.i), together)
+        n_blocks = emit.min_int(b, b.sub(tokens.n_blocks, first.i), together)
         scale = at(b, tokens.scale, (first.i, 2 * BLOCK))
         for m in range(0, n_rows, n_weight_rows):
             p = at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.stride, 4 * m))
@@ -206,7 +206,7 @@ def _load_row(b: Any, weights: Value, step: Value) -> Row:
     if emit.IS_ARM:  # products take a lane of a register
         four = emit.vector(emit.I32, 4)
         registers = [emit.load(b, four, weights, 16 * j) for j in range(BLOCK // 16)]
-        return Row(lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES), step, shift)
+        return Row(lambda quad: emit.shuffle(b, registers[quad // 4], [quad % 4] * LANES), step, shift)
     return Row(lambda quad: emit.splat(b, emit.load(b, emit.I32, weights, 4 * quad), LANES), step, shift)
 
 
@@ -227,9 +227,9 @@ def _emit_columns(
     sums = _emit_integer_sums(bits, n_columns, b, rows, codes, line_bytes, n_channels)
     for row, target, totals in zip(rows, targets, sums, strict=True):
         for c, total in enumerate(totals):
-            so_far = b.fadd(emit.load_some(b, FLOATS, target, 4 * LANES * c, n_channels), row.shift)
-            so_far = emit.multiply_add(b, b.sitofp(total, FLOATS), row.step, so_far)
-            emit.store_some(b, so_far, target, 4 * LANES * c, n_channels)
+            acc = b.fadd(emit.masked_load(b, FLOATS, target, 4 * LANES * c, n_channels), row.shift)
+            acc = emit.multiply_add(b, b.sitofp(total, FLOATS), row.step, acc)
+            emit.masked_store(b, acc, target, 4 * LANES * c, n_channels)
 
 
 def _emit_integer_sums(
@@ -239,7 +239,7 @@ def _emit_integer_sums(
     zero = emit.constant(INTS, 0)
     low = [[zero] * n_columns for _ in rows]
     high = [[zero] * n_columns for _ in rows]  # of codes that are not shifted down: 2 ** field times too large
-    ahead, first_line = b.mul(line_bytes, emit.I64(2 * bits * BLOCKS_AHEAD)), 0
+    ahead, first_line = b.mul(line_bytes, emit.I64(2 * bits * PREFETCH_BLOCKS)), 0
     for field in FIELDS[bits]:
         if first_line:
             low = [[b.shl(x, emit.constant(INTS, 1)) for x in row] for row in low]
@@ -248,7 +248,7 @@ def _emit_integer_sums(
         for line in range(2 * field):
             address = at(b, start, (line_bytes, first_line + line))
             emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)
-            packed = [emit.load_some(b, INTS, address, 4 * LANES * c, n_channels) for c in range(n_columns)]
+            packed = [emit.masked_load(b, INTS, address, 4 * LANES * c, n_channels) for c in range(n_columns)]
             for i in range(8 // field):  # codes of a byte, the lowest first
                 above = field if in_place and i % 2 else 0  # bits that stay below the code
                 shift, mask = i * field - above, ((1 << field) - 1 << above) * 0x01010101

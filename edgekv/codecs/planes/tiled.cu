@@ -238,14 +238,14 @@ struct TiledWarp {
     // Puts the weights of a step's tokens into shared memory, as bytes; earlier sums shrink where a maximum rises.
     __device__ __forceinline__ void weigh(const float (&s)[ROWS][4], const float (&width)[4])
     {
-        float shrink[ROWS];
-        bool shrinks = false;
+        float rescale[ROWS];
+        bool rescales = false;
         __syncwarp();
         UNROLL for (int m = 0; m < ROWS; ++m) {
             float new_max = fmaxf(running_max[m], lane_max(fmaxf(fmaxf(s[m][0], s[m][1]), fmaxf(s[m][2], s[m][3]))));
             float base = new_max == MINUS_INFINITY ? 0 : new_max, w[4];
-            shrink[m] = __expf(running_max[m] - base), shrinks = shrinks || shrink[m] != 1;
-            running_max[m] = new_max, running_sum[m] *= shrink[m], offset[m] *= shrink[m];
+            rescale[m] = __expf(running_max[m] - base), rescales = rescales || rescale[m] != 1;
+            running_max[m] = new_max, running_sum[m] *= rescale[m], offset[m] *= rescale[m];
             UNROLL for (int k = 0; k < 4; ++k) {
                 float p = __expf(s[m][k] - base);
                 running_sum[m] += p, w[k] = p * width[k];
@@ -260,11 +260,11 @@ struct TiledWarp {
             if (i % 4 == 0 && j == 0) shared.units[warp][m][i / 4] = unit;
         }
         __syncwarp();
-        if (!shrinks) return;
+        if (!rescales) return;
         UNROLL for (int set = 0; set < SETS; ++set) {
             int row = TOGETHER ? j / 2 : 4 * set + j;
             float factor = 1;
-            UNROLL for (int m = 0; m < ROWS; ++m) factor = m == row ? shrink[m] : factor;
+            UNROLL for (int m = 0; m < ROWS; ++m) factor = m == row ? rescale[m] : factor;
             UNROLL for (int y = 0; y < WIDE; ++y)
                 UNROLL for (int k = 0; k < 4; ++k) sum[set][y][k / 2][k % 2] *= factor;
         }

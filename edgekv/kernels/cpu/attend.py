@@ -1,8 +1,8 @@
 """Attention: each head's blocks of tokens pass through scores, running softmax and value sum while in cache.
 
-A work item is a KV head, or one of ``splits`` shares of its tokens. It walks the blocks of all segments and leaves
+A work item is a KV head, or one of ``splits`` parts of its tokens. It takes the blocks of all segments and leaves
 for each row (query head and token) the largest score m, the sum l of weights and the weighted sum of values; the
-shares of a head are then put together. Blocks are read by the codecs' loops (`edgekv.kernels.cpu.loops`).
+splits of a head are then combined. Blocks are read by the codecs' loops (`edgekv.kernels.cpu.loops`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from edgekv.kernels.cpu.loops import (
 )
 from edgekv.kernels.cpu.rows import DecodedTokens
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import MINUS_INFINITY, SHRINK, STATE, L, M, exp_of_negative, fill, weigh
+from edgekv.kernels.cpu.softmax import MINUS_INFINITY, RESCALE, STATE, L, M, exp_of_negative, fill, online_softmax
 from edgekv.kernels.interface import BLOCK, Segment, Visible
 from edgekv.types import F32
 
@@ -243,7 +243,7 @@ def attend(
     work = queries.size * sum(segment.stop - segment.first for segment in segments)
     _attend_items.run(n_items, address_of(arguments), threads.count(), work)
     # Without weights a microsecond: less than waking threads again.
-    _finish_groups.run(plan.n_groups, address_of(arguments), threads.count() if plan.weights else 1, work)
+    _combine_splits.run(plan.n_groups, address_of(arguments), threads.count() if plan.weights else 1, work)
     del alive
 
 
@@ -254,7 +254,7 @@ def _attend_items(first: int, last: int, part: int, arguments: int) -> None:
         g, split = item // p.splits, item % p.splits
         memory = p.memory + item * p.item_bytes
         state = floats(memory)
-        for row in range(p.rows):  # a sink is the first score, of the first share
+        for row in range(p.rows):  # a sink is the first score, of the first split
             put(state, STATE * row + M, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + row))
             put(state, STATE * row + L, ONE)
         fill(floats(memory + p.out_at), 0, p.rows * p.head_dim, ZERO)
@@ -269,13 +269,13 @@ def _attend_items(first: int, last: int, part: int, arguments: int) -> None:
             last_block = min(base + p.n_blocks * (split + 1) // p.splits - passed, end)
             passed += end - base
             if first_block < last_block:
-                _walk(first_block, last_block, g, memory, arguments, i)
+                _attend_blocks(first_block, last_block, g, memory, arguments, i)
                 if s.width:
                     call(s.finish, (s.value_store, memory + s.sums_at, memory + p.out_at, p.rows))
 
 
 @fast_jit
-def _walk(block: int, last: int, g: int, memory: int, arguments: int, i: int) -> None:
+def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i: int) -> None:
     """Takes blocks block..last of segment i through scores, running softmax and value sum."""
     p = load_tuple(Plan, arguments)
     s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
@@ -311,7 +311,7 @@ def _walk(block: int, last: int, g: int, memory: int, arguments: int, i: int) ->
         whole = (n + BLOCK - 1) // BLOCK * BLOCK
         for row in range(p.rows if n < whole else 0):
             fill(floats(scores), row * s.block + n, row * s.block + whole, MINUS_INFINITY)
-        if weigh(scores, s.block, p.rows, whole, memory):
+        if online_softmax(scores, s.block, p.rows, whole, memory):
             _rescale(memory, arguments)
         done = 0
         while done < n:
@@ -354,7 +354,7 @@ def _rescale(memory: int, arguments: int) -> None:
     """Multiplies the sums so far of rows whose running maximum was raised."""
     p, state = load_tuple(Plan, arguments), floats(memory)
     for row in range(p.rows):
-        factor = get(state, STATE * row + SHRINK)
+        factor = get(state, STATE * row + RESCALE)
         if factor != ONE:
             _scale(floats(memory + p.out_at), row * p.head_dim, p.head_dim, factor)
             for i in range(p.n_segments):
@@ -369,8 +369,8 @@ def _scale(x: F32, start: int, n: int, factor: float) -> None:
 
 
 @RangeKernel
-def _finish_groups(first: int, last: int, part: int, arguments: int) -> None:
-    """Puts a head's shares together, and makes weights sum to 1."""
+def _combine_splits(first: int, last: int, part: int, arguments: int) -> None:
+    """Combines the splits of a head, and makes weights sum to 1."""
     p = load_tuple(Plan, arguments)
     for g in range(first, last):
         memory = p.memory + g * p.splits * p.item_bytes
@@ -391,7 +391,7 @@ def _finish_groups(first: int, last: int, part: int, arguments: int) -> None:
 
 @fast_jit
 def _merge(row: int, memory: int, other: int, out_at: int, head_dim: int) -> None:
-    """Adds a row's sums of another share of its head's tokens to those of the first share."""
+    """Adds a row's sums of another split of its head's tokens to those of the first."""
     state, other_state = floats(memory), floats(other)
     m, other_m = get(state, STATE * row + M), get(other_state, STATE * row + M)
     largest = max(m, other_m)

@@ -107,7 +107,7 @@ def _plus(b: Any, x: Value, number: int) -> Value:
 
 def _scaled(b: Any, block: Value, offset: int, levels: Value, negative: bool = False) -> Value:
     """Returns signed bytes (GROUPS,), or half as many, each for two groups, times the block's half float."""
-    levels = emit.lanes(b, levels, [i * levels.type.count // GROUPS for i in range(GROUPS)])
+    levels = emit.shuffle(b, levels, [i * levels.type.count // GROUPS for i in range(GROUPS)])
     half = widen(b, emit.load(b, emit.I16, block, offset))
     numbers = b.sitofp(b.sext(levels, emit.vector(emit.I32, GROUPS)), emit.vector(emit.F32, GROUPS))
     return b.fmul(emit.splat(b, b.fneg(half) if negative else half, GROUPS), numbers)
@@ -130,9 +130,9 @@ def q3_k(b: Any, block: Value, codes: Value) -> Scales:
         two = _bits(b, _bytes(b, block, 32 + 32 * (i // 4), 32), i % 4 * 2, 2)
         third = _bits(b, _bytes(b, block, 0, 32), i, 1, to=2)
         emit.store(b, _plus(b, b.or_(two, third), CODE_OF_ZERO - 4), codes, 32 * i)
-    low = _bits(b, emit.lanes(b, _bytes(b, block, 96, 8), [*range(8)] * 2), [0] * 8 + [4] * 8, 4)
+    low = _bits(b, emit.shuffle(b, _bytes(b, block, 96, 8), [*range(8)] * 2), [0] * 8 + [4] * 8, 4)
     shifts = [i // 4 * 2 for i in range(16)]
-    high = _bits(b, emit.lanes(b, _bytes(b, block, 104, 4), [*range(4)] * 4), shifts, 2, to=4)
+    high = _bits(b, emit.shuffle(b, _bytes(b, block, 104, 4), [*range(4)] * 4), shifts, 2, to=4)
     return _scaled(b, block, 108, _plus(b, b.or_(low, high), -32)), None
 
 
@@ -175,10 +175,10 @@ def iq4_xs(b: Any, block: Value, codes: Value) -> Scales:
     ]
     for i in range(0, BLOCK_WEIGHTS // 2, half):
         both = _bytes(b, block, 8 + i, half)
-        index = emit.lanes(b, _bits(b, both, 0, 4), order, _bits(b, both, 4, 4))
+        index = emit.shuffle(b, _bits(b, both, 0, 4), order, _bits(b, both, 4, 4))
         emit.store(b, emit.look_up(b, levels, index), codes, 2 * i)
-    low = _bits(b, emit.lanes(b, _bytes(b, block, 4, 4), [i // 2 for i in range(8)]), [0, 4] * 4, 4)
-    high = _bits(b, emit.lanes(b, _bytes(b, block, 2, 2), [i // 4 for i in range(8)]), [0, 2, 4, 6] * 2, 2, to=4)
+    low = _bits(b, emit.shuffle(b, _bytes(b, block, 4, 4), [i // 2 for i in range(8)]), [0, 4] * 4, 4)
+    high = _bits(b, emit.shuffle(b, _bytes(b, block, 2, 2), [i // 4 for i in range(8)]), [0, 2, 4, 6] * 2, 2, to=4)
     return _scaled(b, block, 0, _plus(b, b.or_(low, high), -32)), None
 
 
@@ -209,12 +209,12 @@ def iq3_s(b: Any, block: Value, codes: Value) -> Scales:
             ninth = b.and_(b.shl(b.zext(ninths, emit.I64), emit.I64(8 - i)), emit.I64(256))
             index = b.or_(b.zext(emit.load(b, emit.I8, low, i), emit.I64), ninth)
             fours.append(emit.load(b, emit.I32, emit.at(b, grid, (index, 4))))
-        sizes = b.bitcast(emit.pack(b, fours), emit.vector(emit.I8, 32))
-        signs = emit.lanes(b, _bytes(b, emit.at(b, block, (loop.i, 4)), 74, 4), [i // 8 for i in range(32)])
+        sizes = b.bitcast(emit.build_vector(b, fours), emit.vector(emit.I8, 32))
+        signs = emit.shuffle(b, _bytes(b, emit.at(b, block, (loop.i, 4)), 74, 4), [i // 8 for i in range(32)])
         signs = b.and_(signs, ir.Constant(signs.type, [1 << i for i in range(8)] * 4))
         is_negative = b.icmp_signed("!=", signs, emit.constant(signs.type, 0))
         zeros = emit.constant(sizes.type, CODE_OF_ZERO)
         code = b.select(is_negative, b.sub(zeros, sizes), b.add(zeros, sizes))
         emit.store(b, code, emit.at(b, codes, (loop.i, 32)))
-    four = _bits(b, emit.lanes(b, _bytes(b, block, 106, 4), [i // 2 for i in range(8)]), [0, 4] * 4, 4, to=1)
+    four = _bits(b, emit.shuffle(b, _bytes(b, block, 106, 4), [i // 2 for i in range(8)]), [0, 4] * 4, 4, to=1)
     return _scaled(b, block, 0, _plus(b, four, 1)), None

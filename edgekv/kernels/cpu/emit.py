@@ -72,7 +72,7 @@ def at(builder: Any, start: Value, *offsets: Value | int | tuple[Value | int, ..
     return start
 
 
-def smaller(builder: Any, x: Value, y: Value | int) -> Value:
+def min_int(builder: Any, x: Value, y: Value | int) -> Value:
     """Returns the smaller of two whole numbers of 64 bits."""
     y = I64(y) if isinstance(y, int) else y
     return builder.select(builder.icmp_signed("<", x, y), x, y)
@@ -88,16 +88,16 @@ def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
 
 
-def load_some(builder: Any, kind: Kind, address: Value, offset: int, n: Value | None, each: int = 1) -> Value:
-    """Returns a vector ``offset`` bytes behind an address; with n only n * each lanes are read, others are 0."""
+def masked_load(builder: Any, kind: Kind, address: Value, offset: int, n: Value | None, width: int = 1) -> Value:
+    """Returns a vector ``offset`` bytes behind an address; with n only n * width lanes are read, others are 0."""
     if n is None:
         return load(builder, kind, address, offset)
-    pointer, mask = _pointer(builder, kind, address, offset), _first_lanes(builder, kind, n, each)
+    pointer, mask = _pointer(builder, kind, address, offset), _first_lanes(builder, kind, n, width)
     name = f"llvm.masked.load.{_name(kind)}.p0"
     return call(builder, name, kind, pointer, I32(1), mask, constant(kind, 0))
 
 
-def store_some(builder: Any, x: Value, address: Value, offset: int, n: Value | None) -> None:
+def masked_store(builder: Any, x: Value, address: Value, offset: int, n: Value | None) -> None:
     """Stores a vector ``offset`` bytes behind an address; with n its first n lanes alone."""
     if n is None:
         store(builder, x, address, offset)
@@ -106,9 +106,9 @@ def store_some(builder: Any, x: Value, address: Value, offset: int, n: Value | N
     call(builder, f"llvm.masked.store.{_name(x.type)}.p0", _VOID, x, pointer, I32(1), mask)
 
 
-def _first_lanes(builder: Any, kind: Kind, n: Value, each: int) -> Value:
-    """Returns a mask: true in the first n * each lanes."""
-    end = splat(builder, builder.trunc(builder.mul(n, I64(each)), I32), kind.count)
+def _first_lanes(builder: Any, kind: Kind, n: Value, width: int) -> Value:
+    """Returns a mask: true in the first n * width lanes."""
+    end = splat(builder, builder.trunc(builder.mul(n, I64(width)), I32), kind.count)
     return builder.icmp_signed("<", ir.Constant(vector(I32, kind.count), list(range(kind.count))), end)
 
 
@@ -129,10 +129,10 @@ def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> N
 def splat(builder: Any, x: Value, n: int) -> Value:
     """Returns a vector of n times the number x."""
     empty = ir.Constant(vector(x.type, n), ir.Undefined)
-    return lanes(builder, builder.insert_element(empty, x, I32(0)), [0] * n)
+    return shuffle(builder, builder.insert_element(empty, x, I32(0)), [0] * n)
 
 
-def lanes(builder: Any, x: Value, which: Sequence[int], y: Value | None = None) -> Value:
+def shuffle(builder: Any, x: Value, which: Sequence[int], y: Value | None = None) -> Value:
     """Returns a vector of the lanes ``which`` of x, and of y behind it."""
     other = ir.Constant(x.type, ir.Undefined) if y is None else y
     return builder.shuffle_vector(x, other, ir.Constant(vector(I32, len(which)), list(which)))
@@ -161,33 +161,33 @@ def reduce(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
     return xs[0]
 
 
-def largest(builder: Any, x: Value) -> Value:
+def reduce_max(builder: Any, x: Value) -> Value:
     """Returns the largest of the float32 lanes of x, none of them NaN."""
     return call(builder, f"llvm.vector.reduce.fmax.v{x.type.count}f32", F32, x, flags=NOT_NAN)
 
 
-def total(builder: Any, x: Value) -> Value:
+def reduce_sum(builder: Any, x: Value) -> Value:
     """Returns the sum of a vector's lanes."""
     if x.type.element == F32:
         return call(builder, f"llvm.vector.reduce.fadd.v{x.type.count}f32", F32, F32(-0.0), x, flags=ANY_ORDER)
     return call(builder, f"llvm.vector.reduce.add.v{x.type.count}i32", I32, x)
 
 
-def totals(builder: Any, xs: Sequence[Value]) -> Value:
+def lane_sums(builder: Any, xs: Sequence[Value]) -> Value:
     """Returns the sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
     while len(xs) > 1 and xs[0].type.count > REGISTER:
         half = xs[0].type.count // 2
-        xs = [add(builder, *(lanes(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
+        xs = [add(builder, *(shuffle(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
     if len(xs) != 2:
         return reduce_lanes(builder, add, xs)
     sums = reduce_registers(builder, add, _pairwise(builder, add, *xs))
-    return add(builder, lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
+    return add(builder, shuffle(builder, sums, (0, 2)), shuffle(builder, sums, (1, 3)))
 
 
 def reduce_lanes(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
     """Returns `add` or `maximum` over the lanes of one vector, a number, or of each of four, a vector."""
     if len(xs) == 1:
-        return (largest if operation is maximum else total)(builder, xs[0])
+        return (reduce_max if operation is maximum else reduce_sum)(builder, xs[0])
     return reduce_registers(builder, operation, reduce_fours(builder, operation, xs))
 
 
@@ -198,7 +198,7 @@ def reduce_fours(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
 
 def reduce_registers(builder: Any, operation: Any, x: Value) -> Value:
     """Returns four lanes: the operation over all 128 bits of x."""
-    return reduce(builder, operation, [lanes(builder, x, range(i, i + 4)) for i in range(0, x.type.count, 4)])
+    return reduce(builder, operation, [shuffle(builder, x, range(i, i + 4)) for i in range(0, x.type.count, 4)])
 
 
 def add(builder: Any, x: Value, y: Value) -> Value:
@@ -208,10 +208,10 @@ def add(builder: Any, x: Value, y: Value) -> Value:
 
 def concatenate(builder: Any, x: Value, y: Value) -> Value:
     """Returns the lanes of x, then those of y."""
-    return lanes(builder, x, range(2 * x.type.count), y)
+    return shuffle(builder, x, range(2 * x.type.count), y)
 
 
-def pack(builder: Any, xs: Sequence[Value]) -> Value:
+def build_vector(builder: Any, xs: Sequence[Value]) -> Value:
     """Returns a vector of numbers."""
     result = ir.Constant(vector(xs[0].type, len(xs)), ir.Undefined)
     for i, x in enumerate(xs):
@@ -226,7 +226,7 @@ def _pairwise(builder: Any, operation: Any, x: Value, y: Value) -> Value:
         name = "llvm.aarch64.neon.faddp.v4f32" if x.type.element == F32 else "llvm.aarch64.neon.addp.v4i32"
         return call(builder, name, x.type, x, y)
     first = [i + j for i in range(0, n, 4) for j in (0, 2, n, n + 2)]
-    return operation(builder, lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
+    return operation(builder, shuffle(builder, x, first, y), shuffle(builder, x, [i + 1 for i in first], y))
 
 
 SUM_OF_PRODUCTS = """
@@ -261,18 +261,18 @@ SUMS_PAIRS_IN_16_BITS = not (IS_ARM or HAS_VNNI or REGISTER == 4)
 """Whether `add_products` sums two products in 16 bits, where they must fit."""
 
 
-def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> Value:
-    """Returns ``so_far`` (int32) + four products of the bytes of ``a`` and ``b`` in each lane.
+def add_products(builder: Any, a: Value, b: Value, acc: Value, sign: str) -> Value:
+    """Returns ``acc`` (int32) + four products of the bytes of ``a`` and ``b`` in each lane.
 
     Arm takes both unsigned (sign "u") or both signed ("s"); x86 takes a as unsigned and b as signed. The bytes of
     one of them are at most 127.
     """
     if IS_ARM:
         write = functools.partial(_dot if has_dot() else _added_pairs, builder, sign)
-        return by_register(builder, write, a, b, so_far)
-    kind = so_far.type
+        return by_register(builder, write, a, b, acc)
+    kind = acc.type
     if HAS_VNNI:
-        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * kind.count}", kind, so_far, a, b)
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * kind.count}", kind, acc, a, b)
     if SUMS_PAIRS_IN_16_BITS:
         in_bytes, in_words = vector(I8, 4 * kind.count), vector(I16, 2 * kind.count)
         twos, fours = {
@@ -280,28 +280,28 @@ def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> 
             16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
         }[kind.count]
         pairs = call(builder, twos, in_words, builder.bitcast(a, in_bytes), builder.bitcast(b, in_bytes))
-        return builder.add(so_far, call(builder, fours, kind, pairs, constant(in_words, 1)))
+        return builder.add(acc, call(builder, fours, kind, pairs, constant(in_words, 1)))
     for shift in range(0, 32, 8):  # x86 without AVX2
         x = builder.and_(builder.lshr(a, constant(kind, shift)), constant(kind, 255))
         y = builder.ashr(builder.shl(b, constant(kind, 24 - shift)), constant(kind, 24))
-        so_far = builder.add(so_far, builder.mul(x, y))
-    return so_far
+        acc = builder.add(acc, builder.mul(x, y))
+    return acc
 
 
-def _dot(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
+def _dot(builder: Any, sign: str, a: Value, b: Value, acc: Value) -> Value:
     a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
-    return call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", vector(I32, 4), so_far, a, b)
+    return call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", vector(I32, 4), acc, a, b)
 
 
-def _added_pairs(builder: Any, sign: str, a: Value, b: Value, so_far: Value) -> Value:
+def _added_pairs(builder: Any, sign: str, a: Value, b: Value, acc: Value) -> Value:
     """Returns what `_dot` does, without dot products: sums in 16 bits, where two products have room."""
     a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
     products = []
     for half in (range(8), range(8, 16)):
-        low, high = lanes(builder, a, half), lanes(builder, b, half)
+        low, high = shuffle(builder, a, half), shuffle(builder, b, half)
         products.append(call(builder, f"llvm.aarch64.neon.{sign}mull.v8i16", vector(I16, 8), low, high))
     pairs = call(builder, "llvm.aarch64.neon.addp.v8i16", vector(I16, 8), *products)
-    return builder.add(so_far, call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", vector(I32, 4), pairs))
+    return builder.add(acc, call(builder, f"llvm.aarch64.neon.{sign}addlp.v4i32.v8i16", vector(I32, 4), pairs))
 
 
 # By float32 in a register: the instruction that looks bytes up in a table within 16 bytes.
@@ -319,7 +319,7 @@ def look_up(builder: Any, table: Value, index: Value) -> Value:
     """
     n = index.type.count
     if table.type.count < n:
-        table = lanes(builder, table, list(range(16)) * (n // 16))
+        table = shuffle(builder, table, list(range(16)) * (n // 16))
     if _LOOK_UP and n > 4 * REGISTER:
         return by_register(builder, functools.partial(look_up, builder), table, index)
     if _LOOK_UP:
@@ -357,7 +357,7 @@ def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) 
         parts = []
         for x in vectors:
             n = x.type.count // n_registers
-            parts.append(lanes(builder, x, range(register * n, (register + 1) * n)))
+            parts.append(shuffle(builder, x, range(register * n, (register + 1) * n)))
         results.append(operation(*parts))
     return reduce(builder, concatenate, results)
 
@@ -399,10 +399,10 @@ def prefetch_element(context: Any, array: Any, index: Any) -> Any:
 
 
 class Iteration:
-    """A pass of a `loop`: its counter i, values from the pass before, and following ones for the next."""
+    """A pass of a `loop`: its counter i, loop-carried values, and those for the next pass."""
 
     def __init__(self, i: Value, values: list[Value]) -> None:
-        self.i, self.values, self.following = i, values, values
+        self.i, self.values, self.next = i, values, values
 
 
 @contextmanager
@@ -424,7 +424,7 @@ def loop(
     builder.cbranch(builder.icmp_signed("<=", following, stop), body, after)
     builder.position_at_end(body)
     yield iteration
-    for phi, first, then in zip(phis, (start, *values), (following, *iteration.following), strict=True):
+    for phi, first, then in zip(phis, (start, *values), (following, *iteration.next), strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(then, builder.block)
     builder.branch(head)

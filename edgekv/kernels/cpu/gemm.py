@@ -19,7 +19,7 @@ A rounded row (`matmul.prepare_rows`) has its units one behind the other:
     scales      a float32 for each lane: its block's
 
 In a panel a lane is one output: four elements of a row, in every lane, times four codes of each of the panel's
-outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements
+outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked PANEL_K
 at a time, which stay in the first cache while all rows pass.
 
 With corrections the zero point of all codes is 0: a block's own one, z, adds -z * scale to each of its weights, an
@@ -284,8 +284,8 @@ def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None)
         n_bytes, first = layout.bit_bytes * bits, layout.bit_bytes * before  # byte j has codes j, j + n_bytes, ...
         kind = emit.vector(emit.I32, min(n_bytes, VECTOR) // 4)
         offsets = range(first, first + n_bytes, VECTOR)
-        loads = [emit.load_some(b, kind, start, each, n_blocks, LANES // layout.blocks) for each in offsets]
-        words = [emit.lanes(b, load, [i % kind.count for i in range(LANES)]) for load in loads]
+        loads = [emit.masked_load(b, kind, start, each, n_blocks, LANES // layout.blocks) for each in offsets]
+        words = [emit.shuffle(b, load, [i % kind.count for i in range(LANES)]) for load in loads]
         shifts = [[(VECTOR * v + 4 * i) // n_bytes * bits for i in range(LANES)] for v in range(layout.vectors)]
         planes.append([(words[v % len(words)], shift) for v, shift in enumerate(shifts)])
     codes = [_planes_code(b, layout, of_vector) for of_vector in zip(*planes, strict=True)]
@@ -297,7 +297,7 @@ def load_scales(b: Any, layout: CodeLayout, scales: Value, block: Value, n_block
     """Returns the scales of a unit, (layout.blocks,) float32, from a block on; n_blocks as in `load_codes`."""
     if not layout.rotated:
         kind = emit.vector(emit.F32, layout.blocks)
-        return emit.load_some(b, kind, at(b, scales, (block, 4)), 0, n_blocks)
+        return emit.masked_load(b, kind, at(b, scales, (block, 4)), 0, n_blocks)
     bits = b.zext(emit.load(b, emit.vector(emit.I16, 1), at(b, scales, (block, 2))), emit.vector(emit.I32, 1))
     return b.bitcast(b.shl(bits, emit.constant(bits.type, 16)), emit.vector(emit.F32, 1))
 
@@ -307,14 +307,14 @@ def high(b: Any, packed: Value) -> Value:
     return b.and_(b.lshr(packed, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
 
 
-def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
-    """Returns so_far (LANES int32) + the products of codes with signed bytes x, four to a lane."""
+def add_products(b: Any, bits: int, codes: Value, x: Value, acc: Value) -> Value:
+    """Returns acc (LANES int32) + the products of codes with signed bytes x, four to a lane."""
     if bits < 8 or not emit.SUMS_PAIRS_IN_16_BITS:
-        return emit.add_products(b, codes, x, so_far, "s")
+        return emit.add_products(b, codes, x, acc, "s")
     # Codes of 8 bits would overflow sums in 16 bits: they are multiplied as 4 and 4.
     upper = emit.add_products(b, high(b, codes), x, emit.constant(INTS, 0), "s")
-    so_far = emit.add_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far, "s")
-    return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))
+    acc = emit.add_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, acc, "s")
+    return b.add(acc, b.shl(upper, emit.constant(INTS, 4)))
 
 
 def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
@@ -327,8 +327,8 @@ def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
                 upper, lower = rows[i], rows[i + half]
                 first = [lane - half + n if lane & half else lane for lane in range(n)]
                 second = [lane + n if lane & half else lane + half for lane in range(n)]
-                rows[i] = emit.lanes(b, upper, first, lower)
-                rows[i + half] = emit.lanes(b, upper, second, lower)
+                rows[i] = emit.shuffle(b, upper, first, lower)
+                rows[i + half] = emit.shuffle(b, upper, second, lower)
         half //= 2
     return rows
 
@@ -337,11 +337,11 @@ PANEL_VECTORS = 2 if emit.REGISTER == 16 else 1  # of a number for each of a pan
 PANEL = PANEL_VECTORS * LANES  # outputs
 # Rows that share a panel's loads: the first as many while there are, then the next. Their sums fit the registers.
 PANEL_ROW_COUNTS = (6, 2, 1) if emit.REGISTER == 16 else (4, 2, 1)
-STRETCH = 1024  # elements of an output, a multiple of every unit
-# In a thread's scratch, of a stretch's blocks: codes, a byte each, and behind them float32 scales, as
+PANEL_K = 1024  # elements of an output, a multiple of every unit: a block of the gemm's inner dimension
+# In a thread's scratch, of PANEL_K: codes, a byte each, and behind them float32 scales, as
 # [block][output]. No block has fewer than 16 elements.
-SCALES_AT = STRETCH * PANEL
-PANEL_BYTES = SCALES_AT + STRETCH // 16 * PANEL * 4
+SCALES_AT = PANEL_K * PANEL
+PANEL_BYTES = SCALES_AT + PANEL_K // 16 * PANEL * 4
 
 
 @intrinsic
@@ -392,8 +392,8 @@ def _emit_unpack_unit(
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
         places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
-        for place in places:  # the next stretch's, so that it waits for no memory
-            ahead = at(b, place, STRETCH * layout.bits // 8)
+        for place in places:  # of the next PANEL_K, which then wait for no memory
+            ahead = at(b, place, PANEL_K * layout.bits // 8)
             emit.prefetch(b, ahead, layout.block_bytes * layout.blocks, locality=2)
         for index, some in _emit_transposed_codes(layout, b, places, n_blocks):
             emit.store(b, some, target, (index * PANEL_VECTORS + i) * VECTOR)
@@ -415,7 +415,7 @@ def _emit_transposed_codes(
     def words(start: int) -> list[Value]:
         is_whole = start + LANES <= of_unit
         some, each = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
-        return transposed(b, [emit.load_some(b, INTS, place, 4 * start, some, each) for place in places])
+        return transposed(b, [emit.masked_load(b, INTS, place, 4 * start, some, each) for place in places])
 
     @functools.cache
     def code(four: int) -> Value:
@@ -445,7 +445,7 @@ def _emit_panel_products(
         codes = at(b, memory, (unit, layout.vectors * VECTOR * PANEL))
         scales = at(b, panel_scales, (loop.i, 4 * PANEL))
         for i in range(layout.blocks):
-            loop.following = _emit_block_products(layout, b, i, units, codes, scales, loop.following)
+            loop.next = _emit_block_products(layout, b, i, units, codes, scales, loop.next)
     is_first = b.icmp_signed("==", start, emit.I64(0))
     for i, total in enumerate(loop.values):
         m, vector = divmod(i, PANEL_VECTORS)
@@ -482,14 +482,14 @@ def _emit_block_products(
             for j in range(4):
                 offset = (vector * LANES + j) * VECTOR * PANEL_VECTORS
                 words = [emit.load(b, INTS, lane_codes, offset + VECTOR * i) for i in range(PANEL_VECTORS)]
-                following = []
+                updated = []
                 for m, unit in enumerate(units):
                     place = at(b, unit, (loop.i, 4))
                     four = emit.splat(b, emit.load(b, emit.I32, place, vector * VECTOR + 4 * j), LANES)
                     for i, word in enumerate(words):
-                        so_far = loop.following[m * PANEL_VECTORS + i]
-                        following.append(add_products(b, layout.bits, word, four, so_far))
-                loop.following = following
+                        acc = loop.next[m * PANEL_VECTORS + i]
+                        updated.append(add_products(b, layout.bits, word, four, acc))
+                loop.next = updated
         dots = loop.values
     result = []
     for m, unit in enumerate(units):
@@ -502,7 +502,7 @@ def _emit_block_products(
     return result
 
 
-AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
+PREFETCH_BYTES = 8192  # of codes: into the second cache, as the first has no more room for lines on their way
 UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
 TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
 
@@ -512,7 +512,7 @@ def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, s
     """Multiplies tiles or panels first..last of the product whose numbers are at a place.
 
     Outputs left over form one more tile, which overlaps the last whole one; one thread computes both, since panels
-    add to y. memory: a thread's scratch. step: blocks of a STRETCH.
+    add to y. memory: a thread's scratch. step: blocks of PANEL_K.
     """
     size = PANEL if p.is_panel else OUTPUTS
     if first < last == p.outputs // size:
@@ -549,7 +549,7 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
     """y (n, OUTPUTS) = n rows times a tile."""
     scale_bytes = b.mul(outputs.blocks, emit.I64(layout.scale_bytes))  # of an output
     with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as loop:
-        ahead = at(b, outputs.scales, loop.i, (scale_bytes, OUTPUTS * TILES_AHEAD))
+        ahead = at(b, outputs.scales, loop.i, (scale_bytes, OUTPUTS * PREFETCH_TILES))
         emit.prefetch(b, ahead, emit.LINE, locality=2)
     if n == 1:  # waits for memory, which is fastest in order
         sums, write = [], functools.partial(_emit_row_product, layout)
@@ -562,7 +562,7 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
         unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
         sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
     for m in range(n):
-        totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
+        totals = emit.lane_sums(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
         emit.store(b, totals, y.row(b, m))
 
 
@@ -584,13 +584,13 @@ def _emit_sums(
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
     for at_a_time in sorted({units, 1}, reverse=True):
         with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as loop:
-            loop.following = loop.values
+            loop.next = loop.values
             for i in range(at_a_time):
-                loop.following = unit(at(b, loop.i, i * layout.blocks), loop.following, None)
+                loop.next = unit(at(b, loop.i, i * layout.blocks), loop.next, None)
         first, sums = loop.i, loop.values
     if layout.blocks > 1:  # what is no whole unit
         with emit.loop(b, first, at(b, blocks, layout.blocks - 1), layout.blocks, sums) as last:
-            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
+            last.next = unit(last.i, last.values, b.sub(blocks, last.i))
         sums = last.values
     return sums
 
@@ -613,12 +613,12 @@ def _emit_unit(
     for o in range(n_outputs):
         start = at(b, codes_at, (outputs.code_bytes, o))
         if n_blocks is None:
-            emit.prefetch(b, at(b, start, AHEAD), layout.block_bytes * layout.blocks, locality=2)
+            emit.prefetch(b, at(b, start, PREFETCH_BYTES), layout.block_bytes * layout.blocks, locality=2)
         codes.append(load_codes(b, layout, start, n_blocks))
         first = b.add(block, b.mul(outputs.blocks, emit.I64(o)))
         each = load_scales(b, layout, outputs.scales, first, n_blocks)
-        scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
-    following = list(sums)
+        scales.append(emit.shuffle(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
+    updated = list(sums)
     for m in range(n):
         unit = units.row(b, m)
         elements = [emit.load(b, INTS, unit, VECTOR * i) for i in range(layout.vectors)]
@@ -630,12 +630,12 @@ def _emit_unit(
                 dots = add_products(b, layout.bits, codes_of, elements_of, dots)
             scaled = b.fmul(b.sitofp(dots, FLOATS), row_scales, flags=emit.CONTRACT)
             i = m * n_outputs + o
-            following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
-    return following
+            updated[i] = emit.multiply_add(b, scaled, scales[o], updated[i])
+    return updated
 
 
-TILES_AHEAD = 2  # whose scales are fetched
-_add_products = score_rows(4, alike=True, adds=True)
+PREFETCH_TILES = 2  # whose scales are fetched
+_add_products = score_rows(4, batch_invariant=True, adds=True)
 
 
 @emit.procedure
@@ -654,7 +654,7 @@ def _correct(output: int, n: int, memory: int, place: int) -> None:
         for i in range(size):
             put(floats(offsets), i, -np.float32(get(zeros, i)) * get(scales, i))
     else:
-        _fetch(offsets + 4 * size * TILES_AHEAD, 4 * size)
+        _fetch(offsets + 4 * size * PREFETCH_TILES, 4 * size)
     _add_products(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)
 
 

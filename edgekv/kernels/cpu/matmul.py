@@ -25,8 +25,8 @@ from edgekv.kernels.cpu.gemm import (
     OUTPUTS,
     PANEL,
     PANEL_BYTES,
+    PANEL_K,
     PRODUCTS,
-    STRETCH,
     VECTOR,
     CodeLayout,
     Product,
@@ -91,7 +91,7 @@ TOP = 127
 MIN_PEAK = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
-BLOCKS_AHEAD = 8  # of x, which are fetched
+PREFETCH_BLOCKS = 8  # of x, which are fetched
 
 
 @fast_jit
@@ -136,7 +136,7 @@ def _emit_quantized_block(
     """Rounds one block; sum_at: where its elements' sum goes, for corrections; zero: the weights' zero point."""
     n = layout.block
     floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
-    emit.prefetch(b, emit.at(b, x, BLOCKS_AHEAD * 4 * n), 4 * n)
+    emit.prefetch(b, emit.at(b, x, PREFETCH_BLOCKS * 4 * n), 4 * n)
     elements = emit.load(b, floats, x)
     if layout.rotated:
         flipped = b.fmul(elements, ir.Constant(floats, FLIPS.tolist()), flags=EXACT)
@@ -158,9 +158,9 @@ def _emit_quantized_block(
     inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
     place = emit.at(b, row, (unit, layout.unit_bytes), inside)
     for v in range(layout.vectors):
-        some = emit.lanes(b, rounded, layout.elements(v))
+        some = emit.shuffle(b, rounded, layout.elements(v))
         emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), place, v * VECTOR)
-    total = emit.total(b, rounded)
+    total = emit.reduce_sum(b, rounded)
     if layout.has_corrections:
         emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), sum_at)
     sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
@@ -242,7 +242,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
     Their items are the rows, and the tiles or panels, of all products.
     """
-    product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, STRETCH // layout.block
+    product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, PANEL_K // layout.block
     may_decode = layout == BYTE_CODES
 
     @RangeKernel
@@ -390,7 +390,7 @@ def multiply_rows(x: F32, weights: F32, n_threads: int | None = None) -> F32:
     return y
 
 
-_score = score_rows(4, alike=True)
+_score = score_rows(4, batch_invariant=True)
 
 
 @RangeKernel

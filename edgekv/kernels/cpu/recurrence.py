@@ -209,9 +209,7 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
                 q = splat(b.add(query, b.mul(loop.i, emit.I64(4))))
                 k = splat(b.add(query, b.mul(b.add(n_keys, loop.i), emit.I64(4))))
                 pairs = [(x, k) for x in row] + [(x, q) for x in row]
-                loop.following = [
-                    emit.multiply_add(b, *pair, x) for pair, x in zip(pairs, loop.values, strict=True)
-                ]
+                loop.next = [emit.multiply_add(b, *pair, x) for pair, x in zip(pairs, loop.values, strict=True)]
             known, found = loop.values[: len(parts)], loop.values[len(parts) :]
             decay, beta, same = (splat(b.add(rates, b.mul(t, emit.I64(12))), 4 * i) for i in range(3))
             v, o = b.add(values, b.mul(t, token_bytes)), b.add(outs, b.mul(b.mul(t, n_values), emit.I64(4)))
@@ -224,7 +222,7 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
             return [decay, *changes]
 
         with emit.loop(b, emit.I64(1), n, 1, token(emit.I64(0), [])) as loop:
-            loop.following = token(loop.i, loop.values)
+            loop.next = token(loop.i, loop.values)
         last = b.add(queries, b.mul(b.sub(n, emit.I64(1)), token_bytes))
         with emit.loop(b, emit.I64(0), key_dim, 1) as row:
             row_after(row.i, last, loop.values)

@@ -237,7 +237,7 @@ def transformed(b: Any, x: Value) -> Value:
     """Returns H times a vector of float32, whose sums are made as `_transform` makes them."""
     n = distance = x.type.count
     while distance := distance // 2:
-        other = emit.lanes(b, x, [lane ^ distance for lane in range(n)])
+        other = emit.shuffle(b, x, [lane ^ distance for lane in range(n)])
         signs = ir.Constant(x.type, [-1.0 if lane & distance else 1.0 for lane in range(n)])
         x = emit.multiply_add(b, x, signs, other)
     return x

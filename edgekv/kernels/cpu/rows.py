@@ -24,17 +24,17 @@ ROW_COUNTS = 4, 2, 1
 # Tokens whose scores are made together, and vectors of channels summed together, by rows: to fit the registers.
 TOKENS = {1: 4, 2: 4, 4: 2 if emit.FEW_REGISTERS else 4}
 COLUMNS = {1: 4, 2: 2 if emit.FEW_REGISTERS else 4, 4: 2 if emit.FEW_REGISTERS else 4}
-AHEAD = 64  # tokens
+PREFETCH_TOKENS = 64  # tokens
 
 
-def score_rows(size: int, alike: bool = False, adds: bool = False) -> Any:
+def score_rows(size: int, batch_invariant: bool = False, adds: bool = False) -> Any:
     """Returns an intrinsic that scores rows of numbers of ``size`` bytes.
 
-    alike: a score does not depend on how many rows there are. adds: it is added to what is there.
+    batch_invariant: a score does not depend on how many rows there are. adds: it is added to what is there.
     """
-    tokens = dict.fromkeys(TOKENS, 4) if alike else TOKENS
-    row_counts = ROW_COUNTS[1:] if alike and emit.FEW_REGISTERS else ROW_COUNTS
-    name = f"score_{'alike' if alike else 'rows'}_{size}_{adds}"
+    tokens = dict.fromkeys(TOKENS, 4) if batch_invariant else TOKENS
+    row_counts = ROW_COUNTS[1:] if batch_invariant and emit.FEW_REGISTERS else ROW_COUNTS
+    name = f"score_{'invariant' if batch_invariant else 'rows'}_{size}_{adds}"
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, stride: Any) -> Any:
@@ -85,7 +85,7 @@ def add_rows(size: int) -> Any:
 
 def _load(b: Any, size: int, address: Any, offset: int = 0, n: Any = None) -> Any:
     """Returns N numbers as float32; n: how many there are before zeros, None: all."""
-    x = emit.load_some(b, emit.vector({1: emit.I8, 2: emit.I16, 4: emit.F32}[size], N), address, offset, n)
+    x = emit.masked_load(b, emit.vector({1: emit.I8, 2: emit.I16, 4: emit.F32}[size], N), address, offset, n)
     if size == 1:
         return b.sitofp(b.sext(x, emit.vector(emit.I32, N)), VECTOR)
     return widen(b, x) if size == 2 else x
@@ -98,24 +98,24 @@ def _score(size: int, adds: bool, n_rows: int, tokens: int, b: Any, *args: Any) 
     for n_tokens in (tokens, 1):
         with emit.loop(b, done, n, n_tokens) as tile:
             first = at(b, keys, (tile.i, row_bytes))
-            ahead = at(b, first, (row_bytes, AHEAD))
+            ahead = at(b, first, (row_bytes, PREFETCH_TOKENS))
 
             def add_channels(channel: Any, sums: list[Any], n: Any, n_tokens: int, first: Any) -> list[Any]:
                 key, query = at(b, first, (channel, size)), at(b, q, (channel, 4))
                 xs = [_load(b, size, at(b, key, (row_bytes, t)), 0, n) for t in range(n_tokens)]
                 qs = [_load(b, 4, at(b, query, (query_bytes, m)), 0, n) for m in range(n_rows)]
                 pairs = ((q, x) for q in qs for x in xs)
-                return [emit.multiply_add(b, *pair, so_far) for pair, so_far in zip(pairs, sums, strict=True)]
+                return [emit.multiply_add(b, *pair, acc) for pair, acc in zip(pairs, sums, strict=True)]
 
             zeros = [emit.constant(VECTOR, 0)] * (n_rows * n_tokens)
             with emit.loop(b, emit.I64(0), head_dim, N, zeros) as loop:
                 if size < 4:  # a tile is in the first cache
                     emit.prefetch(b, at(b, ahead, (loop.i, size * n_tokens)), size * n_tokens * N)
-                loop.following = add_channels(loop.i, loop.values, None, n_tokens, first)
+                loop.next = add_channels(loop.i, loop.values, None, n_tokens, first)
             with emit.loop(b, loop.i, at(b, head_dim, N - 1), N, loop.values) as rest:
-                rest.following = add_channels(rest.i, rest.values, b.sub(head_dim, rest.i), n_tokens, first)
+                rest.next = add_channels(rest.i, rest.values, b.sub(head_dim, rest.i), n_tokens, first)
             for m in range(n_rows):
-                scores = emit.totals(b, rest.values[m * n_tokens : (m + 1) * n_tokens])
+                scores = emit.lane_sums(b, rest.values[m * n_tokens : (m + 1) * n_tokens])
                 place = at(b, s, (tile.i, 4), (stride, 4 * m))
                 if adds:
                     scores = b.fadd(emit.load(b, scores.type, place), scores)
@@ -137,11 +137,11 @@ def _add(
                 for m in range(n_rows)
                 for c in range(n_columns)
             ]
-            so_far = [emit.load_some(b, VECTOR, *place, n_left) for place in places]
-            with emit.loop(b, emit.I64(0), n, 1, so_far) as loop:
+            acc = [emit.masked_load(b, VECTOR, *place, n_left) for place in places]
+            with emit.loop(b, emit.I64(0), n, 1, acc) as loop:
                 value = b.add(first, b.mul(loop.i, row_bytes))
                 if size < 4:
-                    emit.prefetch(b, b.add(value, b.mul(row_bytes, emit.I64(AHEAD))), size * n_columns * N)
+                    emit.prefetch(b, at(b, value, (row_bytes, PREFETCH_TOKENS)), size * n_columns * N)
                 xs = [_load(b, size, value, size * N * c, n_left) for c in range(n_columns)]
                 weight = b.add(p, b.mul(loop.i, emit.I64(4)))
                 ws = [
@@ -149,11 +149,11 @@ def _add(
                     for m in range(n_rows)
                 ]
                 pairs = ((w, x) for w in ws for x in xs)
-                loop.following = [
+                loop.next = [
                     emit.multiply_add(b, *pair, total) for pair, total in zip(pairs, loop.values, strict=True)
                 ]
             for place, total in zip(places, loop.values, strict=True):
-                emit.store_some(b, total, *place, n_left)
+                emit.masked_store(b, total, *place, n_left)
         done = tile.i
 
 

@@ -18,7 +18,7 @@ from edgekv.types import F32, I64
 
 STATE = 3
 """Numbers (float32) of a row's state in the running softmax, in this order:"""
-M, L, SHRINK = range(STATE)
+M, L, RESCALE = range(STATE)
 """The largest score m so far, the sum l of exp(score - m), and what earlier sums are to be multiplied by."""
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
@@ -76,36 +76,36 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
 
 
 @intrinsic
-def weigh(context: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
+def online_softmax(context: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
     """Replaces the first n scores of each row of s, ``stride`` elements apart, by exp(score - m).
 
-    n: a multiple of BLOCK. Raises m in state (rows, STATE) to the largest of them, adds them to l, sets SHRINK.
+    n: a multiple of BLOCK. Raises m in state (rows, STATE) to the largest of them, adds them to l, sets RESCALE.
     A score of -inf gets 0. Returns whether any m was raised.
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit.call_internal(builder, "weigh", _weigh_rows, *args, result=emit.I64)
+        return emit.call_internal(builder, "online_softmax", _online_softmax_rows, *args, result=emit.I64)
 
     return types.intp(*[types.intp] * 5), build
 
 
-def _weigh_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
+def _online_softmax_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> Any:
     nothing, offsets = emit.constant(emit.F32, float(MINUS_INFINITY)), range(0, 4 * BLOCK, 4 * WIDE.count)
     with emit.loop(b, emit.I64(0), rows, 1, [emit.I64(0)]) as row:
         x = b.add(s, b.mul(row.i, b.mul(stride, emit.I64(4))))
         m_at, stop = b.add(state, b.mul(row.i, emit.I64(4 * STATE))), b.add(x, b.mul(n, emit.I64(4)))
         with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, float(MINUS_INFINITY))]) as block:
             scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
-            block.following = [emit.maximum(b, block.values[0], emit.reduce(b, emit.maximum, scores))]
+            block.next = [emit.maximum(b, block.values[0], emit.reduce(b, emit.maximum, scores))]
         largest, before = block.values[0], emit.load(b, emit.F32, m_at)
         raised = _any_above(b, largest, before)
-        emit.store(b, emit.constant(emit.F32, 1), m_at, 4 * SHRINK)
+        emit.store(b, emit.constant(emit.F32, 1), m_at, 4 * RESCALE)
         with b.if_then(raised, likely=False):
-            top = emit.largest(b, largest)
-            shrink = _exp_of_negative(b, b.fsub(before, top))
+            top = emit.reduce_max(b, largest)
+            rescale = _exp_of_negative(b, b.fsub(before, top))
             emit.store(b, top, m_at)
-            emit.store(b, b.fmul(emit.load(b, emit.F32, m_at, 4 * L), shrink), m_at, 4 * L)
-            emit.store(b, shrink, m_at, 4 * SHRINK)
+            emit.store(b, b.fmul(emit.load(b, emit.F32, m_at, 4 * L), rescale), m_at, 4 * L)
+            emit.store(b, rescale, m_at, 4 * RESCALE)
         m = emit.load(b, emit.F32, m_at)
         m = b.select(b.fcmp_ordered("==", m, nothing), emit.constant(emit.F32, 0), m)
         ms = emit.splat(b, m, WIDE.count)
@@ -113,16 +113,17 @@ def _weigh_rows(b: Any, s: Any, stride: Any, rows: Any, n: Any, state: Any) -> A
             for offset in range(0, 4 * UNROLLED, 4 * WIDE.count):
                 weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), ms))
                 emit.store(b, weight, block.i, offset)
-                block.following = [b.fadd(block.following[0], weight)]
-        emit.store(b, b.fadd(emit.load(b, emit.F32, m_at, 4 * L), emit.total(b, block.values[0])), m_at, 4 * L)
-        row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
+                block.next = [b.fadd(block.next[0], weight)]
+        total = b.fadd(emit.load(b, emit.F32, m_at, 4 * L), emit.reduce_sum(b, block.values[0]))
+        emit.store(b, total, m_at, 4 * L)
+        row.next = [b.or_(row.values[0], b.zext(raised, emit.I64))]
     return row.values[0]
 
 
 def _any_above(b: Any, x: Any, limit: Any) -> Any:
     """Returns whether any lane of x is above the number ``limit``."""
     if emit.REGISTER != 16:
-        return b.fcmp_ordered(">", emit.largest(b, x), limit)
+        return b.fcmp_ordered(">", emit.reduce_max(b, x), limit)
     above = b.fcmp_ordered(">", x, emit.splat(b, limit, x.type.count))  # AVX-512 has registers for them
     mask = emit.integer(x.type.count)
     return b.icmp_unsigned("!=", b.bitcast(above, mask), mask(0))

@@ -44,10 +44,10 @@ __device__ void attend_split(const Queries& queries, const Store& key_store, con
             float largest = running_max[i];
             UNROLL for (int v = 0; v < TILES; ++v) largest = fmaxf(largest, tile_max[m][v]);
             float base = largest == MINUS_INFINITY ? 0 : largest;
-            float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), shrink = __expf(running_max[i] - base);
+            float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), rescale = __expf(running_max[i] - base);
             running_max[i] = largest;
-            running_sum[i] = running_sum[i] * shrink + p0 + p1;
-            if (lane == 0 && u == 0) factor[m] = shrink;
+            running_sum[i] = running_sum[i] * rescale + p0 + p1;
+            if (lane == 0 && u == 0) factor[m] = rescale;
             values.weigh(u, m, tile + u, p0, p1);
         }
         __syncthreads();

@@ -77,7 +77,7 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
         fetch(keys, k, t + TOKENS, end);
 
         bool sees_all = t + TOKENS - 1 <= first_at && (!window || t > last_at - window);
-        float new_max[2] = {running_max[0], running_max[1]}, shrink[2];
+        float new_max[2] = {running_max[0], running_max[1]}, rescale[2];
         UNROLL for (int i = 0; i < TOKENS / 8; ++i)
             UNROLL for (int j = 0; j < 4; ++j) {
                 int token = t + 8 * i + lane % 4 * 2 + j % 2, query = at + j / 2 * 8;
@@ -88,9 +88,9 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
             new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(ALL_LANES, new_max[h], 1));
             new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(ALL_LANES, new_max[h], 2));
             float base = new_max[h] == MINUS_INFINITY ? 0 : new_max[h];
-            shrink[h] = power_of_two((running_max[h] - base) * LOG2_E);
+            rescale[h] = power_of_two((running_max[h] - base) * LOG2_E);
             running_max[h] = new_max[h];
-            running_sum[h] *= shrink[h];
+            running_sum[h] *= rescale[h];
             new_max[h] = base * LOG2_E;
         }
         UNROLL for (int i = 0; i < TOKENS / 8; ++i)
@@ -99,7 +99,7 @@ prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, i
                 running_sum[j / 2] += s[i][j];
             }
         UNROLL for (int i = 0; i < WIDTH / 8; ++i)
-            UNROLL for (int j = 0; j < 4; ++j) sum[i][j] *= shrink[j / 2];
+            UNROLL for (int j = 0; j < 4; ++j) sum[i][j] *= rescale[j / 2];
         cp_async_wait<1>();  // the values are there
         __syncthreads();
         UNROLL for (int i = 0; i < TOKENS / 16; ++i) {

@@ -71,9 +71,9 @@ def _score_word(context: Any, signs: Any, weights: Any, head_dim: Any, base: Any
                     x = emit.splat(b, emit.load(b, emit.F32, weight, 4 * c), LANES)
                     for part in parts:
                         bits = emit.load(b, emit.integer(LANES), word, WORD_BYTES * c + LANES // 8 * part)
-                        so_far = loop.values[c * len(parts) + part]
-                        added.append(b.select(_mask(b, bits), b.fadd(so_far, x), so_far))
-                loop.following = added + loop.values[len(added) :]
+                        acc = loop.values[c * len(parts) + part]
+                        added.append(b.select(_mask(b, bits), b.fadd(acc, x), acc))
+                loop.next = added + loop.values[len(added) :]
             done, sums = loop.i, loop.values
         for part in parts:
             emit.store(b, emit.reduce(b, emit.add, sums[part :: len(parts)]), s, 4 * LANES * part)

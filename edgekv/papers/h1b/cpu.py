@@ -168,7 +168,7 @@ def _score_tile(
             one = emit.splat(b, emit.load(b, emit.I64, b.add(query, b.mul(word.i, emit.I64(8)))), LANES)
             keys = b.add(key, b.mul(word.i, emit.I64(8 * BLOCK)))
             words = (emit.load(b, WORDS, keys, 8 * LANES * k) for k in range(TILE // LANES))
-            word.following = [_count(b, b.xor(x, one), count) for x, count in zip(words, word.values, strict=True)]
+            word.next = [_count(b, b.xor(x, one), count) for x, count in zip(words, word.values, strict=True)]
         bits = emit.splat(b, b.sitofp(b.mul(args[4], emit.I64(WORD_BITS)), emit.F32), LANES)
         for k, counts in enumerate(word.values):
             agreeing = b.fsub(bits, b.fmul(emit.constant(FLOATS, 2), _as_floats(b, counts)))
@@ -207,5 +207,5 @@ def _as_floats(b: Any, counts: Any) -> Any:
     if not emit.has_dot():
         add_pairs = functools.partial(emit.call, b, "llvm.aarch64.neon.uaddlp.v4i32.v8i16", FOUR)
         counts = emit.by_register(b, add_pairs, counts)
-    even, odd = (emit.lanes(b, counts, range(first, 2 * LANES, 2)) for first in (0, 1))
+    even, odd = (emit.shuffle(b, counts, range(first, 2 * LANES, 2)) for first in (0, 1))
     return b.sitofp(b.add(even, odd), FLOATS)

@@ -37,7 +37,7 @@ def _plane_decoder(per_channel: bool) -> Any:
                             bits = _bits(b, b.add(first, b.mul(plane.i, n_bytes)), loop.i, width)
                             shift = b.trunc(plane.i, emit.I32)
                             weight = b.shl(b.zext(bits, code), emit.splat(b, shift, width) if width > 1 else shift)
-                            plane.following = [b.or_(plane.values[0], weight)]
+                            plane.next = [b.or_(plane.values[0], weight)]
                         least, size = ends or token_ends(b, low, step, token.i, width)
                         x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
                         element = b.add(b.mul(token.i, head_dim), loop.i)

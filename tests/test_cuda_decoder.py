@@ -20,7 +20,7 @@ from kernel_cases import assert_close, pairs
 from edgekv import Session
 from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine import cuda as cuda_decoder
-from edgekv.engine.cuda import FEWEST_TOKENS, CudaBackend
+from edgekv.engine.cuda import MIN_REPLAYS, CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
@@ -134,7 +134,7 @@ def test_replayed_steps_equal_steps(
         caches = open_caches(cuda, text, LONG)
         cuda.prefill(cuda.embed(tokens[:PROMPT], 0), caches)
         rows.append(np.stack([to_host(cuda.step(token, caches)).copy() for token in tokens[PROMPT:]]))
-        most = LONG - PROMPT - FEWEST_TOKENS  # the last ones are not worth it
+        most = LONG - PROMPT - MIN_REPLAYS  # the last ones are not worth it
         assert (most - n_eager <= cuda.replay.n_replayed) if replays else not cuda.replay.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 

@@ -18,7 +18,7 @@ import yaml
 import edgekv.plugin
 from edgekv import errors
 from edgekv.cli import COMMANDS, build_parser, main
-from edgekv.cli.run import LENGTH
+from edgekv.cli.run import MIN_TOKENS
 from edgekv.eval.gate import DEFAULT_SCHEMES, NEEDLES, GateLimits
 from edgekv.kvcache.choice import AUTO, MAX_LOSS, MIN_SAVING, default_scheme
 from edgekv.kvcache.registry import PRESETS, CacheSpec
@@ -80,7 +80,7 @@ def test_pages_say_what_the_code_has_and_agree() -> None:
             *(f"`--max-kl` | {limits.max_kl} |", f"`--min-top1` | {limits.min_top1:.2f} |"),
             *(f"{NEEDLES} in all", f"{lossy} and `{DEFAULT_SCHEMES[-1]}`", "smallest that passed"),
         ],
-        "docs/start.md": [f"{LENGTH} tokens", f"`{packed}`", "127.0.0.1:8080"],
+        "docs/start.md": [f"{MIN_TOKENS} tokens", f"`{packed}`", "127.0.0.1:8080"],
     }
     assert MIN_SAVING == 0.1
     texts = {name: " ".join((ROOT / name).read_text().split()) for name in said}

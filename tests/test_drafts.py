@@ -40,8 +40,8 @@ class Scripted(NGramDrafts):
         guesses = self.text[at : at + most]
         return [token ^ 1 if (at + i) % 3 == 2 else token for i, token in enumerate(guesses)]
 
-    def learn(self, n_checked: int, n_right: int) -> None:
-        self.seen.append((n_checked, n_right))
+    def learn(self, n_proposed: int, n_accepted: int) -> None:
+        self.seen.append((n_proposed, n_accepted))
 
 
 def reset(session: Session, drafts: NGramDrafts | None) -> None:

@@ -301,7 +301,7 @@ def cached(session: Session, folder: pathlib.Path) -> int:
 
 
 def test_a_restart_of_a_server(demo: Session, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "REST_S", 0.01)
+    monkeypatch.setattr(engine, "IDLE_S", 0.01)
     assert cached(demo, folder) == 0
     assert cached(demo, folder) > 256
 

@@ -13,7 +13,7 @@ from kernel_cases import PARALLEL, pairs
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels.cpu import layers, matmul
 from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PANEL_K, PRODUCTS, CodeLayout, integer_layout
-from edgekv.kernels.cpu.matmul import MOST_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
+from edgekv.kernels.cpu.matmul import MAX_ROWS, QuantizedMatmul, QuantizedWeights, float_matmul, multiply_rows
 from edgekv.kernels.interface import GEMV_ROWS
 from edgekv.kernels.reference import hadamard
 from edgekv.kernels.weight_codes import FLIPS
@@ -223,14 +223,14 @@ def error(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("outputs", "columns", "n"),
-    [(*shape, n) for shape, n in pairs(shape=SHAPES, n=[1, 3, 8, MOST_ROWS, MOST_ROWS + 1, 200])],
+    [(*shape, n) for shape, n in pairs(shape=SHAPES, n=[1, 3, 8, MAX_ROWS, MAX_ROWS + 1, 200])],
 )
 def test_float_products(outputs: int, columns: int, n: int) -> None:
     x, weights = float_drawn(outputs, columns, n)
     y = float_matmul(x, weights, Threads(1, 2))
     assert error(y, x, weights) < 6e-7  # measured: 1e-7, of 64 columns and fewer 3e-7
     assert np.array_equal(float_matmul(x, weights, Threads(2, 3)), y)
-    assert np.array_equal(float_matmul(x[::-1], weights, Threads(2, 2)), y[::-1]) or n > MOST_ROWS
+    assert np.array_equal(float_matmul(x[::-1], weights, Threads(2, 2)), y[::-1]) or n > MAX_ROWS
 
 
 @PARALLEL

@@ -81,7 +81,7 @@ def n_waiting(schedule: BatchScheduler) -> int:
 
 def test_texts_share_passes(decoder: Slow, schedule: BatchScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
-    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.engine.scheduler.MAX_WAIT_S", 60)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
@@ -216,7 +216,7 @@ def test_an_interrupt_is_one_threads(
 
     While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
     """
-    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.engine.scheduler.MAX_WAIT_S", 60)
 
     def ask(token: int) -> Any:
         return schedule.steps(decoder, [token], ())[0]

@@ -15,7 +15,7 @@ from edgekv import Session
 from edgekv.engine.grammar import Grammar
 from edgekv.engine.tools import TOOL_FORMATS, AnswerParser, Function, Tools, tools_grammar
 from edgekv.errors import ConfigError
-from edgekv.server.prompts import KNOWN, RequestEncoder
+from edgekv.server.prompts import MAX_REUSED, RequestEncoder
 from edgekv.server.requests import ChatRequest, parse_request
 from edgekv.text import load_tokenizer
 from edgekv.text.template import ChatTemplate
@@ -261,4 +261,4 @@ def test_a_template_renders_the_latest_answers_alone(demo: Session, monkeypatch:
     messages = [*USER, {"role": "assistant", "content": "x"}] * 200 + USER
     (prompt,) = prompts.encode(parse_request({"model": "m", "messages": messages}, ChatRequest))
     assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
-    assert len(rendered) <= KNOWN + 2
+    assert len(rendered) <= MAX_REUSED + 2

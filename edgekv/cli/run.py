@@ -39,8 +39,8 @@ from edgekv.text.template import ChatTemplate, without_places
 from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
-LENGTH = 128  # tokens by default
-SPARE = 128  # further tokens, within which the sentence may end
+MIN_TOKENS = 128  # of an answer, by default, before it may end with a sentence
+EXTRA_TOKENS = 128  # after these at most
 SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
 
 # Sessions
@@ -102,7 +102,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = option("TEXT", "the prompt; - reads standard input, as a pipe does without a prompt")
     file = option("FILE", "read the prompt from a file, less its last line break; - is standard input")
     add_options(parser.add_mutually_exclusive_group(), "", prompt=prompt, prompt_file=file)
-    add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
+    add_sampling_options(parser, max_new_tokens=f"{MIN_TOKENS}, and on to the end of the sentence")
     add_options(parser, "json_schema device draft json")
     add_power_options(parser)
 
@@ -145,7 +145,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     sampling = sampling_params(arguments, session.model.sampling)
     settings = {
         "images": images,
-        "max_new_tokens": arguments.max_new_tokens or LENGTH + SPARE,
+        "max_new_tokens": arguments.max_new_tokens or MIN_TOKENS + EXTRA_TOKENS,
         "sampling": continue_sampler(session.last_sampler, sampling),
         "stop": arguments.stop,
         "json_schema": schema,
@@ -172,7 +172,7 @@ def _generate(
     bars: Bars,
     meter: EnergyMeter,
 ) -> int:
-    """Prints the text and returns the exit status. at_sentence: stop at a sentence's end after LENGTH tokens."""
+    """Prints the text and returns the exit status. at_sentence: stop at a sentence's end after MIN_TOKENS."""
     try:
         with bars:
             with meter.phase("prefill") as prefill:
@@ -192,7 +192,7 @@ def _generate(
                     tail = (tail + step.text)[-8:]
                     if step.finish_reason == "length" and n == settings["max_new_tokens"]:
                         end_reason = f"cut after {n} tokens; --max-new-tokens N for another length"
-                    if n >= LENGTH and at_sentence and not step.finish_reason and SENTENCE_END.search(tail):
+                    if n >= MIN_TOKENS and at_sentence and not step.finish_reason and SENTENCE_END.search(tail):
                         end_reason = f"end of a sentence after {n} tokens"
                         break
         print()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.interface import LARGEST_F16
+from edgekv.kernels.interface import MAX_F16
 from edgekv.types import F32, U16, Array
 
 Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
@@ -89,7 +89,7 @@ def in_package(package: str, *names: str) -> Mapping[str, str]:
 
 def round_up_to_f16(x: F32) -> U16:
     """Returns the bits of the smallest float16 not below x >= 0, or of the largest float16, of the shape of x."""
-    x = np.minimum(x, LARGEST_F16)
+    x = np.minimum(x, MAX_F16)
     half = x.astype(np.float16)
     bits: U16 = half.view(np.uint16) + (half.astype(np.float32) < x).astype(np.uint16)
     return bits
@@ -102,7 +102,7 @@ def to_half(x: F32) -> U16:
 
 def to_finite_half(x: npt.NDArray[np.floating]) -> U16:
     """Returns the bits (..., n) of the nearest finite float16 of x (..., n) >= 0."""
-    return to_half(np.minimum(x, LARGEST_F16).astype(np.float32))
+    return to_half(np.minimum(x, MAX_F16).astype(np.float32))
 
 
 def from_half(bits: U16) -> F32:

@@ -32,10 +32,10 @@ from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.cuda import CudaOps, DeviceWeights, device_model_format, lora_refusal
 from edgekv.weights.formats import ModelFormat
 
-SCORES = 1 << 24  # float32 scores of a prompt in memory at once
+MAX_SCORES = 1 << 24  # float32 scores of a prompt in memory at once
 CHUNK_SHARE = 64  # a chunk's activations take at most this part of the card's memory: 1 / CHUNK_SHARE
 MIN_CHUNK, MAX_CHUNK = 256, 8192  # tokens
-FEWEST_TOKENS = 8  # left in the cache, for which a recording is worth its time
+MIN_REPLAYS = 8  # tokens left in the cache, for which a recording is worth its time
 MAX_FAILURES = 3  # failed recordings of a scheme, after which its steps are not recorded
 POSITIONS = "n_seen"  # the counter that all caches share
 Counts = list[dict[str, int]]
@@ -140,7 +140,7 @@ class CudaBackend(Backend):
         n_heads, n, head_dim = queries.shape
         n_kv_heads, earlier = len(keys), keys.shape[1] - n
         n_rep = n_heads // n_kv_heads
-        step = max(1, SCORES // (n_heads * keys.shape[1]))
+        step = max(1, MAX_SCORES // (n_heads * keys.shape[1]))
         for a in range(0, n, step):
             b = min(a + step, n)
             first, *ranges = visible_range(earlier + a, earlier + b, options.window)
@@ -291,7 +291,7 @@ class Replay:
         scheme, start = type(caches[0]), caches[0].n_seen
         ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MAX_FAILURES
         room = caches[0].geometry.capacity - start
-        if not ready or room < FEWEST_TOKENS or not all(cache.is_static() for cache in caches):
+        if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in caches):
             return False
         self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
         following = [group.after_next() for group in self._groups]

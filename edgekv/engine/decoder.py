@@ -29,7 +29,7 @@ from edgekv.weights.formats import ModelFormat
 from edgekv.weights.ops import LoraDeltas, WeightOps
 
 CHUNK = 256  # tokens of a prompt per pass of a layer: bounds the activations
-ATTEND_SCORES = 1 << 24  # float32 alive at once when a prompt continues a filled cache
+MAX_SCORES = 1 << 24  # float32 alive at once when a prompt continues a filled cache
 WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 WARM_UP_ROWS = (1, 5, 80)  # tokens at once: decoding, drafts, and more than a packed block
 
@@ -372,7 +372,7 @@ class Decoder:
         if n <= GEMV_ROWS:
             return self._merge(cache.attend(q, k, v, sinks), projected)
         out = self.workspace.array("step.out", q.shape)
-        block = max(1, ATTEND_SCORES // (len(q) * (cache.n_seen + n)))
+        block = max(1, MAX_SCORES // (len(q) * (cache.n_seen + n)))
         for a in range(0, n, block):
             rows = slice(a, a + block)
             out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], sinks)

@@ -11,11 +11,11 @@ from edgekv.models.config import ModelConfig
 
 MAX_DRAFT_TOKENS = 4  # in one pass
 ROW_COST = 0.2  # that a further row adds to a pass, in passes of one row: .05 to .25 on the machines measured
-PRIOR = 0.6  # share of guesses taken to be right before any was checked
-RATE = 0.2  # weight of the latest guess in the running share
-RECOVERY = 0.005  # of the way back to PRIOR that the share takes whenever nothing is guessed
-CANDIDATES = 256  # latest places after the same token that are compared
-RARE = 3  # places at most, where a match of one token counts
+PRIOR = 0.6  # acceptance rate before any draft was checked
+SMOOTHING = 0.2  # weight of the latest draft in the running acceptance rate
+RECOVERY = 0.005  # of the way back to PRIOR that the rate takes whenever nothing is drafted
+MAX_CANDIDATES = 256  # latest places after the same token that are compared
+MAX_RARE = 3  # places at most, where a match of one token counts
 MAX_MATCH = 8
 NONE, NGRAM = "none", "ngram"
 DRAFTS = NONE, NGRAM, AUTO
@@ -38,7 +38,7 @@ class NGramDrafts:
     """Prompt lookup: guesses what followed the latest tokens where they stood before, in the prompt or the text.
 
     Of the latest places after the same token, the one with the longest match is taken. A match of one token counts
-    where that token is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have a running share of right guesses each.
+    where that token is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have a running acceptance rate each.
     """
 
     def __init__(self) -> None:
@@ -48,41 +48,41 @@ class NGramDrafts:
         """Begins a text after these tokens, and forgets what was learned before."""
         self._latest: dict[int, int] = {}  # token -> the latest place after it
         self._earlier: list[int] = []  # place -> the one before it after the same token, or 0
-        self._shares = dict.fromkeys((1, 2, 3, 4, MAX_MATCH), PRIOR)  # of right guesses, by the match's length
+        self._rates = dict.fromkeys((1, 2, 3, 4, MAX_MATCH), PRIOR)  # acceptance rates, by the match's length
         self._matched = 1
         self._index(tokens)
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Returns at most ``most`` tokens to follow ``tokens``; fewer, or none, where they would not pay."""
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Returns at most ``limit`` tokens to follow ``tokens``; fewer, or none, where they would not pay."""
         self._index(tokens)
         place, length = self._longest_match(tokens)
         if not place:
             return []
-        self._matched = max(known for known in self._shares if known <= length)
-        n = self._worthwhile(most)
+        self._matched = max(known for known in self._rates if known <= length)
+        n = self._best_length(limit)
         period = len(tokens) - place  # a repetition shorter than the draft goes on repeating
         return [tokens[place + i % period] for i in range(n)]
 
-    def learn(self, n_checked: int, n_right: int) -> None:
-        """Learns that of the latest ``n_checked`` guesses the first ``n_right`` were right."""
-        share = self._shares[self._matched]
-        for _ in range(n_right):
-            share += RATE * (1 - share)
-        self._shares[self._matched] = share if n_right == n_checked else share - RATE * share
+    def learn(self, n_proposed: int, n_accepted: int) -> None:
+        """Learns that of the latest ``n_proposed`` drafts the first ``n_accepted`` were accepted."""
+        rate = self._rates[self._matched]
+        for _ in range(n_accepted):
+            rate += SMOOTHING * (1 - rate)
+        self._rates[self._matched] = rate if n_accepted == n_proposed else rate - SMOOTHING * rate
 
-    def _worthwhile(self, most: int) -> int:
-        """Returns the number of guesses, 0 to ``most``, that gives the most tokens for the time.
+    def _best_length(self, limit: int) -> int:
+        """Returns the number of drafts, 0 to ``limit``, that gives the most tokens for the time.
 
-        k guesses give 1 + s + ... + s^k tokens for 1 + k * ROW_COST passes, s being the share. No clock is read,
+        k drafts give 1 + r + ... + r^k tokens for 1 + k * ROW_COST passes, r being the rate. No clock is read,
         so that the same text has the same passes on every run.
         """
-        share, expected, gains = self._shares[self._matched], 0.0, []
-        for k in range(most + 1):
-            expected += share**k
+        rate, expected, gains = self._rates[self._matched], 0.0, []
+        for k in range(limit + 1):
+            expected += rate**k
             gains.append(expected / (1 + k * ROW_COST))
         best = gains.index(max(gains))
         if not best:
-            self._shares[self._matched] += RECOVERY * (PRIOR - share)
+            self._rates[self._matched] += RECOVERY * (PRIOR - rate)
         return best
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class NGramDrafts:
         """Returns the place with the longest match of the tokens before it, and its length; 0, 0: none."""
         best = best_length = n_places = 0
         place = self._latest.get(tokens[-1], 0) if tokens else 0
-        while place and n_places < CANDIDATES and best_length < MAX_MATCH:
+        while place and n_places < MAX_CANDIDATES and best_length < MAX_MATCH:
             n_places += 1
             length = 1
             while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
@@ -104,13 +104,13 @@ class NGramDrafts:
             if length > best_length:
                 best, best_length = place, length
             place = self._earlier[place]
-        return (0, 0) if best_length == 1 and n_places > RARE else (best, best_length)
+        return (0, 0) if best_length == 1 and n_places > MAX_RARE else (best, best_length)
 
 
 def open_drafts(draft: str, config: ModelConfig, device: str, slots: int) -> NGramDrafts | None:
-    """Returns the source of guesses that ``draft``, one of `DRAFTS`, names, or None.
+    """Returns the source of drafts that ``draft``, one of `DRAFTS`, names, or None.
 
-    Raises ConfigError (field draft) where wrong guesses can't be taken back from the model's layers.
+    Raises ConfigError (field draft) where wrong drafts can't be taken back from the model's layers.
     """
     carries = bool(config.recurrences)
     if draft == NONE or (draft == AUTO and (device != "cpu" or slots > 1 or carries)):

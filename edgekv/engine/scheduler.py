@@ -16,7 +16,7 @@ from edgekv.kvcache.cache import LayerState
 from edgekv.machine import blas_threads
 from edgekv.types import F32
 
-PATIENCE_S = 0.02  # that a token waits for those of the other texts
+MAX_WAIT_S = 0.02  # that a token waits for those of the other texts
 SHARED_CHUNK = 128  # tokens of a prompt between two tokens of others
 INTERRUPTED = (
     "the thread that computed the next tokens of several texts was interrupted: go on with an empty prompt"
@@ -93,7 +93,7 @@ class BatchScheduler(SerialScheduler):
     """Runs conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
-    PATIENCE_S. The thread that finds it so computes the pass; the others wait. A thread that is interrupted
+    MAX_WAIT_S. The thread that finds it so computes the pass; the others wait. A thread that is interrupted
     (KeyboardInterrupt) leaves neither its turn nor its token behind.
     """
 
@@ -177,7 +177,7 @@ class BatchScheduler(SerialScheduler):
                     self._pass, self._waiting = self._waiting, []
                     self._writing = {each.thread for each in self._pass}  # those waited for in vain are out
                     return True
-                self._changed.wait(PATIENCE_S)
+                self._changed.wait(MAX_WAIT_S)
             return False
 
     def _settle(self, request: _Request) -> None:
@@ -197,7 +197,7 @@ class BatchScheduler(SerialScheduler):
     def _is_due(self) -> bool:
         if not self._waiting:
             return False
-        overdue = time.monotonic() - self._waiting[0].since_s > PATIENCE_S
+        overdue = time.monotonic() - self._waiting[0].since_s > MAX_WAIT_S
         return overdue or len(self._waiting) >= len(self._writing)
 
     def _give_turn(self) -> None:

@@ -32,7 +32,7 @@ BLOCK = 64
 GEMV_ROWS = 8
 """Up to so many rows a product with weights gives each row, to the bit, what it has alone; more use a gemm."""
 
-LARGEST_F16 = np.float32(65504)
+MAX_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
 
 

@@ -16,7 +16,7 @@ from edgekv.codecs.codec import from_half as from_half
 from edgekv.codecs.codec import round_up_to_f16
 from edgekv.codecs.codec import to_half as to_half
 from edgekv.errors import CacheError
-from edgekv.kernels.interface import LARGEST_F16
+from edgekv.kernels.interface import MAX_F16
 from edgekv.types import F32, U8, U16
 
 
@@ -53,7 +53,7 @@ def affine_levels(x: F32, axis: int, low: U16, step: U16, n_levels: int, step_of
     Elements of x (n_kv_heads, ...) along the axis share low, their least in float16 (or the nearest of its finite
     numbers), and step, which is step_of(largest - low), rounded up to float16.
     """
-    least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
+    least = np.clip(x.min(axis), -MAX_F16, MAX_F16).astype(np.float16) + np.float16(0)  # no -0
     low[...] = least.view(np.uint16)
     least = least.astype(np.float32)
     step[...] = round_up_to_f16(step_of(np.maximum(x.max(axis) - least, 0)))

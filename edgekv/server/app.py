@@ -38,7 +38,7 @@ from edgekv.server.requests import (
     request_error,
 )
 
-ENCODING = 2  # prompts tokenized at a time: a long one takes a second of a core
+MAX_ENCODING = 2  # prompts tokenized at a time: a long one takes a second of a core
 STOPPING_S = 0.3  # for the threads to end; then they end with the process
 PAGE = pathlib.Path(__file__).with_name("page")
 PAGE_FILES = sorted(
@@ -166,7 +166,7 @@ class _Server:
     def __init__(self, engine: Engine, name: str, limits: ServerLimits) -> None:
         self._engine, self._name, self._limits = engine, name, limits
         self._plan, self._loras = engine.session.plan, tuple(engine.session.model.loras)
-        self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
+        self._encoders, self._bodies = asyncio.Semaphore(MAX_ENCODING), BodyMemory(limits.max_bodies)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._name, "edgekv": __version__})

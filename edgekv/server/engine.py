@@ -32,8 +32,8 @@ from edgekv.text.template import ChatTemplate
 from edgekv.vision.model import Prompt
 
 LOG = logging.getLogger("edgekv.server")
-WORTH_COPYING = 32  # shared tokens from which on the cache of another conversation is copied
-REST_S = 1.0  # without requests, after which what was read goes to the prefix cache on disk
+MIN_COPIED = 32  # shared tokens from which on the cache of another conversation is copied
+IDLE_S = 1.0  # without requests, after which what was read goes to the prefix cache on disk
 INTERVAL_S = 0.25  # between two measurements of cache bytes, and two events of progress
 
 
@@ -261,14 +261,14 @@ class SessionPool:
         closest = max(alike, key=lambda session: session.shared_prefix(prompt), default=None)
         shared = closest.shared_prefix(prompt) if closest else 0
         goes_on = closest is not None and shared == len(closest.tokens)
-        if closest in self._sources and (goes_on or shared >= WORTH_COPYING):
+        if closest in self._sources and (goes_on or shared >= MIN_COPIED):
             return None
         if closest and goes_on:
             return closest, None
         spare = self._new_or_oldest()
         if spare is None:
             return None
-        return spare, closest if closest is not spare and shared >= WORTH_COPYING else None
+        return spare, closest if closest is not spare and shared >= MIN_COPIED else None
 
     def _take(self, session: Session, lora: str | None) -> None:
         if session.lora != lora:
@@ -449,7 +449,7 @@ class Engine:
         while not self._stopping:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or (self._has_read and not is_wanted()))
-                self._changed.wait_for(lambda: self._stopping or is_wanted(), REST_S)
+                self._changed.wait_for(lambda: self._stopping or is_wanted(), IDLE_S)
                 if is_wanted():
                     continue
                 self._has_read = False

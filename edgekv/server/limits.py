@@ -21,9 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from edgekv.server.requests import RequestError
 
 LOG = logging.getLogger("edgekv.server")
-SMALL = 64 << 10  # bytes of a body that are not counted
+UNCOUNTED = 64 << 10  # bytes of a body that are not counted
 LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
-DRAINED = 8  # times the limit that are read and discarded: a client that is still sending reads no answer
+MAX_DRAIN = 8  # times the limit that are read and discarded: a client that is still sending reads no answer
 LOG_INTERVAL_S = 60.0  # between two lines of the same kind
 ENDING_S = 0.3  # for the last events of answers when the server ends
 GRACE_S = 2.0  # for the answer that says a request came too slowly
@@ -43,7 +43,7 @@ class ServerLimits:
 
 
 class BodyMemory:
-    """The memory for bodies of requests. The first SMALL bytes of each are free, so that small ones always fit."""
+    """The memory for bodies of requests. UNCOUNTED bytes of each are free, so that small ones always fit."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free = self.max_bytes = max_bytes
@@ -57,7 +57,7 @@ class BodyShare:
 
     def resize(self, nbytes: int) -> None:
         """Changes the share to ``nbytes``. Raises RequestError: 503 if that is too much now, 413 if always."""
-        counted = max(0, nbytes - SMALL)
+        counted = max(0, nbytes - UNCOUNTED)
         if counted > self._bodies.max_bytes:
             message = f"the request and its answers take {nbytes} bytes of memory"
             raise RequestError(413, f"{message}: shorten it, or ask for fewer of them", "request_too_large")
@@ -94,7 +94,7 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
         data, n_received = bytearray(), 0
         async for chunk in request.stream():
             n_received += len(chunk)
-            if n_received > DRAINED * limit:
+            if n_received > MAX_DRAIN * limit:
                 break
             if n_received <= limit:
                 body.resize(n_received)

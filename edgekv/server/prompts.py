@@ -19,10 +19,10 @@ from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
 from edgekv.vision.images import decode_image
 from edgekv.vision.model import Embeddings, Prompt, check_places, place_images, require_places
 
-REMEMBERED_ANSWERS = 512
-KNOWN = 64  # latest answers of a conversation whose own tokens are used; the template is rendered once for each
-LOOKED_BACK = 8  # last tokens of a prompt, in which the mark of reasoning is searched
-KEPT_IMAGES = 16  # files and their embeddings, some MB each
+MAX_ANSWERS = 512
+MAX_REUSED = 64  # latest answers of a conversation whose tokens are reused; the template is rendered for each
+LOOKBACK_TOKENS = 8  # last tokens of a prompt, in which the mark of reasoning is searched
+MAX_CACHED_IMAGES = 16  # files and their embeddings, some MB each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RequestEncoder:
         with self._lock:
             self._answers[text] = array("i", ids)
             self._answers.move_to_end(text)
-            while len(self._answers) > REMEMBERED_ANSWERS:
+            while len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
 
     def _chat(self, request: ChatRequest) -> EncodedPrompt:
@@ -82,7 +82,7 @@ class RequestEncoder:
             variables |= {"tools": tool_definitions(tools.functions) if tools else None}
         else:
             messages = tools_as_text(messages, tools, self.form)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-MAX_REUSED:]
         with self._lock:
             known_tokens = {
                 i: self._answers.get(messages[i]["content"])
@@ -90,7 +90,7 @@ class RequestEncoder:
                 if not {"tool_calls", "reasoning_content"} & messages[i].keys()
             }
         ids = self._checked(self._turns.ids(messages, known_tokens.get, variables), request.names["prompt"])
-        end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:])
+        end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKBACK_TOKENS:])
         thinks = end.rstrip().endswith(THINK) and not (tools and tools.forced)
         images = tuple(decode_data_url(url) for url in request.images)
         return EncodedPrompt(ids, thinks=thinks, images=images)
@@ -121,11 +121,11 @@ def decode_data_url(url: str) -> bytes:
 
 
 class Images:
-    """A cache of the embeddings of the latest KEPT_IMAGES images; thread-safe."""
+    """A cache of the embeddings of the latest MAX_CACHED_IMAGES images; thread-safe."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._embedded = functools.lru_cache(KEPT_IMAGES)(self._embed)
+        self._embedded = functools.lru_cache(MAX_CACHED_IMAGES)(self._embed)
 
     def with_embeddings(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
         """Returns the prompt with embeddings at its image tokens. Raises ImageError for an unreadable image."""

@@ -32,7 +32,7 @@ from edgekv.text import as_text
 from edgekv.text.template import PLACEHOLDER
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
-LEVELS = 128  # of nested lists and objects
+MAX_NESTING = 128  # of nested lists and objects
 LOGPROB_BYTES = 200  # of a log probability with its token, as Python objects and JSON
 FAILED = "the server failed on this request; its log says why"
 SAMPLING = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("seed", "repetition_window")]
@@ -372,16 +372,16 @@ def parse_json(data: bytes | bytearray) -> Any:
     """Returns the value of a JSON body; the last value counts if a key is repeated.
 
     Raises RequestError (400) for invalid JSON (NaN and Infinity included), for half of a surrogate pair, and for
-    more than LEVELS nested objects, so that later code can recurse.
+    more than MAX_NESTING nested objects, so that later code can recurse.
     """
     try:
         value = msgspec.json.decode(data)
-        level = [value] if data.count(b"[") + data.count(b"{") > LEVELS else []
-        for _ in range(LEVELS):
+        level = [value] if data.count(b"[") + data.count(b"{") > MAX_NESTING else []
+        for _ in range(MAX_NESTING):
             inner = (each.values() if isinstance(each, dict) else each for each in level)
             level = [item for items in inner for item in items if isinstance(item, (dict, list))]
         if level:
-            raise ValueError(f"more than {LEVELS} lists and objects within each other")
+            raise ValueError(f"more than {MAX_NESTING} lists and objects within each other")
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
     return value

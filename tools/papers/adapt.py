@@ -253,7 +253,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
 
 
-LARGEST_F16 = float(interface.LARGEST_F16)
+MAX_F16 = float(interface.MAX_F16)
 SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard deviations of the sketch
 
 
@@ -281,7 +281,7 @@ class Sign(torch.autograd.Function):
 def rounded_int4(v: Tensor) -> Tensor:
     """Rounds as `kernels.encode_int4` stores: a scale and a zero point per token, 16 levels."""
     low, high = v.amin(-1, keepdim=True).clamp(max=0), v.amax(-1, keepdim=True).clamp(min=0)
-    exact = ((high - low) / 15).clamp(max=LARGEST_F16)
+    exact = ((high - low) / 15).clamp(max=MAX_F16)
     nearest = exact.half()
     up = (nearest.float() < exact).to(torch.int16)
     step = (nearest.view(torch.int16) + up).view(torch.float16).float()

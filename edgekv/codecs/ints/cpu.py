@@ -19,7 +19,7 @@ from edgekv.kernels.cpu.rows import add_rows, score_rows
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, put, round_to_even, round_up_to_half
 from edgekv.types import U16
 
-ZERO, ONE, TOP = np.array([0, 1, 127], np.float32)
+ZERO, ONE, INT8_MAX = np.array([0, 1, 127], np.float32)
 _score_bytes, _add_bytes = score_rows(1), add_rows(1)
 
 
@@ -64,9 +64,9 @@ def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
     source, to = floats(x), signed_chars(codes)
     for i in range(n):
         token = g * capacity + t0 + i
-        step = put_scale(x + 4 * i * head_dim, head_dim, TOP, scale + 2 * token)
+        step = put_scale(x + 4 * i * head_dim, head_dim, INT8_MAX, scale + 2 * token)
         for d in range(head_dim):
-            level = level_of(get(source, i * head_dim + d), step, TOP)
+            level = level_of(get(source, i * head_dim + d), step, INT8_MAX)
             put(to, token * head_dim + d, np.int8(np.int32(level)))
 
 

@@ -70,13 +70,13 @@ GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 MIDDLE_CODE = {bits: np.float32((2**bits - 1) / 2) for bits in GAUSS_STEP}
 """By bits: the middle of the codes, which stands for 0."""
 
-LARGEST_FOUR = 61
+MAX_FOUR_SUM = 61
 """Steps to which the magnitudes of four neighbouring elements of a query add up at most (`round_queries`)."""
 
 MIN_WEIGHT = 1e-30
-"""The least p * scale that stands for TOP_WEIGHT: of a block whose largest is smaller, weights are less, too."""
+"""The least p * scale that stands for MAX_WEIGHT: of a block whose largest is smaller, weights are less, too."""
 
-TOP_WEIGHT = np.float32(255)
+MAX_WEIGHT = np.float32(255)
 """The largest weight of values, a byte: p * scale of a block's tokens is rounded to its multiples."""
 
 
@@ -325,7 +325,7 @@ def round_queries(q: F32) -> tuple[F32, F32]:
     """Returns q (..., D) in odd halves of a step, and the step (...): any four neighbours add up to at most 63."""
     four = np.abs(q).reshape(*q.shape[:-1], -1, 4)
     largest = (four[..., 0] + four[..., 1] + four[..., 2] + four[..., 3]).max(axis=-1)
-    step = largest / np.float32(LARGEST_FOUR)
+    step = largest / np.float32(MAX_FOUR_SUM)
     whole = np.floor(q / np.where(step == 0, 1, step)[..., None])
     return whole + np.float32(0.5), step
 
@@ -405,8 +405,8 @@ class InterleavedValues(Codec):
             scale = from_half(self.arrays["scale"][:, None, first:last])
             weights[..., inside] = p[:, :, first - t0 : last - t0] * scale
             top = weights.max(axis=2, keepdims=True)
-            whole = np.rint(weights * (TOP_WEIGHT / np.maximum(top, np.float32(MIN_WEIGHT))))
-            rotated += top / TOP_WEIGHT * (whole @ self._levels(block))
+            whole = np.rint(weights * (MAX_WEIGHT / np.maximum(top, np.float32(MIN_WEIGHT))))
+            rotated += top / MAX_WEIGHT * (whole @ self._levels(block))
         return self.rotation.backward(rotated, self.kernels)
 
     def _codes(self) -> Iterator[tuple[slice, U8]]:

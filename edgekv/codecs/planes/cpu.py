@@ -13,11 +13,11 @@ from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import RangeKernel, exact_kernel
 from edgekv.kernels.cpu.loops import chars, doubles, floats, halves, load_arguments
 from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, sign_bits
-from edgekv.kernels.interface import BLOCK, LARGEST_F16
+from edgekv.kernels.interface import BLOCK, MAX_F16
 from edgekv.types import F32, U8, U16
 
 ZERO, HALF, ONE, EIGHT = np.array([0, 0.5, 1, 8], np.float32)
-MIDDLE_CODE, HIGHEST_CODE = np.array([7.5, 15], np.float32)  # of a centre
+MIDDLE_CODE, MAX_CODE = np.array([7.5, 15], np.float32)  # of a centre
 GAUSS_STEPS = np.array([0, *GAUSS_STEP.values()])  # by bits
 
 
@@ -54,13 +54,13 @@ def _encode_mean(x: F32, n: int, width: int, step: U16, codes: U8, mean: F32) ->
     for d in range(width):
         put(mean, d, get(mean, d) * (ONE / np.float32(n)))
         largest = maximum(largest, abs(get(mean, d)))
-    bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
+    bits = float_to_half(minimum(largest / EIGHT, MAX_F16))
     put(step, 0, bits)
     size = as_float(bits)
     divisor = ONE if size == ZERO else size
     for d in range(half):
-        low = clamp(np.floor(get(mean, d) / divisor) + EIGHT, ZERO, HIGHEST_CODE)
-        high = clamp(np.floor(get(mean, d + half) / divisor) + EIGHT, ZERO, HIGHEST_CODE)
+        low = clamp(np.floor(get(mean, d) / divisor) + EIGHT, ZERO, MAX_CODE)
+        high = clamp(np.floor(get(mean, d + half) / divisor) + EIGHT, ZERO, MAX_CODE)
         put(codes, d, np.uint8(np.int32(low) | np.int32(high) << 4))
         put(mean, d, (low - MIDDLE_CODE) * size)
         put(mean, d + half, (high - MIDDLE_CODE) * size)
@@ -105,7 +105,7 @@ def _encode_keys(first: int, last: int, part: int, arguments: int) -> None:
             along = _dot(x, level, width)
             ratio = square / along if along > 0 else 0.0
             token = g * capacity + block * BLOCK + t
-            put(halves(scale_at), token, float_to_half(np.float32(min(ratio, LARGEST_F16))))
+            put(halves(scale_at), token, float_to_half(np.float32(min(ratio, MAX_F16))))
 
 
 @jit
@@ -148,7 +148,7 @@ def _encode_values(first: int, last: int, part: int, arguments: int) -> None:
             along = _add_token(x, head_dim, step, bits, codes, t)
             size = square / along if along > 0 else 0.0
             token = g * capacity + block * BLOCK + t
-            put(halves(scale_at), token, float_to_half(np.float32(min(size, LARGEST_F16))))
+            put(halves(scale_at), token, float_to_half(np.float32(min(size, MAX_F16))))
 
 
 @fast_jit

@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from edgekv.codecs.planes import GROUP, LARGEST_FOUR, N_CENTRES, N_GROUPS, N_RUNS, RUN
+from edgekv.codecs.planes import GROUP, MAX_FOUR_SUM, N_CENTRES, N_GROUPS, N_RUNS, RUN
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.emit import Value, at
@@ -98,7 +98,7 @@ CENTRE_ROWS = {1: 1, 2: 2, 4: PAIRS}  # of a pass, by the rows that are scored t
 CENTRE_BLOCKS = {n_rows: PAIRS // n for n_rows, n in CENTRE_ROWS.items()}  # blocks
 BYTE_PRODUCTS = emit.IS_ARM
 CODE_BYTES = 4 * N if BYTE_PRODUCTS else 2 * N  # of a centre, that are multiplied at once
-HIGHEST_CODE, MIDDLE_CODE = 15, 7.5
+MAX_CODE, MIDDLE_CODE = 15, 7.5
 INTS, CODES, WORDS = emit.vector(emit.I32, N), emit.vector(emit.I8, CODE_BYTES), emit.vector(emit.I16, 2 * N)
 # The scratch of a pass: the results, float32 (rows, blocks, N_RUNS); then of each pair int32 sums of the products
 # with the runs' centres, in fours of lanes, those with the block's centre, and float32 steps, the block's last.
@@ -186,7 +186,7 @@ def _load_integers(b: Any, row: Value, i: Value, width: Value, half: Value) -> l
 def _codes_of_centre(b: Any, codes: Value) -> tuple[Value, Value]:
     """Returns the low and the high nibbles: as bytes in int32, or as words."""
     wide = codes if BYTE_PRODUCTS else b.zext(codes, WORDS)
-    both = b.and_(wide, emit.constant(wide.type, HIGHEST_CODE)), b.lshr(wide, emit.constant(wide.type, 4))
+    both = b.and_(wide, emit.constant(wide.type, MAX_CODE)), b.lshr(wide, emit.constant(wide.type, 4))
     low, high = (b.bitcast(x, INTS) for x in both) if BYTE_PRODUCTS else both
     return low, high
 
@@ -445,7 +445,7 @@ def _split_by_run(b: Any, both: Value, second: Value, middle: Value) -> list[Val
 # The loops.
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
-LARGEST_QUAD, LARGEST_INTEGER = np.array([LARGEST_FOUR, 127 * 256], np.float32)
+MAX_FOUR_STEPS, MAX_INTEGER = np.array([MAX_FOUR_SUM, 127 * 256], np.float32)
 
 
 class KeyNumbers(NamedTuple):
@@ -510,7 +510,7 @@ def _round_query(q: F32, width: int, rounded: F32) -> Scalar:
     for d in range(0, width, 4):
         four = abs(get(q, d)) + abs(get(q, d + 1)) + abs(get(q, d + 2)) + abs(get(q, d + 3))
         largest = maximum(largest, four)
-    step = largest / LARGEST_QUAD
+    step = largest / MAX_FOUR_STEPS
     divisor = ONE if step == ZERO else step
     for d in range(width):
         put(rounded, d, np.float32(np.floor(get(q, d) / divisor)) + HALF)
@@ -536,7 +536,7 @@ def _in_two_bytes(x: F32, n: int, integers: U8, target: int) -> tuple[Scalar, in
     largest, total = ZERO, 0
     for d in range(n):
         largest = maximum(largest, abs(get(x, d)))
-    size = largest / LARGEST_INTEGER
+    size = largest / MAX_INTEGER
     divisor = ONE if size == ZERO else size
     for d in range(n):
         whole = np.int32(round_to_even(get(x, d) / divisor))

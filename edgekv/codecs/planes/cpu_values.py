@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 from numba.core import cgutils
 
-from edgekv.codecs.planes import FIELDS, MIDDLE_CODE, MIN_WEIGHT, TOP_WEIGHT
+from edgekv.codecs.planes import FIELDS, MAX_WEIGHT, MIDDLE_CODE, MIN_WEIGHT
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import Scalar, intrinsic, jit
 from edgekv.kernels.cpu.emit import LANES, Value, at
@@ -42,12 +42,12 @@ from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
 
 ROW_COUNTS = 4, 2, 1  # rows that are summed together: fours while there are, then a pair, then one
-MOST_ROWS = max(ROW_COUNTS)
+MAX_ROWS = max(ROW_COUNTS)
 PREFETCH_BLOCKS = 4  # whose codes are fetched
 # By the rows that are summed together: rows and blocks whose weights are rounded together. Four share their ways
 # across lanes, where registers hold them.
 WEIGHT_ROWS = {n: n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
-WEIGHT_BLOCKS = {n: MOST_ROWS // n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
+WEIGHT_BLOCKS = {n: MAX_ROWS // n if emit.REGISTER == 16 else 1 for n in ROW_COUNTS}
 # By the rows, columns at a time: as many sums as hide a product's latency, and fit the registers.
 COLUMNS_AT_ONCE = {
     1: (2, 1) if emit.IS_ARM else (4, 1),
@@ -56,11 +56,11 @@ COLUMNS_AT_ONCE = {
 }
 # A loop's scratch: weights uint8 [row][block][BLOCK]; float32 steps [row][block], then as many shifts; copies of
 # float16 scales and of probabilities, float32 [row], of tokens that are no whole block.
-STEPS_AT = MOST_ROWS * BLOCK
-TO_SHIFTS = 4 * MOST_ROWS  # bytes from a step to its shift
+STEPS_AT = MAX_ROWS * BLOCK
+TO_SHIFTS = 4 * MAX_ROWS  # bytes from a step to its shift
 SCALES_AT = STEPS_AT + 2 * TO_SHIFTS
 P_AT = SCALES_AT + 2 * BLOCK
-SCRATCH = P_AT + 4 * MOST_ROWS * BLOCK
+SCRATCH = P_AT + 4 * MAX_ROWS * BLOCK
 ZERO, ONE, NO_SCALE = np.float32(0), np.float32(1), np.uint16(0)
 ROUND_BITS = int(ROUND.view(np.int32))
 WEIGHT_LANES = 16
@@ -108,7 +108,7 @@ def _emit_weights(
     ]
     top = emit.reduce_lanes(b, emit.maximum, [emit.reduce(b, emit.maximum, parts) for parts in scaled])
     least, most, inverse = (
-        emit.constant(top.type, np.float32(x)) for x in (MIN_WEIGHT, TOP_WEIGHT, ONE / TOP_WEIGHT)
+        emit.constant(top.type, np.float32(x)) for x in (MIN_WEIGHT, MAX_WEIGHT, ONE / MAX_WEIGHT)
     )
     factors = b.fdiv(most, emit.maximum(b, top, least))
     # Flags of its own: else LLVM multiplies inverse and middle first, and rounds otherwise.

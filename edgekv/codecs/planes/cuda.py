@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.codecs.planes import GAUSS_STEP, LARGEST_FOUR
+from edgekv.codecs.planes import GAUSS_STEP, MAX_FOUR_SUM
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program, counter
 from edgekv.kernels.cuda.kernels import (
     MAX_CHANNELS,
@@ -62,7 +62,7 @@ def encode_program(bits: int = 1) -> Program:
     macros = (
         ("MAX_CHANNELS", MAX_CHANNELS),
         ("GAUSS_STEP", str(GAUSS_STEP[bits])),
-        ("LARGEST_FOUR", LARGEST_FOUR),
+        ("MAX_FOUR_SUM", MAX_FOUR_SUM),
     )
     return Program(("exact", FOLDER / "encode"), macros, exact=True)
 
@@ -98,7 +98,7 @@ def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
         return None
     bits, factor = max(int(keys.bits.max()), int(values.bits.max())), f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
     blocks = 3 if rows == 1 and bits <= 2 else 2  # decides the registers of a thread
-    macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("HADAMARD_FACTOR", factor), ("LARGEST_FOUR", LARGEST_FOUR)
+    macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("HADAMARD_FACTOR", factor), ("MAX_FOUR_SUM", MAX_FOUR_SUM)
     return Fused(FOLDER / "tiled", macros, MAX_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 

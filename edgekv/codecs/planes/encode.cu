@@ -71,7 +71,7 @@ extern "C" __global__ void round_queries(const float* q, int d, const float* fac
     float largest = 0;
     for (int c = 4 * threadIdx.x; c < d; c += 4 * blockDim.x)
         largest = fmaxf(largest, fabsf(from[c]) + fabsf(from[c + 1]) + fabsf(from[c + 2]) + fabsf(from[c + 3]));
-    float size = block_max(largest) / LARGEST_FOUR, divisor = size == 0 ? 1 : size;
+    float size = block_max(largest) / MAX_FOUR_SUM, divisor = size == 0 ? 1 : size;
     out += (i64)blockIdx.x * 2 * d;
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
         out[c] = from[c];

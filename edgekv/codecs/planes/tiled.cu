@@ -35,7 +35,7 @@ __device__ void round_row(TiledShared& shared, const float* from, int m, float k
     bool exists = 4 * lane < HEAD_DIM;
     float x[4];
     UNROLL for (int k = 0; k < 4; ++k) x[k] = exists ? from[4 * lane + k] * HADAMARD_FACTOR : 0;
-    float size = lane_max(fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3])) / LARGEST_FOUR;
+    float size = lane_max(fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3])) / MAX_FOUR_SUM;
     float divisor = size == 0 ? 1 : size;
     float largest = lane_max(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
     float inverse = largest > 1e-30f ? LARGEST / largest : 0, sum = 0;

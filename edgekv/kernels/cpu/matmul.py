@@ -87,7 +87,7 @@ class QuantizedWeights(NamedTuple):
 
 
 ZERO = np.float32(0)
-TOP = 127
+INT8_MAX = 127
 MIN_PEAK = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
@@ -146,8 +146,8 @@ def _emit_quantized_block(
     top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
     peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
     is_nothing = b.icmp_signed("<", top, emit.I32(int(MIN_PEAK.view(np.int32))))
-    factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
-    scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
+    factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(INT8_MAX)), peak))
+    scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / INT8_MAX)))))
     scale = b.select(is_finite, scale, emit.F32(float("nan")))
     # Not fused: a fused one would round other halves than processors without it.
     shifted = b.fadd(
@@ -348,17 +348,17 @@ def _lay_out(first_part: int, scale_bytes: int, experts: int, m: int, given: int
 
 
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass
-MOST_ROWS = 64  # up to which the kernel is as fast as BLAS, or faster
+MAX_ROWS = 64  # up to which the kernel is as fast as BLAS, or faster
 FLOAT_BLOCK = 512  # outputs that a thread multiplies at a time by BLAS
 
 
 def float_matmul(x: F32, weights: F32, n_threads: Threads) -> F32:
     """Returns x (n, columns) times the transpose of weights (outputs, columns), contiguous: (n, outputs).
 
-    Up to MOST_ROWS rows by `multiply_rows`. More by NumPy, in blocks of outputs of a thread each: threads of
+    Up to MAX_ROWS rows by `multiply_rows`. More by NumPy, in blocks of outputs of a thread each: threads of
     BLAS that share a product wait for one another. The blocks do not depend on how many threads there are.
     """
-    if len(x) <= MOST_ROWS:
+    if len(x) <= MAX_ROWS:
         return multiply_rows(x, weights, n_threads.decode if len(x) <= GEMV_ROWS else n_threads.prompt)
     y = np.empty((len(x), len(weights)), np.float32)
     with blas_threads(1):

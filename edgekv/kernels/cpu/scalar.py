@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 
 from edgekv.kernels.cpu.compile import CPU_FEATURES, Scalar, intrinsic, jit
-from edgekv.kernels.interface import LARGEST_F16
+from edgekv.kernels.interface import MAX_F16
 
 NOT_NAN = ("nnan", "nsz")
 
@@ -205,6 +205,6 @@ def round_to_even(x: Scalar) -> Scalar:
 @jit
 def round_up_to_half(x: Scalar) -> Scalar:
     """Returns the bits of the least float16 >= x >= 0, or of the largest float16."""
-    x = minimum(x, LARGEST_F16)
+    x = minimum(x, MAX_F16)
     bits = float_to_half(x)
     return np.uint16(bits + 1) if as_float(bits) < x else bits

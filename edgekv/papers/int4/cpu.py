@@ -24,7 +24,7 @@ from edgekv.kernels.cpu.loops import (
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
 from edgekv.types import F32, U8, U16
 
-ZERO, ONE, HIGHEST_CODE, TOP, MIDDLE = np.array([0, 1, 15, 7, 8], np.float32)
+ZERO, ONE, MAX_CODE, INT4_MAX, MIDDLE = np.array([0, 1, 15, 7, 8], np.float32)
 EIGHT = np.uint8(8)
 TILE = 32  # tokens that are unpacked together: 4 KiB at 128 channels
 
@@ -84,10 +84,10 @@ def _put_symmetric(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) 
     source, to, half = floats(x), chars(codes), head_dim // 2
     for i in range(n):
         token, row = g * capacity + t0 + i, i * head_dim
-        step = put_scale(x + 4 * row, head_dim, TOP, scale + 2 * token)
+        step = put_scale(x + 4 * row, head_dim, INT4_MAX, scale + 2 * token)
         for d in range(half):
-            low = np.int32(level_of(get(source, row + d), step, TOP) + MIDDLE)
-            high = np.int32(level_of(get(source, row + half + d), step, TOP) + MIDDLE)
+            low = np.int32(level_of(get(source, row + d), step, INT4_MAX) + MIDDLE)
+            high = np.int32(level_of(get(source, row + half + d), step, INT4_MAX) + MIDDLE)
             put(to, token * half + d, np.uint8(low | high << 4))
 
 
@@ -104,7 +104,7 @@ def _encode_token(x: F32, row: int, head_dim: int, codes: U8, delta: U16, zero: 
     lo = hi = ZERO
     for d in range(row, row + head_dim):
         lo, hi = minimum(lo, get(x, d)), maximum(hi, get(x, d))
-    bits = round_up_to_half((hi - lo) / HIGHEST_CODE)
+    bits = round_up_to_half((hi - lo) / MAX_CODE)
     step = as_float(bits)
     if step == ZERO:  # only if all elements are zero: they get code 0
         step = ONE
@@ -124,7 +124,7 @@ def _encode_row(x: F32, i: int, step: Scalar, offset: Scalar, codes: U8, code: i
 
 @jit
 def _code(x: Scalar, step: Scalar, offset: Scalar) -> Scalar:
-    return np.int32(clamp(round_to_even(x / step) + offset, ZERO, HIGHEST_CODE))
+    return np.int32(clamp(round_to_even(x / step) + offset, ZERO, MAX_CODE))
 
 
 @fast_jit

@@ -40,7 +40,6 @@ KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # as KIND_... of layers.cu
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}  # as in common.cu
 LAYERS = Program(("layers",))
 NORM_THREADS = 512
-MAX_BLOCKS = 65535  # in a grid's second direction
 MIN_SLAB = 1 << 23  # weights that are widened at a time; more on cards with more memory
 SLAB_SHARE = 2048  # bytes of the card's memory per weight of a slab
 TILE_ROWS = 256
@@ -209,7 +208,7 @@ class CudaOps(NumpyOps):
     def _slab_rows(self, w: Matrix) -> int:
         """Returns the rows of a slab: slabs of about one size, of whole tiles, without which cuBLAS is slow."""
         slabs = -(-w.rows * w.columns // self._slab)
-        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MAX_BLOCKS // TILE_ROWS * TILE_ROWS)
+        return -(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS
 
     def _widened(self, w: Matrix, part: slice) -> Array:
         """Returns some rows of a matrix in the dtype of products."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import inline_jit
-from edgekv.kernels.cpu.loops import chars, floats, load_arguments
+from edgekv.kernels.cpu.loops import chars, floats, load_tuple
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import ROTATED_INPUTS
 from edgekv.types import F32, I64, U8, Array
@@ -49,7 +50,11 @@ from edgekv.weights.store import Write
 BLOCK = ROTATED_INPUTS  # columns with a scale
 TOGETHER = 256  # of a Cholesky factor, between two products
 CANDIDATES = len(gaussian.SCALE_FACTORS)
-SCRATCH = (3 * BLOCK // 2 + 3) * CANDIDATES  # float32 that a thread needs
+# What a thread keeps of a row, in float32, for each scale that is tried: errors, and behind them
+PAIRS_AT = BLOCK * CANDIDATES  # (CANDIDATES, 64): codes, x's + 256 times y's
+SUMS_AT = PAIRS_AT + BLOCK // 2 * CANDIDATES  # (CANDIDATES,): sums of the squared errors times their costs
+TARGETS_AT = SUMS_AT + CANDIDATES  # (2, CANDIDATES): targets of a pair
+SCRATCH = TARGETS_AT + 2 * CANDIDATES
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
 STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
 DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
@@ -63,6 +68,22 @@ def pairs_order(importance: F32) -> tuple[I64, I64]:
     return (blocks[:, None] * BLOCK + within).reshape(-1), blocks
 
 
+class BlockArrays(NamedTuple):
+    """r rows of a block of 128 columns and what is needed to round them, contiguous; addresses in kernels."""
+
+    weight: F32  # (r, 128)
+    codes: U8  # (r, 128), set
+    errors: F32  # (r, 128): w - q, set
+    scales: F32  # (r,), set
+    aims: F32  # (r, 128): targets t; to round again, slopes s, which are kept up to date
+    matrix: F32  # (128, 128): [j, i] is L_ij / L_jj; to round again, H
+    costs: F32  # (128,): L_jj^2, of the squared error of a column
+    factors: F32  # (CANDIDATES,): scales to try, times the row's deviation
+    near: U8  # `nearest`: codes
+    levels: F32
+    scratch: F32  # (threads, SCRATCH)
+
+
 class Rounder:
     """Rounds rows of one linear layer; hessian (n, n) float32: H of the rotated inputs, positive definite."""
 
@@ -71,11 +92,11 @@ class Rounder:
         self._hessian = hessian[np.ix_(self._order, self._order)]
         self._factor = cholesky(self._hessian)
         diagonal = self._factor.diagonal().copy()
-        self._weights = diagonal * diagonal
+        self._costs = diagonal * diagonal
         self._factor /= diagonal
         self._spans = [(lo, lo + BLOCK) for lo in range(0, len(hessian), BLOCK)]
         self._inverses = [np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi in self._spans]
-        self._tables = gaussian.SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits)
+        self._factors = gaussian.SCALE_FACTORS * np.float32(BEST_SCALES[bits])
 
     def round(self, rotated: F32, output_correction: F32) -> tuple[U8, Array]:
         """Rounds rotated weights (r, n) to codes and scales, as `gaussian.quantize` does.
@@ -83,29 +104,38 @@ class Rounder:
         output_correction: b (r, n); rotated + b H^-1 is rounded.
         """
         w, b = rotated.take(self._order, 1), output_correction.take(self._order, 1)
-        wanted, last_first = w + self._forward(b) / self._weights, list(enumerate(self._spans))[::-1]
+        wanted, last_first = w + self._forward(b) / self._costs, list(enumerate(self._spans))[::-1]
         errors, codes = np.empty_like(w), np.empty(w.shape, np.uint8)
         scales = np.empty((len(self._spans), len(w)), np.float32)
-        scratch = np.empty((threads.count(), SCRATCH), np.float32)
+        (near, levels), scratch = nearest(self.bits), np.empty((threads.count(), SCRATCH), np.float32)
         for again, (i, (lo, hi)) in itertools.product((False, True), last_first):
-            own, *changed = (np.ascontiguousarray(each[:, lo:hi]) for each in (w, codes, errors))
             if again:
-                slopes = errors @ self._hessian[:, lo:hi] + b[:, lo:hi]
-                inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
-                arrays = own, slopes, inner, *self._tables[1:], *changed, scales[i]
-                _round_block_again(len(w), ROW_WORK, *arrays)
+                aims, matrix = errors @ self._hessian[:, lo:hi] + b[:, lo:hi], self._hessian[lo:hi, lo:hi]
             else:
-                targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
-                inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
-                arrays = own, targets, inner, self._weights[lo:hi], *self._tables, *changed, scales[i], scratch
-                _round_block(len(w), ROW_WORK, *arrays, n_threads=len(scratch))
-            codes[:, lo:hi], errors[:, lo:hi] = changed
+                aims = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
+                matrix = self._factor[lo:hi, lo:hi].T
+            block = BlockArrays(
+                weight=w[:, lo:hi].copy(),
+                codes=codes[:, lo:hi].copy(),
+                errors=errors[:, lo:hi].copy(),
+                scales=scales[i],
+                aims=aims,
+                matrix=matrix.copy(),
+                costs=self._costs[lo:hi],
+                factors=self._factors,
+                near=near,
+                levels=levels,
+                scratch=scratch,
+            )
+            kernel = _round_block_again if again else _round_block
+            kernel(len(w), ROW_WORK, *block, n_threads=len(scratch))
+            codes[:, lo:hi], errors[:, lo:hi] = block.codes, block.errors
         codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
         return gaussian.pack(codes.reshape(*scales.shape, BLOCK), self.bits), scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
         """Returns the sum of b H^-1 b^T over the rows of b (r, columns): the most that b lowers the error."""
-        return float((np.square(self._forward(b.take(self._order, 1))) / self._weights).sum(dtype=np.float64))
+        return float((np.square(self._forward(b.take(self._order, 1))) / self._costs).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
         """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""
@@ -255,25 +285,15 @@ class CalibratingOps(StreamingOps):
 
 @rows_kernel
 def _round_block(first: int, last: int, part: int, arguments: int) -> None:
-    """Rounds rows of a block; factor[j, i]: the weight of the error of column i > j in the target of j."""
-    weight_at, targets_at, factor_at, weights_at, factors_at, near_at, levels_at = load_arguments(arguments, 7)
-    codes_at, errors_at, scales_at, scratch_at = load_arguments(arguments + 8 * 7, 4)
-    weights, factors, near, levels = floats(weights_at), floats(factors_at), chars(near_at), floats(levels_at)
-    # Scratch of thread ``part``, float32:
-    # kept (CANDIDATES, 128)    a row's errors with each scale
-    # pairs (CANDIDATES, 64)    its codes with each scale, x's + 256 times y's
-    # sums (CANDIDATES,)        the sum of its squared errors with each scale, weighted
-    # aims (2, CANDIDATES)      the targets of a pair with each scale
-    kept = scratch_at + 4 * part * SCRATCH
-    pairs, sums = floats(kept + 4 * BLOCK * CANDIDATES), floats(kept + 6 * BLOCK * CANDIDATES)
-    aims = floats(kept + 6 * BLOCK * CANDIDATES + 4 * CANDIDATES)
+    """Rounds rows of a block, from its last pair to its first, with several scales; keeps the cheapest."""
+    p = load_tuple(BlockArrays, arguments)
+    costs, factors, near, levels = floats(p.costs), floats(p.factors), chars(p.near), floats(p.levels)
+    kept = p.scratch + 4 * part * SCRATCH
+    pairs, sums, targets = floats(kept + 4 * PAIRS_AT), floats(kept + 4 * SUMS_AT), floats(kept + 4 * TARGETS_AT)
     for r in range(first, last):
-        t, weight, errors = (
-            floats(targets_at + 4 * BLOCK * r),
-            floats(weight_at + 4 * BLOCK * r),
-            floats(errors_at + 4 * BLOCK * r),
-        )
-        codes, square = chars(codes_at + BLOCK * r), np.float32(0)
+        row = 4 * BLOCK * r
+        t, weight, errors = floats(p.aims + row), floats(p.weight + row), floats(p.errors + row)
+        codes, square = chars(p.codes + BLOCK * r), np.float32(0)
         for j in range(BLOCK):
             square += get(t, j) * get(t, j)
         deviation = np.sqrt(square / np.float32(BLOCK))
@@ -282,36 +302,31 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
             for j in range(BLOCK):
                 put(floats(kept + 4 * BLOCK * s), j, np.float32(0))
         for j in range(BLOCK - 2, -1, -2):
-            of_x, of_y, heavy = (
-                floats(factor_at + 4 * BLOCK * j),
-                floats(factor_at + 4 * BLOCK * (j + 1)),
-                get(weights, j),
-            )
-            share, heaviness = get(of_x, j + 1), get(weights, j + 1) / heavy
+            of_x, of_y = floats(p.matrix + 4 * BLOCK * j), floats(p.matrix + 4 * BLOCK * (j + 1))
+            cost, ratio, share = get(costs, j), get(costs, j + 1) / get(costs, j), get(of_x, j + 1)
             for s in range(CANDIDATES):  # apart from the next loop, for a processor that looks ahead
-                own, x, y = floats(kept + 4 * BLOCK * s), get(t, j), get(t, j + 1)
+                tried, x, y = floats(kept + 4 * BLOCK * s), get(t, j), get(t, j + 1)
                 for i in range(BLOCK):  # errors before j are 0
-                    x += get(own, i) * get(of_x, i)
-                    y += get(own, i) * get(of_y, i)
-                put(aims, s, x)
-                put(aims, s + CANDIDATES, y)
+                    x += get(tried, i) * get(of_x, i)
+                    y += get(tried, i) * get(of_y, i)
+                put(targets, s, x)
+                put(targets, s + CANDIDATES, y)
             for s in range(CANDIDATES):
-                own, x, y = floats(kept + 4 * BLOCK * s), get(aims, s), get(aims, s + CANDIDATES)
+                tried, x, y = floats(kept + 4 * BLOCK * s), get(targets, s), get(targets, s + CANDIDATES)
                 step = deviation * get(factors, s)
                 inverse = np.float32(1) / step if step != 0 else np.float32(0)
                 x += (get(weight, j + 1) - y) * share
-                found = round_pair(x * inverse, y * inverse, share, heaviness, near, levels)
-                code_x, code_y, level_x, level_y = found
+                code_x, code_y, level_x, level_y = round_pair(x * inverse, y * inverse, share, ratio, near, levels)
                 lost_y = y - step * level_y
                 lost_x = x + share * lost_y - step * level_x
                 put(pairs, (s * BLOCK + j) // 2, np.float32(np.int32(code_x) + 256 * np.int32(code_y)))
-                put(own, j, get(weight, j) - step * level_x)
-                put(own, j + 1, get(weight, j + 1) - step * level_y)
-                put(sums, s, get(sums, s) + heavy * (lost_x * lost_x + heaviness * lost_y * lost_y))
+                put(tried, j, get(weight, j) - step * level_x)
+                put(tried, j + 1, get(weight, j + 1) - step * level_y)
+                put(sums, s, get(sums, s) + cost * (lost_x * lost_x + ratio * lost_y * lost_y))
         best = 0
         for s in range(1, CANDIDATES):
             best = s if get(sums, s) < get(sums, best) else best
-        put(floats(scales_at), r, deviation * get(factors, best))
+        put(floats(p.scales), r, deviation * get(factors, best))
         for j in range(BLOCK):
             pair = int(get(pairs, (best * BLOCK + j) // 2))
             put(codes, j, np.uint8(pair >> 8 if j & 1 else pair & 255))
@@ -321,16 +336,12 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
 @rows_kernel
 def _round_block_again(first: int, last: int, part: int, arguments: int) -> None:
     """Rounds rows of a block again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
-    weight_at, slopes_at, hessian_at, near_at, levels_at = load_arguments(arguments, 5)
-    codes_at, errors_at, scales_at = load_arguments(arguments + 8 * 5, 3)
-    hessian, near, levels, scales = floats(hessian_at), chars(near_at), floats(levels_at), floats(scales_at)
+    p = load_tuple(BlockArrays, arguments)
+    hessian, near, levels, scales = floats(p.matrix), chars(p.near), floats(p.levels), floats(p.scales)
     for r in range(first, last):
-        slope, weight, errors = (
-            floats(slopes_at + 4 * BLOCK * r),
-            floats(weight_at + 4 * BLOCK * r),
-            floats(errors_at + 4 * BLOCK * r),
-        )
-        codes, gain, square = chars(codes_at + BLOCK * r), np.float32(0), np.float32(0)
+        row = 4 * BLOCK * r
+        slope, weight, errors = floats(p.aims + row), floats(p.weight + row), floats(p.errors + row)
+        codes, gain, square = chars(p.codes + BLOCK * r), np.float32(0), np.float32(0)
         for j in range(BLOCK):
             product, value = np.float32(0), get(weight, j) - get(errors, j)
             for i in range(BLOCK):
@@ -351,11 +362,12 @@ def _round_block_again(first: int, last: int, part: int, arguments: int) -> None
             change = (get(slope, j + 1) - share * get(slope, j)) / left
             y = get(weight, j + 1) - get(errors, j + 1) + change
             x = get(weight, j) - get(errors, j) + get(slope, j) / of_x - share * change
-            found = round_pair(x * inverse, y * inverse, share, left / of_x, near, levels)
-            if found[0] != get(codes, j) or found[1] != get(codes, j + 1):
-                put(codes, j, found[0])
-                put(codes, j + 1, found[1])
-                _set_pair(j, scale * found[2], scale * found[3], hessian, weight, errors, slope)
+            ratio = left / of_x
+            code_x, code_y, level_x, level_y = round_pair(x * inverse, y * inverse, share, ratio, near, levels)
+            if code_x != get(codes, j) or code_y != get(codes, j + 1):
+                put(codes, j, code_x)
+                put(codes, j + 1, code_y)
+                _set_pair(j, scale * level_x, scale * level_y, hessian, weight, errors, slope)
 
 
 @inline_jit

@@ -39,7 +39,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.emit import LANES, Value, at
-from edgekv.kernels.cpu.loops import Loop, call, chars, floats
+from edgekv.kernels.cpu.loops import Loop, call, chars, floats, load_tuple
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import CODEBOOKS, ROTATED_INPUTS, code_of_zero, code_planes, level_tables
@@ -175,7 +175,7 @@ LAYOUTS = (
 )
 PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
 """A class for each layout: Numba compiles a kernel for each, and `layout_of` has the layout while that is emitted.
-All fields are int64, so that a kernel reads a product from memory as so many numbers (`product_at`)."""
+All fields are int64, so that a kernel reads a product from memory as so many numbers (`load_tuple`)."""
 
 
 def layout_of(product: Any) -> CodeLayout:
@@ -236,18 +236,6 @@ def _outputs_at(b: Any, layout: CodeLayout, p: Value, output: Value, start: Valu
     codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
     scales = at(b, scales, (output, blocks, layout.scale_bytes), (start, layout.scale_bytes))
     return OutputsAt(codes, code_bytes, scales, blocks)
-
-
-@intrinsic
-def product_at(context: Any, product: Any, numbers: Any) -> Any:
-    """Returns the `Product` of a class whose fields are int64 at an address."""
-    kind = types.NamedUniTuple(types.intp, len(Product._fields), product.instance_class)
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        fields = [emit.load(b, emit.I64, args[1], 8 * i) for i in range(len(Product._fields))]
-        return context.make_tuple(b, kind, fields)
-
-    return kind(product, types.intp), build
 
 
 INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
@@ -646,7 +634,7 @@ def _fetch(b: Any, start: Value, n_bytes: Value) -> None:
 
 
 def _correct(output: int, n: int, memory: int, place: int) -> None:
-    p = product_at(Product, place)
+    p = load_tuple(Product, place)
     first, size = output * p.blocks, n * p.blocks
     offsets = p.offsets + 4 * first
     if p.zeros:

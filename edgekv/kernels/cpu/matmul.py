@@ -33,7 +33,6 @@ from edgekv.kernels.cpu.gemm import (
     fields,
     layout_of,
     multiply_tiles,
-    product_at,
 )
 from edgekv.kernels.cpu.launch import RangeKernel
 from edgekv.kernels.cpu.loops import (
@@ -44,6 +43,7 @@ from edgekv.kernels.cpu.loops import (
     floats,
     int64s,
     load_arguments,
+    load_tuple,
     scratch_memory,
 )
 from edgekv.kernels.cpu.rope import transformed
@@ -249,7 +249,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     def prepare(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(int64s(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_FIELDS)
-            p = product_at(product, place)
+            p = load_tuple(product, place)
             a, b = max(first - p.first_row, 0), min(last - p.first_row, p.n)
             if a < b:
                 prepare_rows(a, b, p.parts + part * _part_bytes(p.blocks), p, block, of_unit)
@@ -258,7 +258,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     def multiply(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(int64s(given), N_PRODUCTS)):
             place = given + 8 * (BEFORE + i * N_FIELDS)
-            p = product_at(product, place)
+            p = load_tuple(product, place)
             a, b = max(first - p.first_tile, 0), min(last - p.first_tile, p.tiles)
             if a < b:
                 memory = p.parts + part * _part_bytes(p.blocks)
@@ -309,7 +309,7 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int,
         put(own, CODES, codes - before * GROUP)
         put(own, SCALES, scales - before * 4)
         put(own, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, memory, product_at(_DecodedBlocks, place), place, step)
+        multiply_tiles(tile, tile + 1, memory, load_tuple(_DecodedBlocks, place), place, step)
 
 
 @exact_loop
@@ -318,7 +318,7 @@ def _lay_out(first_part: int, scale_bytes: int, experts: int, m: int, given: int
 
     scale_bytes: of a block's scale. experts (m,): each row's expert, ascending.
     """
-    p, own_experts = product_at(Product, first_part), int64s(experts)
+    p, own_experts = load_tuple(Product, first_part), int64s(experts)
     first = n_products = n_tiles = 0
     while first < m:
         n = 1

@@ -14,6 +14,7 @@ from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, leve
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 WARPS, WARPS_OF_TILE = 16, 8  # of a block of `packed_matvec`, and of those that share a tile of rows
 THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
+MAX_BLOCKS = 65535  # in a grid's second direction
 COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # of 16 bytes in a row, for which programs are compiled
 # By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
 MAX_CHUNKS = {2: 224, 4: 448, 8: 448}
@@ -79,7 +80,8 @@ def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
     n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
-    launch = Launch(linear_program(*w.form), "widen", (-(-columns // (8 * 256)), -(-n // ROWS_PER_WIDENING)), 256)
+    grid = -(-columns // (8 * 256)), min(-(-n // ROWS_PER_WIDENING), MAX_BLOCKS)
+    launch = Launch(linear_program(*w.form), "widen", grid, 256)
     scales = None if w.scales is None else w.scales[part]
     driver.launch(launch, w.data[part], scales, n, columns, w.blocks, out, int(dtype == np.float16))
     return out

@@ -223,15 +223,16 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
         }
     };
     find_rows(next_tile);
+    auto load_next = [=, &next_tile, &next_span, &from](WeightFragment& fragment) {
+        if (next_tile < tiles) fragment.load(weights, scales, from, chunks, 8 * next_span + 2 * j);
+        next_span += WARPS_OF_TILE;
+        if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
+    };
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     DYNAMIC_SHARED(uint4, memory, 1 << 12);
     u32* table = (u32*)memory;
     launch_dependents();
-    UNROLL for (int a = 0; a < AHEAD; ++a) {
-        if (next_tile < tiles) ring[a].load(weights, scales, from, chunks, 8 * next_span + 2 * j);
-        next_span += WARPS_OF_TILE;
-        if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
-    }
+    UNROLL for (int a = 0; a < AHEAD; ++a) load_next(ring[a]);
     if (ROTATED) fill_levels<COPIES, TABLES>(table, 0);
     float v[BATCH][4], weight[BATCH][4], square = 0;
     auto load_norm = [&](int base) {
@@ -277,9 +278,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 adds = false;
             }
             ring[a].multiply(table, staged + i + span * 2 * HALVES * 8, has_part, chunk_of + 8 * span + 2 * j, sum);
-            if (next_tile < tiles) ring[a].load(weights, scales, from, chunks, 8 * next_span + 2 * j);
-            next_span += WARPS_OF_TILE;
-            if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
+            load_next(ring[a]);
             span += WARPS_OF_TILE;
             if (span < spans) continue;
             sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);

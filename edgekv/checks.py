@@ -137,16 +137,16 @@ def _converted(value: Any, kind: Any) -> Any:
             raise TypeError
         return value
     if origin in (Union, types.UnionType):
-        for each in args:
+        for option in args:
             with contextlib.suppress(TypeError):
-                return _converted(value, each)
+                return _converted(value, option)
         raise TypeError
     if kind in (bool, int, float):
         return _number(value, kind)
     if origin is collections.abc.Sequence:
         return _items(value, args[0])
     if origin is collections.abc.Mapping and isinstance(value, collections.abc.Mapping):
-        return {_converted(key, args[0]): _converted(each, args[1]) for key, each in value.items()}
+        return {_converted(key, args[0]): _converted(item, args[1]) for key, item in value.items()}
     if kind is not Any and not isinstance(value, origin or kind):
         raise TypeError
     return value
@@ -167,8 +167,8 @@ def _items(value: Any, kind: Any) -> Any:
     if isinstance(value, (str, bytes)) or not isinstance(value, collections.abc.Sequence):
         raise TypeError
     kinds = () if get_origin(kind) is Annotated else get_args(kind) or (kind,)
-    plain = {each for each in kinds if each in (int, str) or dataclasses.is_dataclass(each)}
-    return value if set(map(type, value)) <= plain else [_converted(each, kind) for each in value]
+    plain = {x for x in kinds if x in (int, str) or dataclasses.is_dataclass(x)}
+    return value if set(map(type, value)) <= plain else [_converted(x, kind) for x in value]
 
 
 def _in_range(value: Any, meta: Meta) -> bool:

@@ -46,8 +46,8 @@ def command(module: str, *arguments: str) -> list[str]:
     `python -m` looks for modules in the working folder first, where a downloaded model brought whatever it did.
     """
     home = str(pathlib.Path(__file__).resolve().parents[1])
-    folders = (str(each) for each in sys.path if os.path.isabs(each))
-    path = [each for each in folders if each == home or not _is_working_folder(each)]
+    folders = (str(folder) for folder in sys.path if os.path.isabs(folder))
+    path = [folder for folder in folders if folder == home or not _is_working_folder(folder)]
     code = f"import sys; sys.path[:] = {[*path, home]!a}; from {module} import main; main(*sys.argv[1:])"
     bytecode = ["-B"] if sys.dont_write_bytecode else []
     return [sys.executable or "python3", "-I", *bytecode, "-c", code, *arguments]

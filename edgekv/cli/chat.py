@@ -118,7 +118,7 @@ def _editor(history: bool) -> Callable[[str], str]:
             name, blank, rest = text.partition(" ")
             if not blank and text.startswith("/"):
                 names = [*(f"/{command}" for command in COMMANDS), *ENDS[:3]]
-                return [Completion(each, -len(text)) for each in names if each.startswith(text)]
+                return [Completion(name, -len(text)) for name in names if name.startswith(text)]
             files = PathCompleter(expanduser=True)
             return files.get_completions(Document(rest), event) if name in TAKE_FILES else []
 

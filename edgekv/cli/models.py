@@ -102,14 +102,14 @@ def list_arguments(parser: argparse.ArgumentParser) -> None:
 def list_command(arguments: argparse.Namespace) -> int:
     found = cached_entries()
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found], indent=2, default=str))
+        print(json.dumps([dataclasses.asdict(entry) for entry in found], indent=2, default=str))
         return 0
     if found:
         rows = [
             (k.name, k.what, format_bytes(k.bytes), f"{k.last_used:%Y-%m-%d}" if k.bytes else "-") for k in found
         ]
         print(align_columns([("name", "what", "size", "last used"), *rows], left=(0, 1)), end="\n\n")
-    total = bytes_text(sum(each.bytes for each in found))
+    total = bytes_text(sum(entry.bytes for entry in found))
     print(f"{total} in all, which `edgekv rm NAME` frees; {' and '.join(SHIPPED_NOTES)} ship with edgekv")
     return 0
 
@@ -129,7 +129,7 @@ def cached_entries() -> list[CachedEntry]:
         for name, what in CACHE_FOLDERS.items()
         if any(root.glob(f"{name}/*"))
     ]
-    return sorted(found, key=lambda each: (each.name.lower(), each.what)) + caches
+    return sorted(found, key=lambda entry: (entry.name.lower(), entry.what)) + caches
 
 
 def rm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,15 +143,15 @@ def rm_command(arguments: argparse.Namespace) -> int:
         place = on_hub and find_cached(on_hub)
         chosen[name] = [k for k in found if name in (k.name, k.name.partition(":")[0]) or k.path == place]
         if not chosen[name]:
-            names = dict.fromkeys(each.name for each in found)
+            names = dict.fromkeys(entry.name for entry in found)
             raise CheckpointError(f"{name!r}: there is nothing to remove", value=name, accepted=names)
-    for name, each in chosen.items():
+    for name, entries in chosen.items():
         try:
-            for one in each:
-                one.remove()
+            for entry in entries:
+                entry.remove()
         except OSError as error:
             raise CheckpointError(f"{error.filename or name}: can't be removed ({error})") from None
-        print(f"{name}: freed {bytes_text(sum(one.bytes for one in each))}")
+        print(f"{name}: freed {bytes_text(sum(entry.bytes for entry in entries))}")
     return 0
 
 

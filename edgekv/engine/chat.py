@@ -247,7 +247,7 @@ class Chat:
         choices: dict[str, Tools | None] = {"auto": self._tools, "none": None}
         if self._tools:
             all_of_them = self._tools.functions
-            for name, can in (("required", all_of_them), *((each.name, (each,)) for each in all_of_them)):
+            for name, can in (("required", all_of_them), *((f.name, (f,)) for f in all_of_them)):
                 choices[name] = Tools(all_of_them, can, forced=True, several=False)
         if choice not in choices:
             raise refusal("tool_choice", choice, ", ".join(choices))
@@ -311,7 +311,7 @@ class Chat:
         _, token = require_vision(self.session.model)
         with self.session.exclusive():
             rows, report = self.session.vision.place_images([token] * len(new), new, None)
-        self._images |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
+        self._images |= {file: row for file, row in zip(new, rows, strict=True) if isinstance(row, Embeddings)}
         return report
 
     def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -94,8 +94,8 @@ class CpuBackend(Backend):
             with serial_kernels():
                 for g, a, b in blocks:  # a list's iterator: each block goes to one worker
                     heads, sinks = slice(g * group, (g + 1) * group), options.sinks
-                    own = options._replace(sinks=None if sinks is None else sinks[heads])
-                    self._attend_block(scratch, queries[heads], keys[g], values[g], a, b, own)
+                    head_options = options._replace(sinks=None if sinks is None else sinks[heads])
+                    self._attend_block(scratch, queries[heads], keys[g], values[g], a, b, head_options)
 
         with blas_threads(1):
             jobs = [self._pool.submit(work, scratch) for scratch in self._scratch]
@@ -108,7 +108,7 @@ class CpuBackend(Backend):
         group, n, head_dim = queries.shape
         t0, t1 = len(keys) - n + a, len(keys) - n + b
         first, *ranges = visible_range(t0, t1, options.window)
-        lo, hi = (np.tile(each, group) for each in ranges)
+        lo, hi = (np.tile(x, group) for x in ranges)
         rows, sinks = group * (b - a), options.sinks
         q = scratch.array("rows", (rows, head_dim))
         q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
@@ -119,10 +119,10 @@ class CpuBackend(Backend):
         if sinks is None:
             self.kernels.softmax(s[None], lo, hi)
         else:
-            each = np.arange(rows)
-            whole[each, hi] = np.repeat(sinks, b - a)  # behind the last token that a row sees
+            i = np.arange(rows)
+            whole[i, hi] = np.repeat(sinks, b - a)  # behind the last token that a row sees
             self.kernels.softmax(whole[None], lo, hi + 1)
-            whole[each, hi] = 0
+            whole[i, hi] = 0
         np.matmul(s, values[first:t1], out=q)
         queries[:, a:b] = q.reshape(group, b - a, head_dim)
 
@@ -152,7 +152,7 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, needs_prompt_queries: bool) -> in
     prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
     e = c.experts
     experts = e.per_token * (4 * e.size + 5 * c.hidden_size) if e else 0
-    projected = max((each.projected for each in c.recurrences if each is not None), default=0)
+    projected = max((layer.projected for layer in c.recurrences if layer is not None), default=0)
     chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + 2 * projected + experts) + c.vocab_size
     return 4 * (prompt + chunk)
 

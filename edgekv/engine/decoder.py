@@ -46,7 +46,7 @@ class RopeRotation(NamedTuple):
 
     def rows(self, first: int, stop: int) -> RopeRotation:
         """Returns the rotation of the positions first..stop among these."""
-        return RopeRotation(*(None if each is None else each[first:stop] for each in self))  # type: ignore[arg-type]
+        return RopeRotation(*(None if x is None else x[first:stop] for x in self))  # type: ignore[arg-type]
 
 
 class LayerRopes:
@@ -461,5 +461,5 @@ class Decoder:
         # Encoders first: another process compiles attention meanwhile (`Backend.precompiling`).
         attends = [functools.partial(attend, n) for n in WARM_UP_ROWS]
         calls += [prefill, *attends, lambda: rewind([cache], 0), attends[0]]
-        calls += [functools.partial(recur, *each) for each in kinds.values()]
+        calls += [functools.partial(recur, *kind) for kind in kinds.values()]
         return [*calls, lambda: kernel_cache.mark_warm(what)] if backend.keeps_kernels else calls

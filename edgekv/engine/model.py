@@ -82,8 +82,8 @@ class Model:
         if adapted:
             adapted.require_shape(model.config)
         named = {name: Lora.open(folder) for name, folder in loras.items()}
-        for each in named.values():
-            each.deltas(model.arch, model_path)  # raises for one that does not fit
+        for named_lora in named.values():
+            named_lora.deltas(model.arch, model_path)  # raises for one that does not fit
         return dataclasses.replace(model, loras=named)
 
     @property
@@ -109,7 +109,7 @@ class Model:
     @property
     def loras_bytes(self) -> int:
         """The bytes of the matrices of ``loras`` in memory."""
-        return sum(low_rank_bytes(self.arch, self._deltas(each)) for each in self.loras.values())
+        return sum(low_rank_bytes(self.arch, self._deltas(lora)) for lora in self.loras.values())
 
     def lora_deltas(self, name: str) -> LoraDeltas:
         """Reads one of ``loras``. Raises CheckpointError where it is not finite."""

@@ -101,7 +101,7 @@ class PrefixStore:
         if n < MIN_TOKENS or bare.spans:
             return
         known, path = self.find(bare.tokens, plan, lora)
-        needed = sum(min(each.nbytes, each.planned_bytes(n)) for each in bare.caches)
+        needed = sum(min(cache.nbytes, cache.planned_bytes(n)) for cache in bare.caches)
         with contextlib.suppress(OSError, EdgeKVError):
             if path and known >= MIN_TOKENS:
                 os.utime(path)  # used, though from memory

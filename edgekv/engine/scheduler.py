@@ -175,7 +175,7 @@ class BatchScheduler(SerialScheduler):
                 if request in self._waiting and is_free and self._is_due():
                     self._computing, self._lets_pass = request.thread, False
                     self._pass, self._waiting = self._waiting, []
-                    self._writing = {each.thread for each in self._pass}  # those waited for in vain are out
+                    self._writing = {other.thread for other in self._pass}  # those waited for in vain are out
                     return True
                 self._changed.wait(MAX_WAIT_S)
             return False
@@ -187,9 +187,9 @@ class BatchScheduler(SerialScheduler):
                 self._waiting.remove(request)
                 self._writing.discard(request.thread)
             if self._computing == request.thread:
-                for each in self._pass:
-                    if not each.is_done:
-                        each.error = SessionError(INTERRUPTED)
+                for other in self._pass:
+                    if not other.is_done:
+                        other.error = SessionError(INTERRUPTED)
                 self._pass = []
                 self._give_turn()
             self._changed.wait_for(lambda: request not in self._pass)
@@ -215,7 +215,7 @@ class BatchScheduler(SerialScheduler):
             decoder = group[0].decoder
             try:
                 with blas_threads(1):
-                    rows = decoder.step_together([each.token for each in group], [each.caches for each in group])
+                    rows = decoder.step_together([r.token for r in group], [r.caches for r in group])
                 for request, row in zip(group, np.array(rows), strict=True):
                     request.logits = row
             except Exception as error:

@@ -535,7 +535,7 @@ class Session:
         caches don't fit beside the present ones.
         """
         state = self._idle_runner().state
-        mine, theirs = ((each.model.path, each.lora, each.plan.kv, each.plan.ctx) for each in (self, other))
+        mine, theirs = ((s.model.path, s.lora, s.plan.kv, s.plan.ctx) for s in (self, other))
         if mine != theirs:
             raise SessionError(f"{other} can't be taken over by {self}: model, LoRA, kv and ctx must be the same")
         state.copy_from(other._state, self._loaded.new_state(self.plan).caches)

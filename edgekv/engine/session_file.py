@@ -73,17 +73,17 @@ def write(
             field="memo",
         ) from None
 
-    def each(some: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    def interruptible(some: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         for item in some.items():
             between(False)
             yield item
 
-    used = {name: array[used_part(array)] for name, array in each(arrays)}
+    used = {name: array[used_part(array)] for name, array in interruptible(arrays)}
     specs = {name: (NAMES[array.dtype], array.shape) for name, array in used.items()}
-    crc = checksum(encoded, ((name, *specs[name], array) for name, array in each(used)))
+    crc = checksum(encoded, ((name, *specs[name], array) for name, array in interruptible(used)))
     metadata = {"edgekv_session": VERSION, "crc32": crc, "content": text}
     with TensorWriter(user_path(path), specs, metadata, private=True) as file:
-        for name, array in each(used):
+        for name, array in interruptible(used):
             file.write(name, array)
         between(True)
     return file.nbytes

@@ -112,7 +112,7 @@ def share_of_context(default: float) -> Any:
 def bad_option(scheme: str, name: str, value: object, *accepted: object) -> CacheError:
     """Returns the error of an option's value. accepted: the values, or descriptions of them."""
     text = value if isinstance(value, str) else short_repr(value)
-    kv, phrases = f"{scheme}:{name}={text:.60}", [str(each) for each in accepted]
+    kv, phrases = f"{scheme}:{name}={text:.60}", [str(x) for x in accepted]
     return CacheError(field="kv", value=kv, accepted=phrases)
 
 

@@ -144,16 +144,16 @@ def open_layers(spec: CacheSpec, shape: ModelConfig, capacity: int) -> list[Laye
     Raises CacheError as `CacheSpec.layers`.
     """
     caches, states = iter(spec.layers(shape, capacity)), iter(recurrent_states(shape, capacity))
-    return [next(caches) if each is None else next(states) for each in shape.layer_recurrences]
+    return [next(caches) if recurrence is None else next(states) for recurrence in shape.layer_recurrences]
 
 
 def recurrent_states(shape: ModelConfig, capacity: int) -> list[RecurrentState]:
     """Returns the states of the recurrent layers, not allocated yet."""
-    recurrences = [each for each in shape.layer_recurrences if each is not None]
-    state_bytes = sum(layout_bytes({k: (v, "<f4") for k, v in each.state().items()}) for each in recurrences)
+    recurrences = [layer for layer in shape.layer_recurrences if layer is not None]
+    state_bytes = sum(layout_bytes({k: (v, "<f4") for k, v in layer.state().items()}) for layer in recurrences)
     affordable = SNAPSHOT_BYTES // max(1, state_bytes)
     slots = min(max(MIN_SNAPSHOTS, affordable), MAX_SNAPSHOTS, MIN_SNAPSHOTS + capacity // SNAPSHOT_TOKENS)
-    return [RecurrentState(each, capacity, slots) for each in recurrences]
+    return [RecurrentState(recurrence, capacity, slots) for recurrence in recurrences]
 
 
 def attending(layers: Sequence[LayerState]) -> list[KVCache]:

@@ -71,7 +71,7 @@ def _unknown(name: str) -> CacheError:
     known = sorted({*CACHES, *(entry.name for entry in _entry_points())})
     advice = "" if find_spec("edgekv.papers") else "the papers' schemes are missing here: pip install edgekv"
     if bits := OF_BITS.fullmatch(name):
-        advice = f"did you mean {min(PRESETS, key=lambda each: abs(float(each[1:]) - float(bits[1])))}?"
+        advice = f"did you mean {min(PRESETS, key=lambda name: abs(float(name[1:]) - float(bits[1])))}?"
     if re.fullmatch(r"q[1-3]\.[0-9]{1,3}", name):
         advice = f"of fractions only q1.5 is a name; did you mean planes:k_bits={name[1:]},v_bits={name[1:]}?"
     return CacheError("unknown", field="kv", value=name, accepted=(*PRESETS, *known), advice=advice)
@@ -210,7 +210,7 @@ class CacheSpec:
 
         Raises CacheError (field kv) for options that the model can't have.
         """
-        attending = [i for i, each in enumerate(model.layer_recurrences) if each is None]
+        attending = [i for i, recurrence in enumerate(model.layer_recurrences) if recurrence is None]
         return [
             self.layer(
                 Geometry(
@@ -268,7 +268,7 @@ def select_specs(
 def _no_option(name: str, item: str, options: dict[str, Any]) -> CacheError:
     accepted = [f"{key}={default}" for key, default in options.items() if default != ""]
     option = item.partition("=")[0]
-    others = [scheme for scheme, each in schemes().items() if hasattr(each.Config, option)]
+    others = [scheme for scheme, kind in schemes().items() if hasattr(kind.Config, option)]
     hint = f"{option} applies to: {', '.join(others)}" if others and option not in options else ""
     if not hint and (close := nearest(option, options)):
         hint = f"did you mean {close}?"

@@ -74,8 +74,8 @@ def stacks_experts(raw: Raw) -> bool:
 def gguf_families() -> dict[str, GgufNames]:
     """Returns how each architecture is written in GGUF files, by GGUF's name of it."""
     outside = [point.name for point in entry_points(group=GROUP)]
-    own = [vars(find_family(model_type)).get("gguf") for model_type in dict.fromkeys([*FAMILIES, *outside])]
-    return {names.architecture: names for names in own if names is not None}
+    found = [vars(find_family(model_type)).get("gguf") for model_type in dict.fromkeys([*FAMILIES, *outside])]
+    return {names.architecture: names for names in found if names is not None}
 
 
 def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architecture:

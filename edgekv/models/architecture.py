@@ -73,10 +73,10 @@ class Linear:
     n_experts: int = 0
 
     @classmethod
-    def of_experts(cls, each: Sequence[Linear]) -> Linear:
+    def of_experts(cls, linears: Sequence[Linear]) -> Linear:
         """Joins the projections of all experts, which have the same shape."""
-        parts = tuple(part for linear in each for part in linear.parts)
-        return cls(parts, tuple(bias for linear in each for bias in linear.biases), len(each))
+        parts = tuple(part for linear in linears for part in linear.parts)
+        return cls(parts, tuple(bias for linear in linears for bias in linear.biases), len(linears))
 
     @property
     def rows(self) -> int:
@@ -204,7 +204,7 @@ class Architecture(abc.ABC):
         return self._of_layers(self.layer_arrays)
 
     def _of_layers(self, layer: Callable[[int], dict[str, T]]) -> dict[str, T]:
-        return {name: each for i in range(self.config.n_layers) for name, each in layer(i).items()}
+        return {name: spec for i in range(self.config.n_layers) for name, spec in layer(i).items()}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Returns every checkpoint tensor that the model reads, in the order of the layers: name -> shape."""

@@ -258,7 +258,7 @@ def _by_type(layer_types: Sequence[str], kind: str, value: T, n_layers: int) -> 
     if unknown:
         what = f"layer_types has {short_repr(unknown[0])}, which is not supported"
         raise ConfigError(f"config.json: {what}; supported: full_attention, {kind}")
-    return tuple(value if each == kind else None for each in layer_types)
+    return tuple(value if layer == kind else None for layer in layer_types)
 
 
 def check(config: ModelConfig) -> ModelConfig:

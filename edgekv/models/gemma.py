@@ -75,15 +75,15 @@ class LayerTypeRopes(Struct):
 def _from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
     """Adds the scale of the scores, which no key has, as llama.cpp chooses it, and the types of layers."""
     name, layers = facts.metadata["general.architecture"], config["num_hidden_layers"]
-    own, wide = head_dim(config), config["hidden_size"] // config["num_attention_heads"]
-    scalar = wide if layers == GEMMA_27B[name] else own
+    dim, wide = head_dim(config), config["hidden_size"] // config["num_attention_heads"]
+    scalar = wide if layers == GEMMA_27B[name] else dim
     slides = facts.get("attention.sliding_window_pattern", SLIDING_OF[name])
     if not isinstance(slides, list):
         slides = [slides == 0 or (i + 1) % slides != 0 for i in range(min(layers, MAX_LAYERS))]
     if name == "gemma3" and not config.get("sliding_window"):
         slides = [False] * len(slides)
-    types = ["sliding_attention" if each else "full_attention" for each in slides]
-    return {**config, "head_dim": own, "query_pre_attn_scalar": scalar, "layer_types": types}
+    types = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return {**config, "head_dim": dim, "query_pre_attn_scalar": scalar, "layer_types": types}
 
 
 class Gemma(Llama):
@@ -102,13 +102,13 @@ class Gemma(Llama):
     norm_offset = 1.0
 
     @classmethod
-    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
-        """Makes the ModelConfig; own: the fields in which a generation differs."""
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
+        """Makes the ModelConfig; overrides: the fields in which a generation differs."""
         if file.use_bidirectional_attention:
             raise ConfigError("config.json: use_bidirectional_attention is true: this is an encoder, no decoder")
-        own["activation"] = activation(file.hidden_activation or "gelu_pytorch_tanh")
-        own["layer_scales"] = (file.query_pre_attn_scalar**-0.5,) * file.num_hidden_layers
-        return super().model_config(file, raw, embedding_scale=file.hidden_size**0.5, **own)
+        overrides["activation"] = activation(file.hidden_activation or "gelu_pytorch_tanh")
+        overrides["layer_scales"] = (file.query_pre_attn_scalar**-0.5,) * file.num_hidden_layers
+        return super().model_config(file, raw, embedding_scale=file.hidden_size**0.5, **overrides)
 
 
 class Gemma2(Gemma):
@@ -117,7 +117,7 @@ class Gemma2(Gemma):
     gguf = GgufNames("gemma2", "gemma2", GEMMA_NAMES, GEMMA_KEYS, norm_offset=1.0, finish=_from_gguf)
 
     @classmethod
-    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         logit_cap = file.final_logit_softcapping if "final_logit_softcapping" in raw else 30.0
         score_cap = file.attn_logit_softcapping if "attn_logit_softcapping" in raw else 50.0
         return super().model_config(file, raw, logit_cap=logit_cap, score_cap=score_cap)
@@ -135,7 +135,7 @@ class Gemma3(Gemma):
     gguf = GgufNames("gemma3", "gemma3_text", GEMMA_NAMES, GEMMA_KEYS, norm_offset=1.0, finish=_from_gguf)
 
     @classmethod
-    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: GemmaConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         nested = read_fields(file.rope_parameters or {}, LayerTypeRopes, "config.json: rope_parameters")
         whole = {**nested.full_attention, **(file.rope_scaling or {})}  # rope_scaling is not of layers that slide
         dim, positions = file.head_dim or 0, file.max_position_embeddings
@@ -144,8 +144,8 @@ class Gemma3(Gemma):
             "full_attention": RopeConfig.of(whole, "rope_scaling", dim, positions, file.rope_theta),
             "sliding_attention": RopeConfig.of(near, "rope_parameters", dim, positions, theta),
         }
-        own = {"max_positions": positions, "layer_ropes": tuple(ropes.get(kind) for kind in file.types())}
-        return super().model_config(file, raw, qk_norm=True, logit_cap=file.final_logit_softcapping, **own)
+        overrides = {"max_positions": positions, "layer_ropes": tuple(ropes.get(kind) for kind in file.types())}
+        return super().model_config(file, raw, qk_norm=True, logit_cap=file.final_logit_softcapping, **overrides)
 
 
 class Gemma3WithVision(Multimodal, Gemma3):

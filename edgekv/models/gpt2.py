@@ -86,13 +86,13 @@ class GPT2(Architecture):
             raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
         scale = head_dim**-0.5 if file.scale_attn_weights else 1.0
         divisors = [i + 1 if file.scale_attn_by_inverse_layer_idx else 1 for i in range(layers)]
-        own: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
-        own |= {"max_positions": positions, "norm_eps": file.layer_norm_epsilon}
-        own |= {"tied_embeddings": file.tie_word_embeddings, "layer_ropes": (None,) * layers}
-        own |= {"layer_scales": tuple(scale / divisor for divisor in divisors)}
-        own["activation"] = activation(file.activation_function or "gelu_new")
+        overrides: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+        overrides |= {"max_positions": positions, "norm_eps": file.layer_norm_epsilon}
+        overrides |= {"tied_embeddings": file.tie_word_embeddings, "layer_ropes": (None,) * layers}
+        overrides |= {"layer_scales": tuple(scale / divisor for divisor in divisors)}
+        overrides["activation"] = activation(file.activation_function or "gelu_new")
         sizes = hidden, file.n_inner or 4 * hidden, layers, heads, file.vocab_size
-        return llama_config("gpt2", LlamaConfigSchema(*sizes), **own)
+        return llama_config("gpt2", LlamaConfigSchema(*sizes), **overrides)
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

@@ -60,11 +60,11 @@ class LlamaConfigSchema(Struct):
         return (None,) * self.num_hidden_layers
 
 
-def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelConfig:
-    """Makes the ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
+def llama_config(model_type: str, file: LlamaConfigSchema, **overrides: Any) -> ModelConfig:
+    """Makes the ModelConfig of a decoder built as Llama's. overrides: the fields in which a family differs."""
     layers, heads = file.num_hidden_layers, file.num_attention_heads
     head_dim = file.head_dim or head_size(file.hidden_size, heads)
-    ropes = own.get("layer_ropes") or (llama_rope(file, head_dim),) * layers
+    ropes = overrides.get("layer_ropes") or (llama_rope(file, head_dim),) * layers
     reach = [rope.max_positions for rope in ropes if rope is not None]
     fields = {
         "model_type": model_type,
@@ -84,10 +84,10 @@ def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelC
         "mlp_bias": file.mlp_bias,
         "qk_norm": False,
         "layer_ropes": ropes,
-        "layer_windows": own.get("layer_windows") or file.windows(),
+        "layer_windows": overrides.get("layer_windows") or file.windows(),
         "layer_scales": (head_dim**-0.5,) * layers,
     }
-    return check(ModelConfig(**{**fields, **own}))
+    return check(ModelConfig(**{**fields, **overrides}))
 
 
 class SlidingConfigSchema(LlamaConfigSchema):
@@ -127,9 +127,9 @@ class Llama(Architecture):
     up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of ``mlp``, as is down_part
 
     @classmethod
-    def model_config(cls, file: Any, raw: Raw, **own: Any) -> ModelConfig:
-        """Makes the ModelConfig; own: fields in which a family differs, beside those of ``fixed``."""
-        return llama_config(raw["model_type"], file, **{**cls.fixed, **own})
+    def model_config(cls, file: Any, raw: Raw, **overrides: Any) -> ModelConfig:
+        """Makes the ModelConfig; overrides: fields in which a family differs, beside those of ``fixed``."""
+        return llama_config(raw["model_type"], file, **{**cls.fixed, **overrides})
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

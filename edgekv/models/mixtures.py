@@ -29,10 +29,10 @@ class MixtureConfigSchema(SlidingConfigSchema):
     num_experts: Experts = 8
     num_local_experts: Experts | None = None
 
-    def experts(self, size: int, layers: tuple[bool, ...] = (), **own: Any) -> ExpertsConfig:
+    def experts(self, size: int, layers: tuple[bool, ...] = (), **overrides: Any) -> ExpertsConfig:
         """Makes the ExpertsConfig. size: channels of each. layers: those with experts, (): all."""
         layers, count = layers or (True,) * self.num_hidden_layers, self.num_local_experts or self.num_experts
-        return ExpertsConfig(layers, count, self.num_experts_per_tok, size, **{"renormalized": True, **own})
+        return ExpertsConfig(layers, count, self.num_experts_per_tok, size, **{"renormalized": True, **overrides})
 
 
 class Mixture(Llama):
@@ -51,10 +51,10 @@ class Mixture(Llama):
         if experts is None:
             return linears
         base = f"{self.prefix}layers.{i}.{self.mixture}."
-        each = [f"{base}experts.{e}." for e in range(experts.count)]
+        bases = [f"{base}experts.{e}." for e in range(experts.count)]
         gate, up, down = self.expert_parts
-        ups = [self._linear(name, (gate, up), (experts.size,) * 2, c.hidden_size, c.mlp_bias) for name in each]
-        downs = [self._linear(name, (down,), (c.hidden_size,), experts.size, c.mlp_bias) for name in each]
+        ups = [self._linear(name, (gate, up), (experts.size,) * 2, c.hidden_size, c.mlp_bias) for name in bases]
+        downs = [self._linear(name, (down,), (c.hidden_size,), experts.size, c.mlp_bias) for name in bases]
         return {
             f"{i}.qkv": linears[f"{i}.qkv"],
             f"{i}.out": linears[f"{i}.out"],
@@ -80,7 +80,7 @@ class Mixtral(Mixture):
     expert_parts = ("w1", "w3", "w2")
 
     @classmethod
-    def model_config(cls, file: MixtureConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: MixtureConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         return super().model_config(file, raw, experts=file.experts(file.intermediate_size))
 
 
@@ -111,7 +111,7 @@ class Qwen3Moe(Mixture):
     )
 
     @classmethod
-    def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         layers, plain = file.num_hidden_layers, file.mlp_only_layers or ()
         sparse = tuple(i not in plain and (i + 1) % file.decoder_sparse_step == 0 for i in range(layers))
         experts = file.experts(file.moe_intermediate_size, sparse, renormalized=file.norm_topk_prob)
@@ -152,7 +152,7 @@ class GptOss(Mixture):
     stacked_experts = True
 
     @classmethod
-    def model_config(cls, file: GptOssConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: GptOssConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         clamped = file.swiglu_alpha, file.swiglu_limit
         return super().model_config(file, raw, experts=file.experts(file.intermediate_size, clamped=clamped))
 

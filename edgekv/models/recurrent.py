@@ -71,14 +71,15 @@ class Lfm2(Llama):
     fixed: ClassVar[Raw] = {**NO_BIASES, "activation": "silu", "qk_norm": True}
 
     @classmethod
-    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         layers = file.num_hidden_layers
         attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
         types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
+        tied = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
         conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
-        own["tied_embeddings"] = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
-        own |= {"intermediate_size": file.adjusted_size(), "norm_eps": file.norm_eps}
-        return super().model_config(file, raw, recurrences=recurrent_layers(types, "conv", conv, layers), **own)
+        overrides |= {"recurrences": recurrent_layers(types, "conv", conv, layers), "tied_embeddings": tied}
+        overrides |= {"intermediate_size": file.adjusted_size(), "norm_eps": file.norm_eps}
+        return super().model_config(file, raw, **overrides)
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         linears, hidden = super().layer_linears(i), self.config.hidden_size
@@ -124,7 +125,7 @@ class Qwen35(Llama):
     ignored = (*Llama.ignored, r"^mtp\.")
 
     @classmethod
-    def model_config(cls, file: Qwen35ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: Qwen35ConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         layers = file.num_hidden_layers
         types = file.layer_types or alternating(layers, file.full_attention_interval, "linear_attention")
         if (file.hidden_act or "silu") not in ("silu", "swish"):
@@ -140,9 +141,9 @@ class Qwen35(Llama):
         for name in ("rope_parameters", "rope_scaling"):
             rope = read_fields(getattr(file, name) or {}, RopeSchema, f"config.json: {name}")
             share = rope.partial_rotary_factor or share
-        own["layer_ropes"] = (llama_rope(file, int(head_dim * share)),) * layers
+        overrides["layer_ropes"] = (llama_rope(file, int(head_dim * share)),) * layers
         recurrences = recurrent_layers(types, "linear_attention", delta, layers)
-        return super().model_config(file, raw, recurrences=recurrences, **own)
+        return super().model_config(file, raw, recurrences=recurrences, **overrides)
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         c, base, delta = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]

@@ -46,7 +46,7 @@ class Mistral(Llama):
     """Mistral: every layer has a sliding window of 4096 tokens by default; null means none."""
 
     @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         layers, window = file.num_hidden_layers, file.sliding_window if "sliding_window" in raw else 4096
         types = file.layer_types or ["sliding_attention"] * layers
         windows = sliding_layers(types, None if file.use_sliding_window is False else window, layers)
@@ -110,7 +110,7 @@ class SmolLM3(Llama):
     gguf = GgufNames("smollm3", "smollm3", interleaved=ROTATED)
 
     @classmethod
-    def model_config(cls, file: SmolLM3ConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: SmolLM3ConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         layers, given = file.num_hidden_layers, file.no_rope_layers
         if given is None:
             given = [int((i + 1) % file.no_rope_layer_interval != 0) for i in range(layers)]
@@ -121,8 +121,8 @@ class SmolLM3(Llama):
         window = file.sliding_window if file.use_sliding_window else None
         windows = sliding_layers(file.layer_types or slides, window, layers)
         ropes = tuple(rope if rotates else None for rotates in given[:layers])
-        own = {"max_positions": rope.max_positions, "layer_ropes": ropes, "layer_windows": windows}
-        return super().model_config(file, raw, **own)
+        overrides = {"max_positions": rope.max_positions, "layer_ropes": ropes, "layer_windows": windows}
+        return super().model_config(file, raw, **overrides)
 
 
 def _granite_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,10 +151,10 @@ class Granite(Llama):
     )
 
     @classmethod
-    def model_config(cls, file: GraniteConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
-        own["layer_scales"] = (file.attention_multiplier,) * file.num_hidden_layers
-        own |= {"embedding_scale": file.embedding_multiplier, "residual_scale": file.residual_multiplier}
-        return super().model_config(file, raw, logit_scale=1 / file.logits_scaling, **own)
+    def model_config(cls, file: GraniteConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
+        overrides["layer_scales"] = (file.attention_multiplier,) * file.num_hidden_layers
+        overrides |= {"embedding_scale": file.embedding_multiplier, "residual_scale": file.residual_multiplier}
+        return super().model_config(file, raw, logit_scale=1 / file.logits_scaling, **overrides)
 
 
 def _olmo2_from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def _phi3_rope(file: LlamaConfigSchema, head_dim: int) -> RopeConfig:
     if not isinstance(kind, str) or kind not in PHI3_ROPES:
         what = f"{name} type {short_repr(kind)} is not supported in phi3"
         raise ConfigError(f"config.json: {what}; supported: {', '.join(PHI3_ROPES)}")
-    own = read_fields(found, RopeSchema, f"config.json: {name}").partial_rotary_factor
-    dim, positions = int(head_dim * (own or file.partial_rotary_factor)), file.max_position_embeddings
+    factor = read_fields(found, RopeSchema, f"config.json: {name}").partial_rotary_factor
+    dim, positions = int(head_dim * (factor or file.partial_rotary_factor)), file.max_position_embeddings
     found, original = {**found, "rope_type": PHI3_ROPES[kind]}, file.original_max_position_embeddings
     return RopeConfig.of(found, name, dim, positions, file.rope_theta, original)
 
@@ -227,6 +227,6 @@ class Phi3(Llama):
     up_parts = ("gate_up_proj",)
 
     @classmethod
-    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **own: Any) -> ModelConfig:
+    def model_config(cls, file: LlamaConfigSchema, raw: Raw, **overrides: Any) -> ModelConfig:
         rope = _phi3_rope(file, file.head_dim or head_size(file.hidden_size, file.num_attention_heads))
         return super().model_config(file, raw, layer_ropes=(rope,) * file.num_hidden_layers)

@@ -378,7 +378,7 @@ def parse_json(data: bytes | bytearray) -> Any:
         value = msgspec.json.decode(data)
         level = [value] if data.count(b"[") + data.count(b"{") > MAX_NESTING else []
         for _ in range(MAX_NESTING):
-            inner = (each.values() if isinstance(each, dict) else each for each in level)
+            inner = (x.values() if isinstance(x, dict) else x for x in level)
             level = [item for items in inner for item in items if isinstance(item, (dict, list))]
         if level:
             raise ValueError(f"more than {MAX_NESTING} lists and objects within each other")

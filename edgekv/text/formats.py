@@ -150,7 +150,7 @@ def _require_bounded(path: pathlib.Path, data: bytes) -> None:
         if isinstance(content := part.get("content"), str):
             growth *= max(1, len(content))
         if isinstance(single := part.get("single"), list):
-            growth *= max(1, sum("Sequence" in each for each in single if isinstance(each, dict)))
+            growth *= max(1, sum("Sequence" in x for x in single if isinstance(x, dict)))
         if isinstance(table := part.get("precompiled_charsmap"), str):
             start = base64.b64decode(table[:8])
             if not 4 <= int.from_bytes(start[:4], "little") <= 3 * len(table) // 4 - 4:

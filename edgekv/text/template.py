@@ -193,8 +193,8 @@ class ChatEncoder:
         if isinstance(value, str):
             return as_text(value, self._specials)
         if isinstance(value, Mapping):
-            return {self._names_as_text(key): self._names_as_text(each) for key, each in value.items()}
-        return [self._names_as_text(each) for each in value] if isinstance(value, list) else value
+            return {self._names_as_text(key): self._names_as_text(item) for key, item in value.items()}
+        return [self._names_as_text(item) for item in value] if isinstance(value, list) else value
 
     def _around(
         self, messages: Sequence[Message], answers: Sequence[int], names: Mapping[str, Any] | None

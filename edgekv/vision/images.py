@@ -197,7 +197,7 @@ class Preprocess:
         x = pixels.astype(np.float64) * self.rescale if self.rescale is not None else pixels
         values: F32 = x.astype(np.float32)
         if self.mean is not None:
-            mean, std = (np.asarray(each, np.float32)[:, None, None] for each in (self.mean, self.std))
+            mean, std = (np.asarray(x, np.float32)[:, None, None] for x in (self.mean, self.std))
             values = (values - mean) / std
         return np.ascontiguousarray(values)
 

@@ -101,7 +101,7 @@ class Vision:
         begin = time.perf_counter()
         rows = [self(open_image(image)) for image in images]
         seconds = time.perf_counter() - begin
-        n_tokens = sum(len(each.rows) for each in rows)
+        n_tokens = sum(len(embedded.rows) for embedded in rows)
         n_first = int(bos is not None and [*prompt[:1]] == [bos])
         placed = place_images(prompt, self.image_token, rows, n_first)
         return placed, ImagesReport(len(images), n_tokens, seconds)
@@ -187,7 +187,7 @@ class Encoder:
             detail = str(error).splitlines()[0]
             raise CheckpointError(f"{path}: onnxruntime can't open it ({detail}); export it again") from error
         inputs = self._session.get_inputs()
-        signature = [(each.name, each.type, len(each.shape)) for each in inputs]
+        signature = [(x.name, x.type, len(x.shape)) for x in inputs]
         if signature != [(INPUT, "tensor(float)", 4)]:
             accepted = f"{INPUT}, float32, [n, 3, height, width]"
             raise CheckpointError(f"{path}: has the inputs {signature}; accepted: {accepted}: export it so")

@@ -54,7 +54,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 
 @exact_kernel
-def _encode_tokens(first: int, last: int, part: int, arguments: int) -> None:
+def _encode_tokens(first: int, last: int, thread: int, arguments: int) -> None:
     x, n, head_dim, half, capacity, t0 = load_arguments(arguments, 6)
     for item in range(first, last):
         target = (item // n * capacity + t0 + item % n) * head_dim

@@ -332,8 +332,8 @@ def round_queries(q: F32) -> tuple[F32, F32]:
 
 def bits_of_heads(bits: int | Sequence[int], n_kv_heads: int) -> tuple[I64, I64]:
     """Returns the bits of each head and the sum of those of all heads before it, (n_kv_heads,) each."""
-    each = np.broadcast_to(np.asarray(bits, np.int64), n_kv_heads).copy()
-    return each, np.cumsum(each) - each
+    per_head = np.broadcast_to(np.asarray(bits, np.int64), n_kv_heads).copy()
+    return per_head, np.cumsum(per_head) - per_head
 
 
 def heads_of_equal_bits(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:

@@ -29,7 +29,7 @@ def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
 
 
 @RangeKernel
-def _encode_centres(first: int, last: int, part: int, arguments: int) -> None:
+def _encode_centres(first: int, last: int, thread: int, arguments: int) -> None:
     x, n, width, codes, steps, n_blocks, t0, scratch = load_arguments(arguments, 8)
     blocks = n // BLOCK
     for item in range(first, last):
@@ -78,7 +78,7 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
 
 
 @exact_kernel
-def _encode_keys(first: int, last: int, part: int, arguments: int) -> None:
+def _encode_keys(first: int, last: int, thread: int, arguments: int) -> None:
     n, width, bits, capacity, n_stored, t0 = load_arguments(arguments, 6)
     x_at, planes_at, scale_at, scratch_at, steps_at = load_arguments(arguments + 8 * 6, 5)
     blocks, block_bytes, gauss_step = n // BLOCK, bits * width * BLOCK // 8, get(doubles(steps_at), bits)
@@ -132,7 +132,7 @@ def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
 
 
 @exact_kernel
-def _encode_values(first: int, last: int, part: int, arguments: int) -> None:
+def _encode_values(first: int, last: int, thread: int, arguments: int) -> None:
     n, head_dim, bits, capacity, n_stored, t0 = load_arguments(arguments, 6)
     x_at, codes_at, scale_at, steps_at = load_arguments(arguments + 8 * 6, 4)
     blocks, block_bytes, gauss_step = n // BLOCK, 8 * bits * head_dim, get(doubles(steps_at), bits)

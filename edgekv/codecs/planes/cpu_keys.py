@@ -351,7 +351,7 @@ def score_blocks(context: Any, rows: Any, queries: Any, keys: Any, s: Any, strid
         return context.get_dummy_value()
 
     whole = types.intp
-    of_queries, of_keys = (types.UniTuple(whole, len(each._fields)) for each in (Queries, Keys))
+    of_queries, of_keys = (types.UniTuple(whole, len(kind._fields)) for kind in (Queries, Keys))
     return types.none(whole, of_queries, of_keys, whole, whole, whole), build
 
 

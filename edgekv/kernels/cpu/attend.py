@@ -248,7 +248,7 @@ def attend(
 
 
 @RangeKernel
-def _attend_items(first: int, last: int, part: int, arguments: int) -> None:
+def _attend_items(first: int, last: int, thread: int, arguments: int) -> None:
     p = load_tuple(Plan, arguments)
     for item in range(first, last):
         g, split = item // p.splits, item % p.splits
@@ -369,7 +369,7 @@ def _scale(x: F32, start: int, n: int, factor: float) -> None:
 
 
 @RangeKernel
-def _combine_splits(first: int, last: int, part: int, arguments: int) -> None:
+def _combine_splits(first: int, last: int, thread: int, arguments: int) -> None:
     """Combines the splits of a head, and makes weights sum to 1."""
     p = load_tuple(Plan, arguments)
     for g in range(first, last):
@@ -442,7 +442,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 
 @RangeKernel
-def _score_items(first: int, last: int, part: int, arguments: int) -> None:
+def _score_items(first: int, last: int, thread: int, arguments: int) -> None:
     rows, head_dim, splits, t0, t1, block, numbers, queries = load_arguments(arguments, 8)
     prepare, score, s, head_stride, row_stride, memory, item_bytes, n_bytes = load_arguments(arguments + 8 * 8, 8)
     for item in range(first, last):
@@ -502,7 +502,7 @@ def encode(codec: Any, x: F32, t0: int) -> None:
 
 
 @exact_kernel
-def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
+def _encode_parts(first: int, last: int, thread: int, arguments: int) -> None:
     numbers, put, x, n, head_dim, t0, memory, n_bytes = load_arguments(arguments, 8)
     n_parts = (n + ENCODED_TOKENS - 1) // ENCODED_TOKENS
     for item in range(first, last):
@@ -512,7 +512,7 @@ def _encode_parts(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @exact_kernel
-def _append_heads(first: int, last: int, part: int, arguments: int) -> None:
+def _append_heads(first: int, last: int, thread: int, arguments: int) -> None:
     key_store, value_store, put_key, put_value, k, v = load_arguments(arguments, 6)
     n, head_dim, t0, memory, n_bytes = load_arguments(arguments + 8 * 6, 5)
     for g in range(first, last):

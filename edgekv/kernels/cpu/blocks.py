@@ -47,7 +47,7 @@ class BlockType(NamedTuple):
         rows, n = len(blocks), blocks.size // self.n_bytes
         codes = np.empty((rows, n // rows * BLOCK_WEIGHTS), np.uint8)
         scales, offsets = np.empty((2, rows, n // rows * GROUPS), np.float32)
-        self.loop.call(address_of(blocks), n, *(address_of(each) for each in (codes, scales, offsets)))
+        self.loop.call(address_of(blocks), n, *(address_of(array) for array in (codes, scales, offsets)))
         return codes, scales, offsets if self.has_offsets else None
 
     def weights(self, blocks: U8) -> F32:

@@ -103,10 +103,10 @@ class CodeLayout(NamedTuple):
 
     def elements(self, vector: int) -> range:
         """Returns which elements of a block such a vector has."""
-        each = 1 if self.rotated else 8 // self.bits
-        part, before = divmod(vector, self.vectors // each)
-        start = before * each * self.run + part
-        return range(start, start + each * self.run, each)
+        per_byte = 1 if self.rotated else 8 // self.bits
+        part, before = divmod(vector, self.vectors // per_byte)
+        start = before * per_byte * self.run + part
+        return range(start, start + per_byte * self.run, per_byte)
 
     @property
     def sums_at(self) -> int:
@@ -152,7 +152,7 @@ class Product(NamedTuple):
     sums: int  # (n, blocks) float32: of the elements of each rounded row's blocks, for corrections
     outputs: int
     y: int  # (n, outputs) float32
-    parts: int  # scratch of each thread, `part_bytes`
+    scratch: int  # scratch of each thread, `scratch_bytes`
     blocks: int  # of an output, and of a row; from here on what only depends on the weights
     row_bytes: int  # bytes from a rounded row to the next one
     codes: int
@@ -173,7 +173,7 @@ LAYOUTS = (
     *(MXFP4, BYTE_CODES),
     *(rotated_layout(bits) for bits in CODEBOOKS),
 )
-PRODUCTS = {each: type(f"Product{i}", (Product,), {"layout": each}) for i, each in enumerate(LAYOUTS)}
+PRODUCTS = {layout: type(f"Product{i}", (Product,), {"layout": layout}) for i, layout in enumerate(LAYOUTS)}
 """A class for each layout: Numba compiles a kernel for each, and `layout_of` has the layout while that is emitted.
 All fields are int64, so that a kernel reads a product from memory as so many numbers (`load_tuple`)."""
 
@@ -184,7 +184,7 @@ def layout_of(product: Any) -> CodeLayout:
     return layout
 
 
-class RowsAt(NamedTuple):
+class Rows(NamedTuple):
     """Rows inside a kernel, rounded or of y: the first one's address, and the bytes from one to the next."""
 
     first: Value
@@ -194,12 +194,12 @@ class RowsAt(NamedTuple):
         """Returns the address of row m."""
         return at(b, self.first, (self.row_bytes, m))
 
-    def behind(self, b: Any, *offsets: Any) -> RowsAt:
+    def behind(self, b: Any, *offsets: Any) -> Rows:
         """Returns the rows from so many bytes behind their beginnings on (`emit.at`)."""
-        return RowsAt(at(b, self.first, *offsets), self.row_bytes)
+        return Rows(at(b, self.first, *offsets), self.row_bytes)
 
 
-class OutputsAt(NamedTuple):
+class Outputs(NamedTuple):
     """Outputs inside a kernel: the first one's codes and scales; bytes of codes, and blocks, to the next one's."""
 
     codes: Value
@@ -215,14 +215,14 @@ def fields(b: Any, product: Value, *names: str) -> list[Value]:
 
 def _row_groups(
     b: Any, p: Value, output: Value, counts: Sequence[int], before: Value
-) -> Iterator[tuple[int, RowsAt, RowsAt]]:
+) -> Iterator[tuple[int, Rows, Rows]]:
     """Loops over a product's rows: counts[0] in each pass, those left over counts[1] in each, and so on.
 
     Yields a count, rounded rows from so many bytes ``before`` on, and rows of y from an output on: what the caller
     emits for them is the body of a loop.
     """
     n, rounded, row_bytes, n_outputs, y = fields(b, p, "n", "rounded", "row_bytes", "outputs", "y")
-    x, to = RowsAt(at(b, rounded, before), row_bytes), RowsAt(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
+    x, to = Rows(at(b, rounded, before), row_bytes), Rows(at(b, y, (output, 4)), b.mul(n_outputs, emit.I64(4)))
     done = emit.I64(0)
     for count in counts:
         with emit.loop(b, done, n, count) as loop:
@@ -230,12 +230,12 @@ def _row_groups(
         done = loop.i
 
 
-def _outputs_at(b: Any, layout: CodeLayout, p: Value, output: Value, start: Value) -> OutputsAt:
+def _outputs_from(b: Any, layout: CodeLayout, p: Value, output: Value, start: Value) -> Outputs:
     """Returns the outputs of a product from ``output`` on, from block ``start`` on."""
     codes, code_bytes, scales, blocks = fields(b, p, "codes", "code_bytes", "scales", "blocks")
     codes = at(b, codes, (output, code_bytes), (start, layout.block_bytes))
     scales = at(b, scales, (output, blocks, layout.scale_bytes), (start, layout.scale_bytes))
-    return OutputsAt(codes, code_bytes, scales, blocks)
+    return Outputs(codes, code_bytes, scales, blocks)
 
 
 INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
@@ -272,7 +272,7 @@ def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None)
         n_bytes, first = layout.bit_bytes * bits, layout.bit_bytes * before  # byte j has codes j, j + n_bytes, ...
         kind = emit.vector(emit.I32, min(n_bytes, VECTOR) // 4)
         offsets = range(first, first + n_bytes, VECTOR)
-        loads = [emit.masked_load(b, kind, start, each, n_blocks, LANES // layout.blocks) for each in offsets]
+        loads = [emit.masked_load(b, kind, start, offset, n_blocks, LANES // layout.blocks) for offset in offsets]
         words = [emit.shuffle(b, load, [i % kind.count for i in range(LANES)]) for load in loads]
         shifts = [[(VECTOR * v + 4 * i) // n_bytes * bits for i in range(LANES)] for v in range(layout.vectors)]
         planes.append([(words[v % len(words)], shift) for v, shift in enumerate(shifts)])
@@ -341,7 +341,7 @@ def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, m
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         (p, output, start, n, memory), layout = args, layout_of(product)
-        outputs, write = _outputs_at(b, layout, p, output, start), functools.partial(_emit_unpack_panel, layout)
+        outputs, write = _outputs_from(b, layout, p, output, start), functools.partial(_emit_unpack_panel, layout)
         emit.call_internal(b, "unpack_panel", write, outputs, n, memory)
         return context.get_dummy_value()
 
@@ -363,7 +363,7 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
     return types.none(product, *[types.intp] * 4), build
 
 
-def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: OutputsAt, n: Value, memory: Value) -> None:
+def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: Outputs, n: Value, memory: Value) -> None:
     """Unpacks n blocks of PANEL outputs into ``memory``."""
     with emit.loop(b, 0, n, layout.blocks) as loop:
         _emit_unpack_unit(layout, b, outputs, memory, loop.i, None)
@@ -373,7 +373,7 @@ def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: OutputsAt, n: Value,
 
 
 def _emit_unpack_unit(
-    layout: CodeLayout, b: Any, outputs: OutputsAt, memory: Value, block: Value, n_blocks: Value | None
+    layout: CodeLayout, b: Any, outputs: Outputs, memory: Value, block: Value, n_blocks: Value | None
 ) -> None:
     """Unpacks the unit of PANEL outputs that begins with a block; n_blocks: how many it has, None: all."""
     size = layout.vectors * VECTOR * PANEL // layout.blocks  # of a block's codes
@@ -402,8 +402,8 @@ def _emit_transposed_codes(
     @functools.cache
     def words(start: int) -> list[Value]:
         is_whole = start + LANES <= of_unit
-        some, each = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
-        return transposed(b, [emit.masked_load(b, INTS, place, 4 * start, some, each) for place in places])
+        some, width = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
+        return transposed(b, [emit.masked_load(b, INTS, place, 4 * start, some, width) for place in places])
 
     @functools.cache
     def code(four: int) -> Value:
@@ -420,7 +420,7 @@ def _emit_transposed_codes(
 
 
 def _emit_panel_products(
-    layout: CodeLayout, n: int, b: Any, x: RowsAt, start: Value, n_blocks: Value, memory: Value, y: RowsAt
+    layout: CodeLayout, n: int, b: Any, x: Rows, start: Value, n_blocks: Value, memory: Value, y: Rows
 ) -> None:
     """y (n, PANEL) = or += n rows times n_blocks unpacked blocks, to which x begins; = if start is 0."""
     panel_scales = at(b, memory, SCALES_AT)
@@ -496,8 +496,8 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, step: int) -> None:
-    """Multiplies tiles or panels first..last of the product whose numbers are at a place.
+def multiply_tiles(first: int, last: int, memory: int, p: Product, address: int, step: int) -> None:
+    """Multiplies tiles or panels first..last of p, a product whose fields are at an address.
 
     Outputs left over form one more tile, which overlaps the last whole one; one thread computes both, since panels
     add to y. memory: a thread's scratch. step: blocks of PANEL_K.
@@ -515,7 +515,7 @@ def multiply_tiles(first: int, last: int, memory: int, p: Product, place: int, s
         else:
             _multiply_tile(p, output)
         if p.correction:
-            call(p.correction, (output, size, memory + PANEL_BYTES, place))
+            call(p.correction, (output, size, memory + PANEL_BYTES, address))
 
 
 @intrinsic
@@ -524,7 +524,7 @@ def _multiply_tile(context: Any, product: Any, output: Any) -> Any:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         (p, output), layout = args, layout_of(product)
-        outputs = _outputs_at(b, layout, p, output, emit.I64(0))
+        outputs = _outputs_from(b, layout, p, output, emit.I64(0))
         for count, rows, to in _row_groups(b, p, output, TILE_ROW_COUNTS, emit.I64(0)):
             write = functools.partial(_emit_tile_products, layout, count)
             emit.call_internal(b, f"multiply_rows_{count}", write, rows, outputs, to)
@@ -533,7 +533,7 @@ def _multiply_tile(context: Any, product: Any, output: Any) -> Any:
     return types.none(product, types.intp), build
 
 
-def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
+def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: Rows, outputs: Outputs, y: Rows) -> None:
     """y (n, OUTPUTS) = n rows times a tile."""
     scale_bytes = b.mul(outputs.blocks, emit.I64(layout.scale_bytes))  # of an output
     with emit.loop(b, 0, b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as loop:
@@ -557,7 +557,7 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: 
 def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
     """Returns one row times one output: LANES float32, to be added up."""
     zero = emit.I64(0)
-    x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
+    x_row, output = Rows(x, zero), Outputs(codes, zero, scales, blocks)
     unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
     return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
 
@@ -588,8 +588,8 @@ def _emit_unit(
     n: int,
     n_outputs: int,
     b: Any,
-    x: RowsAt,
-    outputs: OutputsAt,
+    x: Rows,
+    outputs: Outputs,
     block: Value,
     sums: list[Value],
     n_blocks: Value | None,
@@ -604,8 +604,8 @@ def _emit_unit(
             emit.prefetch(b, at(b, start, PREFETCH_BYTES), layout.block_bytes * layout.blocks, locality=2)
         codes.append(load_codes(b, layout, start, n_blocks))
         first = b.add(block, b.mul(outputs.blocks, emit.I64(o)))
-        each = load_scales(b, layout, outputs.scales, first, n_blocks)
-        scales.append(emit.shuffle(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
+        unit_scales = load_scales(b, layout, outputs.scales, first, n_blocks)
+        scales.append(emit.shuffle(b, unit_scales, [lane * layout.blocks // LANES for lane in range(LANES)]))
     updated = list(sums)
     for m in range(n):
         unit = units.row(b, m)
@@ -633,8 +633,8 @@ def _fetch(b: Any, start: Value, n_bytes: Value) -> None:
         emit.prefetch(b, at(b, start, loop.i), emit.LINE, locality=2)
 
 
-def _correct(output: int, n: int, memory: int, place: int) -> None:
-    p = load_tuple(Product, place)
+def _correct(output: int, n: int, memory: int, address: int) -> None:
+    p = load_tuple(Product, address)
     first, size = output * p.blocks, n * p.blocks
     offsets = p.offsets + 4 * first
     if p.zeros:
@@ -647,4 +647,4 @@ def _correct(output: int, n: int, memory: int, place: int) -> None:
 
 
 CORRECTION = Loop(_correct, fastmath=False)
-"""(output, n, memory, place): add the corrections of n outputs of the `Product` at a place to y, with scratch."""
+"""(output, n, memory, address): add the corrections of n outputs of the `Product` there to y; memory: scratch."""

@@ -18,19 +18,19 @@ MIN_PARALLEL_WORK = 1 << 19
 
 
 @parallel_loop
-def parallel_for(n_parts: int, n_items: int, function: int, arguments: int) -> None:
-    """Calls function(first, last, part, arguments) for each of ``n_parts`` parts of the items, on Numba's threads.
+def parallel_for(n_threads: int, n_items: int, function: int, arguments: int) -> None:
+    """Calls function(first, last, thread, arguments) with a share of the items on each of ``n_threads`` threads.
 
     Kernels are called by address, since Numba compiles twice whatever a parallel loop calls.
     """
-    for part in prange(n_parts):
-        call(function, (n_items * part // n_parts, n_items * (part + 1) // n_parts, part, arguments))
+    for i in prange(n_threads):
+        call(function, (n_items * i // n_threads, n_items * (i + 1) // n_threads, i, arguments))
 
 
 class RangeKernel(Loop):
-    """A kernel function(first, last, part, arguments) that does items first..last.
+    """A kernel function(first, last, thread, arguments) that does items first..last.
 
-    arguments: the address of its arguments as int64, which `load_arguments` loads. part: the thread's number.
+    arguments: the address of its arguments as int64, which `load_arguments` loads. thread: its number.
     """
 
     def __call__(self, n_items: int, work: int, *arguments: Any, n_threads: int | None = None) -> None:
@@ -39,30 +39,30 @@ class RangeKernel(Loop):
         work: multiply-adds or so. arguments: whole numbers, C-contiguous arrays, given as their addresses, and
         float32, given as their bits.
         """
-        numbers = np.array([_number(x) for x in arguments], np.int64)
-        self.run(n_items, address_of(numbers), n_threads or threads.count(), work)
+        values = np.array([_int64(x) for x in arguments], np.int64)
+        self.run(n_items, address_of(values), n_threads or threads.count(), work)
 
     def run(self, n_items: int, arguments: int, n_threads: int, work: int = MIN_PARALLEL_WORK) -> None:
         """Does items 0..n_items, with arguments that lie at an address."""
         if n_threads == 1 or n_items == 1 or work < MIN_PARALLEL_WORK:
             self.call(0, n_items, 0, arguments)
         else:
-            given = n_threads, n_items, self.address, arguments
-            threads.run_parallel(parallel_for.call, *given, n_threads=n_threads)
+            work_items = n_threads, n_items, self.address, arguments
+            threads.run_parallel(parallel_for.call, *work_items, n_threads=n_threads)
 
 
 exact_kernel = functools.partial(RangeKernel, fastmath=False)
 """Makes a `RangeKernel` whose arithmetic is as written, where others make sums in any order."""
 
 
-def _number(x: Any) -> int:
+def _int64(x: Any) -> int:
     if isinstance(x, np.ndarray):
         return address_of(x)
     return bits_of(float(x)) if isinstance(x, (float, np.float32)) else int(x)
 
 
 def token_splits(n_kv_heads: int, work: int) -> int:
-    """Returns the parts to cut each head's tokens into, so that all parts divide evenly over the threads."""
+    """Returns the splits of each head's tokens, so that all splits divide evenly over the threads."""
     if work < MIN_PARALLEL_WORK:
         return 1
     return threads.count() // gcd(n_kv_heads, threads.count())

@@ -74,7 +74,7 @@ def _norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 
 
 @RangeKernel
-def _norm_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _norm_rows(first: int, last: int, thread: int, arguments: int) -> None:
     """Computes the RMS norm if there is no bias (0), else the layer norm."""
     x_at, weight_at, out_at, channels, eps, bias_at = load_arguments(arguments, 6)
     x, weight, out, bias = floats(x_at), floats(weight_at), floats(out_at), floats(bias_at)
@@ -96,7 +96,7 @@ def _norm_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @RangeKernel
-def _sigmoid_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _sigmoid_rows(first: int, last: int, thread: int, arguments: int) -> None:
     x_at, out_at, m, is_gated, a_bits, b_bits = load_arguments(arguments, 6)
     x, out, a, b = floats(x_at), floats(out_at), float_of(a_bits), float_of(b_bits)
     for row in range(first, last):
@@ -112,7 +112,7 @@ def _sigmoid_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @RangeKernel
-def _gelu_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _gelu_rows(first: int, last: int, thread: int, arguments: int) -> None:
     x, out, m = load_arguments(arguments, 3)
     for i in range(first * m, last * m):
         value = get(floats(x), i)
@@ -120,7 +120,7 @@ def _gelu_rows(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @RangeKernel
-def _clamped_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _clamped_rows(first: int, last: int, thread: int, arguments: int) -> None:
     x_at, out_at, m, alpha_bits, limit_bits = load_arguments(arguments, 5)
     x, out, alpha, limit = floats(x_at), floats(out_at), float_of(alpha_bits), float_of(limit_bits)
     for row in range(first, last):
@@ -218,7 +218,7 @@ def _is_before(x: Scalar, y: Scalar) -> bool:
 
 
 @exact_kernel  # a channel's sum is the same whichever thread makes it
-def _add_channels(first: int, last: int, part: int, arguments: int) -> None:
+def _add_channels(first: int, last: int, thread: int, arguments: int) -> None:
     """Threads share the channels, as a token's pairs are far apart."""
     results, tokens, weights, total, m, channels = load_arguments(arguments, 6)
     for pair in range(m):

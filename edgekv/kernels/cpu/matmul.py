@@ -69,18 +69,18 @@ class QuantizedWeights(NamedTuple):
     zeros: U8 | None = None  # (outputs, blocks), the codes that stand for 0
     block_type: BlockType | None = None
 
-    def at(self) -> tuple[int, ...]:
+    def product_fields(self) -> tuple[int, ...]:
         """Returns the last fields of a `Product` with these weights, which must stay alive.
 
         Raises ValueError for offsets or zeros in a format whose products have none.
         """
-        layout, kind, own = self.layout, self.block_type, (self.codes, self.scales, self.offsets, self.zeros)
+        layout, kind, arrays = self.layout, self.block_type, (self.codes, self.scales, self.offsets, self.zeros)
         corrections = self.offsets is not None or self.zeros is not None
         if corrections and not layout.has_corrections:
             accepted = "whole numbers of 4 bits, or of 8 in blocks of 16"
             raise ValueError(f"weights in {layout} with zero points or offsets; accepted: {accepted}")
         blocks = self.codes.shape[1] // kind.n_bytes * GROUPS if kind else self.codes.shape[1]
-        codes, *others = (0 if each is None else address_of(each) for each in own)
+        codes, *others = (0 if array is None else address_of(array) for array in arrays)
         correction = CORRECTION.address if corrections or (kind and kind.has_offsets) else 0
         sizes, decode = (blocks, layout.row_bytes(blocks)), kind.loop.address if kind else 0
         return *sizes, codes, self.codes.strides[0], *others, correction, decode
@@ -170,7 +170,7 @@ def _emit_quantized_block(
 
 
 # Kernels get the number of products, and of their tiles (or panels) together, then each product.
-N_PRODUCTS, N_TILES, BEFORE = range(3)
+N_PRODUCTS, N_TILES, N_HEADER = range(3)
 N_FIELDS = len(Product._fields)
 FIRST_ROW, FIRST_TILE, TILES, X, N, IS_PANEL, ROUNDED, SUMS, Y = (
     Product._fields.index(name)
@@ -187,9 +187,9 @@ class QuantizedMatmul:
 
     def __init__(self, weights: QuantizedWeights, n_experts: int = 1) -> None:
         """Takes the weights' addresses. Raises ValueError for an expert of fewer than OUTPUTS outputs."""
-        self._weights, self._at, self._kernels = weights, weights.at(), kernels_for(weights.layout)
-        (blocks, self._row_bytes), block = self._at[:2], weights.layout.block
-        self._part_bytes, self._sums_bytes = part_bytes(blocks), 4 * blocks
+        self._weights, self._fields, self._kernels = weights, weights.product_fields(), kernels_for(weights.layout)
+        (blocks, self._row_bytes), block = self._fields[:2], weights.layout.block
+        self._scratch_bytes, self._sums_bytes = scratch_bytes(blocks), 4 * blocks
         self._outputs = len(weights.codes) // n_experts
         self._widths = range((blocks - 1) * block + 1, blocks * block + 1)  # the last block may be padded
         if self._outputs < OUTPUTS:
@@ -208,22 +208,22 @@ class QuantizedMatmul:
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
         n_threads = n_threads or threads.count()
         is_panel, n_tiles = tiles_of(n, outputs)
-        rows_bytes, sums_bytes = (aligned_size(n * each) for each in (self._row_bytes, self._sums_bytes))
-        memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._part_bytes)
+        rows_bytes, sums_bytes = (aligned_size(n * size) for size in (self._row_bytes, self._sums_bytes))
+        memory = scratch_memory("products", rows_bytes + sums_bytes + n_threads * self._scratch_bytes)
         y, sums = np.empty((n, outputs), np.float32), memory + rows_bytes
         rows = 0, 0, n_tiles, address_of(x), n, columns, is_panel, memory, sums
-        own = *rows, outputs, address_of(y), sums + sums_bytes, *self._at
-        given = np.array((1, n_tiles, *own), np.int64)
+        product = *rows, outputs, address_of(y), sums + sums_bytes, *self._fields
+        arguments = np.array((1, n_tiles, *product), np.int64)
         if experts is not None:
-            whole, experts = given, np.ascontiguousarray(experts)
-            given = np.empty(BEFORE + n * N_FIELDS, np.int64)
-            first_part = address_of(whole) + 8 * BEFORE
+            whole, experts = arguments, np.ascontiguousarray(experts)
+            arguments = np.empty(N_HEADER + n * N_FIELDS, np.int64)
+            template = address_of(whole) + 8 * N_HEADER
             scale_bytes = self._weights.layout.scale_bytes
-            _lay_out.call(first_part, scale_bytes, address_of(experts), n, address_of(given))
+            _split_by_expert.call(template, scale_bytes, address_of(experts), n, address_of(arguments))
         n_threads = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
         prepare, multiply = self._kernels
-        prepare.run(n, address_of(given), n_threads if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
-        multiply.run(int(given[N_TILES]), address_of(given), n_threads)
+        prepare.run(n, address_of(arguments), n_threads if n * columns >= MIN_PARALLEL_ELEMENTS else 1)
+        multiply.run(int(arguments[N_TILES]), address_of(arguments), n_threads)
         return y
 
 
@@ -246,26 +246,26 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
     may_decode = layout == BYTE_CODES
 
     @RangeKernel
-    def prepare(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(int64s(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_FIELDS)
-            p = load_tuple(product, place)
+    def prepare(first: int, last: int, thread: int, arguments: int) -> None:
+        for i in range(get(int64s(arguments), N_PRODUCTS)):
+            address = arguments + 8 * (N_HEADER + i * N_FIELDS)
+            p = load_tuple(product, address)
             a, b = max(first - p.first_row, 0), min(last - p.first_row, p.n)
             if a < b:
-                prepare_rows(a, b, p.parts + part * _part_bytes(p.blocks), p, block, of_unit)
+                prepare_rows(a, b, p.scratch + thread * _scratch_bytes(p.blocks), p, block, of_unit)
 
     @RangeKernel
-    def multiply(first: int, last: int, part: int, given: int) -> None:
-        for i in range(get(int64s(given), N_PRODUCTS)):
-            place = given + 8 * (BEFORE + i * N_FIELDS)
-            p = load_tuple(product, place)
+    def multiply(first: int, last: int, thread: int, arguments: int) -> None:
+        for i in range(get(int64s(arguments), N_PRODUCTS)):
+            address = arguments + 8 * (N_HEADER + i * N_FIELDS)
+            p = load_tuple(product, address)
             a, b = max(first - p.first_tile, 0), min(last - p.first_tile, p.tiles)
             if a < b:
-                memory = p.parts + part * _part_bytes(p.blocks)
+                memory = p.scratch + thread * _scratch_bytes(p.blocks)
                 if may_decode and p.decode:
-                    multiply_decoded(a, b, memory, p, place, step)
+                    multiply_decoded(a, b, memory, p, address, step)
                 else:
-                    multiply_tiles(a, b, memory, p, place, step)
+                    multiply_tiles(a, b, memory, p, address, step)
 
     return prepare, multiply
 
@@ -273,31 +273,31 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 _tiles_of = jit(tiles_of)
 _DecodedBlocks = PRODUCTS[BYTE_CODES]
 MAX_DECODED = 2 * PANEL - 1  # outputs: the last whole panel and those behind it
-NUMBERS_BYTES = aligned_size(8 * N_FIELDS)
+PRODUCT_BYTES = aligned_size(8 * N_FIELDS)
 
 
-def part_bytes(blocks: int) -> int:
+def scratch_bytes(blocks: int) -> int:
     """Returns the bytes of a thread's scratch for outputs of so many blocks, which may have to be decoded."""
-    return PANEL_BYTES + NUMBERS_BYTES + MAX_DECODED * blocks * (GROUP + 8)
+    return PANEL_BYTES + PRODUCT_BYTES + MAX_DECODED * blocks * (GROUP + 8)
 
 
-_part_bytes = jit(part_bytes)
+_scratch_bytes = jit(scratch_bytes)
 
 
 @fast_jit
-def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int, step: int) -> None:
+def multiply_decoded(first: int, last: int, memory: int, p: Product, source: int, step: int) -> None:
     """Multiplies tiles or panels first..last as `multiply_tiles` does, each after its outputs are decoded.
 
-    Scratch: a panel's, the product's numbers, then codes, scales and offsets of outputs.
+    Scratch: a panel's, the product's fields, then codes, scales and offsets of outputs.
     """
     size = PANEL if p.is_panel else OUTPUTS
-    place = memory + PANEL_BYTES
-    codes = place + NUMBERS_BYTES
+    address = memory + PANEL_BYTES
+    codes = address + PRODUCT_BYTES
     scales = codes + MAX_DECODED * p.blocks * GROUP
-    offsets, own = scales + MAX_DECODED * p.blocks * 4, int64s(place)
+    offsets, target = scales + MAX_DECODED * p.blocks * 4, int64s(address)
     for i in range(N_FIELDS):
-        put(own, i, get(int64s(given), i))
-    put(own, CODE_BYTES, p.blocks * GROUP)
+        put(target, i, get(int64s(source), i))
+    put(target, CODE_BYTES, p.blocks * GROUP)
     for tile in range(first, last):
         output = tile * size
         n = size if tile + 1 < p.outputs // size else p.outputs - output  # the last has those behind it, too
@@ -306,45 +306,45 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, given: int,
             (p.codes + output * p.code_bytes, n * p.blocks * GROUP // BLOCK_WEIGHTS, codes, scales, offsets),
         )
         before = output * p.blocks  # as if all outputs were there
-        put(own, CODES, codes - before * GROUP)
-        put(own, SCALES, scales - before * 4)
-        put(own, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, memory, load_tuple(_DecodedBlocks, place), place, step)
+        put(target, CODES, codes - before * GROUP)
+        put(target, SCALES, scales - before * 4)
+        put(target, OFFSETS, offsets - before * 4)
+        multiply_tiles(tile, tile + 1, memory, load_tuple(_DecodedBlocks, address), address, step)
 
 
 @exact_loop
-def _lay_out(first_part: int, scale_bytes: int, experts: int, m: int, given: int) -> None:
+def _split_by_expert(template: int, scale_bytes: int, experts: int, m: int, arguments: int) -> None:
     """Lays out a product for each expert, from that of all m rows with the first expert's weights.
 
     scale_bytes: of a block's scale. experts (m,): each row's expert, ascending.
     """
-    p, own_experts = load_tuple(Product, first_part), int64s(experts)
+    p, expert_ids = load_tuple(Product, template), int64s(experts)
     first = n_products = n_tiles = 0
     while first < m:
         n = 1
-        while first + n < m and get(own_experts, first + n) == get(own_experts, first):
+        while first + n < m and get(expert_ids, first + n) == get(expert_ids, first):
             n += 1
-        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_FIELDS)
+        outputs, address = p.outputs * get(expert_ids, first), arguments + 8 * (N_HEADER + n_products * N_FIELDS)
         is_panel, tiles = _tiles_of(n, p.outputs)
-        own = int64s(place)
+        target = int64s(address)
         for field in range(N_FIELDS):
-            put(own, field, get(int64s(first_part), field))
-        put(own, X, p.x + 4 * p.columns * first)
-        put(own, N, n)
-        put(own, IS_PANEL, int(is_panel))
-        put(own, ROUNDED, p.rounded + p.row_bytes * first)
-        put(own, SUMS, p.sums + 4 * p.blocks * first)
-        put(own, Y, p.y + 4 * p.outputs * first)
-        put(own, CODES, p.codes + p.code_bytes * outputs)
-        put(own, SCALES, p.scales + scale_bytes * p.blocks * outputs)
-        put(own, OFFSETS, p.offsets and p.offsets + 4 * p.blocks * outputs)
-        put(own, ZEROS, p.zeros and p.zeros + p.blocks * outputs)
-        put(own, FIRST_ROW, first)
-        put(own, FIRST_TILE, n_tiles)
-        put(own, TILES, tiles)
+            put(target, field, get(int64s(template), field))
+        put(target, X, p.x + 4 * p.columns * first)
+        put(target, N, n)
+        put(target, IS_PANEL, int(is_panel))
+        put(target, ROUNDED, p.rounded + p.row_bytes * first)
+        put(target, SUMS, p.sums + 4 * p.blocks * first)
+        put(target, Y, p.y + 4 * p.outputs * first)
+        put(target, CODES, p.codes + p.code_bytes * outputs)
+        put(target, SCALES, p.scales + scale_bytes * p.blocks * outputs)
+        put(target, OFFSETS, p.offsets and p.offsets + 4 * p.blocks * outputs)
+        put(target, ZEROS, p.zeros and p.zeros + p.blocks * outputs)
+        put(target, FIRST_ROW, first)
+        put(target, FIRST_TILE, n_tiles)
+        put(target, TILES, tiles)
         first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
-    put(int64s(given), N_PRODUCTS, n_products)
-    put(int64s(given), N_TILES, n_tiles)
+    put(int64s(arguments), N_PRODUCTS, n_products)
+    put(int64s(arguments), N_TILES, n_tiles)
 
 
 FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass
@@ -364,7 +364,7 @@ def float_matmul(x: F32, weights: F32, n_threads: Threads) -> F32:
     with blas_threads(1):
         blocks = (slice(a, a + FLOAT_BLOCK) for a in range(0, len(weights), FLOAT_BLOCK))
         pool = _pool(n_threads.prompt)
-        for job in [pool.submit(np.matmul, x, weights[own].T, y[:, own]) for own in blocks]:
+        for job in [pool.submit(np.matmul, x, weights[block].T, y[:, block]) for block in blocks]:
             job.result()
     return y
 
@@ -394,7 +394,7 @@ _score = score_rows(4, batch_invariant=True)
 
 
 @RangeKernel
-def _multiply_floats(first: int, last: int, part: int, arguments: int) -> None:
+def _multiply_floats(first: int, last: int, thread: int, arguments: int) -> None:
     x, n, columns, weights, outputs, y, size = load_arguments(arguments, 7)
     for output in range(first * size, min(last * size, outputs), size):
         panel, target, width = weights + 4 * output * columns, y + 4 * output, min(size, outputs - output)

@@ -50,7 +50,7 @@ def gated_delta(
 
 
 @RangeKernel
-def _conv_channels(first: int, last: int, part: int, arguments: int) -> None:
+def _conv_channels(first: int, last: int, thread: int, arguments: int) -> None:
     """Computes y = c * conv(b * x) of blocks of CHANNELS."""
     n, channels, taps, x_at, out_at, window_at, weight_at, bias, product_at = load_arguments(arguments, 9)
     x, out, product = floats(x_at), floats(out_at), floats(product_at)
@@ -91,7 +91,7 @@ def _convolve(
 
 
 @RangeKernel
-def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
+def _delta_inputs(first: int, last: int, thread: int, arguments: int) -> None:
     """Fills y (n, channels) with convolved queries and keys, both normalised, and values, by head."""
     n, key_heads, key_dim, value_heads, value_dim, taps = load_arguments(arguments, 6)
     x_at, y_at, window_at, weight_at = load_arguments(arguments + 8 * 6, 4)
@@ -120,7 +120,7 @@ def _delta_inputs(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @RangeKernel
-def _delta_heads(first: int, last: int, part: int, arguments: int) -> None:
+def _delta_heads(first: int, last: int, thread: int, arguments: int) -> None:
     """Applies the rule head by head; the columns of a matrix do not depend on each other."""
     n, key_heads, key_dim, value_heads, value_dim, eps = load_arguments(arguments, 6)
     x_at, y_at, matrix_at, rates_at, decay_at, bias_at, norm_at, out_at = load_arguments(arguments + 8 * 6, 8)

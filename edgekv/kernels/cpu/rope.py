@@ -33,7 +33,7 @@ def split_rope(
 
 
 @RangeKernel
-def _split_tokens(first: int, last: int, part: int, arguments: int) -> None:
+def _split_tokens(first: int, last: int, thread: int, arguments: int) -> None:
     n_heads, n_kv_heads, head_dim, half, scale, eps = load_arguments(arguments, 6)
     qkv, cos, sin, q_norm, k_norm = load_arguments(arguments + 8 * 6, 5)
     q, q_stride_h, q_stride_t, k, k_stride_h, k_stride_t, v, v_stride_h, v_stride_t = load_arguments(
@@ -104,14 +104,14 @@ def project(x: F32, matrix: F32) -> F32:
 
 
 @exact_kernel
-def _hadamard_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _hadamard_rows(first: int, last: int, thread: int, arguments: int) -> None:
     x, n, flips, width, out = load_arguments(arguments, 5)
     for item in range(first, last):
         hadamard_row(floats(x), item * n, n, floats(flips), width, floats(out), item * width)
 
 
 @exact_kernel
-def _hadamard_back_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _hadamard_back_rows(first: int, last: int, thread: int, arguments: int) -> None:
     x, flips, width, out, n = load_arguments(arguments, 5)
     for item in range(first, last):
         hadamard_back_row(floats(x), item * width, width, floats(flips), floats(out), item * n, n)

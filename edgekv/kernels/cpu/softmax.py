@@ -44,7 +44,7 @@ def softmax(s: F32, lo: I64, hi: I64) -> None:
 
 
 @RangeKernel
-def _softmax_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _softmax_rows(first: int, last: int, thread: int, arguments: int) -> None:
     address, stride_g, stride_m, lo, hi, n_rows, n_columns = load_arguments(arguments, 7)
     s = floats(address)
     for item in range(first, last):

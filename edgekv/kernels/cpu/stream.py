@@ -39,9 +39,9 @@ class Bandwidth:
 
 
 @RangeKernel
-def _sum_elements(first: int, last: int, part: int, arguments: int) -> None:
+def _sum_elements(first: int, last: int, thread: int, arguments: int) -> None:
     elements, sums = load_arguments(arguments, 2)
     total = np.float32(0)
     for i in range(first, last):
         total += get(floats(elements), i)
-    put(floats(sums + LINE * part), 0, total)
+    put(floats(sums + LINE * thread), 0, total)

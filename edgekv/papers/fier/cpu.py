@@ -86,9 +86,9 @@ def _mask(b: Any, bits: Any) -> Any:
     """Returns a vector of booleans, a lane for each bit."""
     if LANES == 16:  # AVX-512 has registers for them
         return b.bitcast(bits, emit.vector(emit.integer(1), LANES))
-    each = ir.Constant(emit.vector(emit.I32, LANES), [1 << lane for lane in range(LANES)])
-    tested = b.and_(emit.splat(b, b.zext(bits, emit.I32), LANES), each)
-    return b.icmp_unsigned("!=", tested, emit.constant(each.type, 0))
+    masks = ir.Constant(emit.vector(emit.I32, LANES), [1 << lane for lane in range(LANES)])
+    tested = b.and_(emit.splat(b, b.zext(bits, emit.I32), LANES), masks)
+    return b.icmp_unsigned("!=", tested, emit.constant(masks.type, 0))
 
 
 def _numbers(index: Any) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ KERNELS = {
 
 
 @exact_kernel
-def _pack_tokens(first: int, last: int, part: int, arguments: int) -> None:
+def _pack_tokens(first: int, last: int, thread: int, arguments: int) -> None:
     x, n, n_bits, codes, n_blocks, t0 = load_arguments(arguments, 6)
     n_words = n_bits // WORD_BITS
     for item in range(first, last):

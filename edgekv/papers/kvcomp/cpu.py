@@ -41,7 +41,7 @@ def huffman_pack(
 
 
 @exact_kernel
-def _pack_blocks(first: int, last: int, part: int, arguments: int) -> None:
+def _pack_blocks(first: int, last: int, thread: int, arguments: int) -> None:
     n_blocks, n_codes, n_words, n_lengths, n_offsets, b0 = load_arguments(arguments, 6)
     codes, all_words, lengths, plain, offsets, pool = load_arguments(arguments + 8 * 6, 6)
     for item in range(first, last):

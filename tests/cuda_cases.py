@@ -15,7 +15,7 @@ from cuda_host.driver import HostDriver
 from helpers import SCHEMES
 from kernel_cases import CODECS, C, assert_close, backend_module, blank
 
-from edgekv.engine.cuda import CudaBackend, runs
+from edgekv.engine.cuda import CudaBackend, supports
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import SessionPlan, find_device
 from edgekv.engine.model import Model
@@ -27,7 +27,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import DeviceWeights
 
 DEVICES = ["host", "gpu"]
-ON_CUDA = [name for name, scheme in SCHEMES.items() if runs(CacheSpec(scheme, scheme.Config()))]
+ON_CUDA = [name for name, scheme in SCHEMES.items() if supports(CacheSpec(scheme, scheme.Config()))]
 
 
 @dataclasses.dataclass

@@ -197,7 +197,7 @@ def test_mixed_pairs_take_a_launch_each() -> None:
 
 @pytest.mark.parametrize("pairs", [("signs",), ("signs", "kivi")])
 def test_a_replayed_step_sees_less(device: OnDevice, pairs: tuple[str, ...]) -> None:
-    """The shift takes back the end of what is visible, as far as a recorded step is ahead."""
+    """The shift takes back the end of what is visible, as far as a captured step is ahead."""
     both = Both(device, "gqa")
     for i, pair in enumerate((*pairs, "f16")):
         both.add(pair, 0, 64, 64 * i)

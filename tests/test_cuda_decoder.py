@@ -1,4 +1,4 @@
-"""Whole models and their caches on the CUDA path: logits, recorded steps, sampling, and greedy text."""
+"""Whole models and their caches on the CUDA path: logits, captured steps, sampling, and greedy text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgekv.engine.session import choose_token
 from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.eval.evaluate import evaluate
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.driver import CannotRecord
+from edgekv.kernels.cuda.driver import CaptureError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.weights import gaussian
@@ -83,7 +83,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
         logits = [to_host(each.head(x)) for x in parts]
         rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
     np.testing.assert_allclose(*(np.concatenate(each) for each in rows), atol=2e-4, rtol=0)
-    assert cuda.replay.n_replayed == (19 if name in REPLAYED else 0)
+    assert cuda.graph_runner.n_replayed == (19 if name in REPLAYED else 0)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_quantized_weights(device: OnDevice, weights: str, is_tiled: bool, tmp_p
 def test_replayed_steps_equal_steps(
     window: int | None, text: str, n_eager: int, tmp_path: pathlib.Path, device: OnDevice, monkeypatch: Any
 ) -> None:
-    """Kernels run with the counters of the recorded step and how far they moved; blocks are packed between."""
+    """Kernels run with the counters of the captured step and how far they moved; blocks are packed between."""
     if isinstance(device.driver, HostDriver) and (text, window) not in ON_HOST:
         pytest.skip("minutes without a GPU")
     model = small_model(monkeypatch, tmp_path, window)
@@ -135,14 +135,14 @@ def test_replayed_steps_equal_steps(
         cuda.prefill(cuda.embed(tokens[:PROMPT], 0), caches)
         rows.append(np.stack([to_host(cuda.step(token, caches)).copy() for token in tokens[PROMPT:]]))
         most = LONG - PROMPT - MIN_REPLAYS  # the last ones are not worth it
-        assert (most - n_eager <= cuda.replay.n_replayed) if replays else not cuda.replay.n_replayed
+        assert (most - n_eager <= cuda.graph_runner.n_replayed) if replays else not cuda.graph_runner.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 
 
 def test_a_recording_that_fails_is_a_step(
     tmp_path: pathlib.Path, device: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upload by a second text, or an allocation that fails, ends a recording and not the text."""
+    """An upload by a second text, or an allocation that fails, ends a capture and not the text."""
     model, rows = small_model(monkeypatch, tmp_path), []
     for replays in (True, False):
         cuda = decoder(model, device, capacity=LONG)
@@ -153,10 +153,10 @@ def test_a_recording_that_fails_is_a_step(
             assert rewind(caches, 0) == 0
             cuda.prefill(cuda.embed(tokens[:28], 0), caches)
             logits += [to_host(cuda.step(token, caches)).copy() for token in tokens[28:]]
-            with pytest.raises(CannotRecord, match="9 bytes"):
-                device.driver.record(mock.Mock(side_effect=MemoryError("Out of memory allocating 9 bytes")))
+            with pytest.raises(CaptureError, match="9 bytes"):
+                device.driver.capture(mock.Mock(side_effect=MemoryError("Out of memory allocating 9 bytes")))
         rows.append(np.stack(logits))
-        assert cuda.replay.n_replayed >= 3 * (12 - 3) if replays else not cuda.replay.n_replayed
+        assert cuda.graph_runner.n_replayed >= 3 * (12 - 3) if replays else not cuda.graph_runner.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 
 

@@ -13,7 +13,7 @@ from kernel_cases import Case, blank, bound, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.driver import CannotRecord, Counter, Moves
+from edgekv.kernels.cuda.driver import CaptureError, Counter, Moves
 from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
@@ -69,7 +69,7 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
 
 def test_an_encoder_that_takes_no_place_that_moves(device: OnDevice) -> None:
     values = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver)
-    with pytest.raises(CannotRecord):
+    with pytest.raises(CaptureError):
         device.kernels.encode(values, device.up(np.ones((1, 1, 64))), Counter(1, (("n", 1),), Moves(None, "n")))
 
 

@@ -1,10 +1,10 @@
 """The GPU backend, by CuPy: weights, scratch, caches and logits are in the GPU's memory.
 
-A decode step is recorded once as a CUDA graph and replayed for later tokens, so that no time passes between its
+A decode step is captured once as a CUDA graph and replayed for later tokens, so that no time passes between its
 launches. Two steps of a conversation differ in counters alone while every cache says so (`KVCache.is_static`):
-positions, and where the stores end. A recorded launch finds on the device how far each has moved since the
-recording (`Counter`). Packing a block (`KVCache.flush`) is a recording of its own, made when it is first due;
-where it can't be recorded it is done without one.
+positions, and where the stores end. A captured launch finds on the device how far each has moved since the
+capture (`Counter`). Packing a block (`KVCache.flush`) is a graph of its own, captured when it is first due;
+where it can't be captured it is done without one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edgekv.engine.decoder import CHUNK, Backend, Decoder, RopeRotation, ScoreOp
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.driver import RECORDED_TOKENS, Array, CannotRecord, Counter, Driver, Moves, put_inputs
+from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, Moves, put_inputs
 from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, Halves, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
@@ -35,8 +35,8 @@ from edgekv.weights.formats import ModelFormat
 MAX_SCORES = 1 << 24  # float32 scores of a prompt in memory at once
 CHUNK_SHARE = 64  # a chunk's activations take at most this part of the card's memory: 1 / CHUNK_SHARE
 MIN_CHUNK, MAX_CHUNK = 256, 8192  # tokens
-MIN_REPLAYS = 8  # tokens left in the cache, for which a recording is worth its time
-MAX_FAILURES = 3  # failed recordings of a scheme, after which its steps are not recorded
+MIN_REPLAYS = 8  # tokens left in the cache, for which a graph is worth its time
+MAX_FAILURES = 3  # failed captures of a scheme, after which its steps are not captured
 POSITIONS = "n_seen"  # the counter that all caches share
 Counts = list[dict[str, int]]
 
@@ -49,7 +49,7 @@ def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
     return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(n, 1).bit_length() - 1))
 
 
-def runs(spec: CacheSpec) -> bool:
+def supports(spec: CacheSpec) -> bool:
     """Returns whether the GPU has kernels for all codecs of a scheme."""
     codecs = spec.scheme.codecs_used(spec.config)
     return codecs is not None and all("cuda" in codec.backends for codec in codecs)
@@ -77,7 +77,7 @@ class CudaBackend(Backend):
     def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
         """Returns whether there are CuPy, a GPU and kernels for the scheme and the model's layers."""
         lacks_layers = config is not None and (config.experts is not None or bool(config.recurrences))
-        return runs(spec) and not lacks_layers and cupy_driver.available()
+        return supports(spec) and not lacks_layers and cupy_driver.available()
 
     @classmethod
     def require(
@@ -86,7 +86,7 @@ class CudaBackend(Backend):
         """Raises CacheError for a scheme without kernels, ConfigError for anything else that the GPU can't run."""
         if config is not None:
             require_layers(config)
-        if slots > 1:  # a step is a recording of one conversation's
+        if slots > 1:  # a graph is of one conversation's step
             raise ConfigError(
                 "a GPU decodes one conversation at a time",
                 field="slots",
@@ -96,8 +96,8 @@ class CudaBackend(Backend):
             )
         if loras:
             raise lora_refusal()
-        if not runs(spec):
-            names = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Config()))]
+        if not supports(spec):
+            names = [name for name, scheme in schemes().items() if supports(CacheSpec(scheme, scheme.Config()))]
             raise CacheError(
                 "does not run on a GPU",
                 field="kv",
@@ -179,8 +179,8 @@ class CudaBackend(Backend):
         cache.prefill(k[:, :0] if queries is None else queries, k, v)
         return True
 
-    def new_replay(self, decoder: Decoder) -> Replay:
-        return Replay(decoder, self)
+    def new_graph_runner(self, decoder: Decoder) -> GraphRunner:
+        return GraphRunner(decoder, self)
 
 
 def require_layers(config: ModelConfig) -> None:
@@ -195,8 +195,8 @@ def require_layers(config: ModelConfig) -> None:
         )
 
 
-class Recording(NamedTuple):
-    """Recorded work: what replays it, the counters it was recorded with, and how it changes them."""
+class CapturedGraph(NamedTuple):
+    """A CUDA graph: what launches it, the counters it was captured with, and how it changes them."""
 
     run: Callable[[], None]
     moves: Moves
@@ -230,7 +230,7 @@ class CacheGroup:
         for cache in self.caches:
             vars(cache).update(counts)
 
-    def after_next(self) -> tuple[Hashable, bool]:
+    def next_structure(self) -> tuple[Hashable, bool]:
         """Returns what a step of the next token launches, as far as counters decide, and whether it flushes."""
         cache, window = self.first, self.first.geometry.sliding_window
         cache.advance(1)
@@ -240,8 +240,8 @@ class CacheGroup:
             cache.advance(-1)
 
 
-class Replay:
-    """Takes a decoder's steps by replaying recordings of the conversation that it served last."""
+class GraphRunner:
+    """Takes a decoder's steps by replaying CUDA graphs of the conversation that it served last."""
 
     def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
         self._decoder, self._backend, self._driver = decoder, backend, backend.driver
@@ -252,8 +252,8 @@ class Replay:
         self._forget()
 
     def _forget(self) -> None:
-        self._step: Recording | None = None
-        self._flushes: dict[Hashable, Recording | None] = {}  # None: it can't be recorded
+        self._step: CapturedGraph | None = None
+        self._flushes: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[CacheGroup] = []
         self._structure: list[Hashable] = []
@@ -263,94 +263,94 @@ class Replay:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
         if self._caches != tuple(caches) or caches[0].n_seen != self._next:
             self._forget()  # others have changed them, perhaps what they point to
-        if not self._can_play():
+        if not self._can_replay():
             before, flushes = [group.caches for group in self._groups], self._flushes
             self._forget()
-            if not self._record_step(caches):
+            if not self._capture_step(caches):
                 self._compiled.add(type(caches[0]))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
             if before == [group.caches for group in self._groups]:
                 self._flushes = flushes
         assert self._step is not None
-        self._play(self._step, token)
+        self._replay(self._step, token)
         self.n_replayed += 1
         self._next = caches[0].n_seen
         self._flush()
         return self._logits
 
-    def _can_play(self) -> bool:
+    def _can_replay(self) -> bool:
         if self._step is None or self._next > self._last or not all(g.first.is_static() for g in self._groups):
             return False
-        return self._structure == [group.after_next()[0] for group in self._groups]
+        return self._structure == [group.next_structure()[0] for group in self._groups]
 
     def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
         return self._decoder.head(self._decoder.forward(x, caches))[0]
 
-    def _record_step(self, caches: Sequence[KVCache]) -> bool:
-        """Returns whether the step of the next token could be recorded; it has not been taken then."""
+    def _capture_step(self, caches: Sequence[KVCache]) -> bool:
+        """Returns whether the step of the next token could be captured; it has not been taken then."""
         scheme, start = type(caches[0]), caches[0].n_seen
         ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MAX_FAILURES
         room = caches[0].geometry.capacity - start
         if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in caches):
             return False
         self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
-        following = [group.after_next() for group in self._groups]
+        following = [group.next_structure() for group in self._groups]
         self._structure = [structure for structure, _ in following]
-        self._next, self._last = start, start + RECORDED_TOKENS
+        self._next, self._last = start, start + GRAPH_TOKENS
         if any(flushes for _, flushes in following):
             return False
 
         def step() -> None:
             self._logits = self._run(self._backend.embed_ids(self._ids, start), self._caches)
 
-        self._step = self._record(step)
+        self._step = self._capture(step)
         self._failures[scheme] += self._step is None
         return self._step is not None
 
-    def _record(self, work: Callable[[], None]) -> Recording | None:
-        """Records ``work`` with the counters as they are, without doing it; None where it can't be recorded."""
+    def _capture(self, work: Callable[[], None]) -> CapturedGraph | None:
+        """Captures ``work`` with the counters as they are, without doing it; None where it can't be captured."""
         put_inputs(self._driver, self._ids, 0, [])  # compiles
         moves, counts = Moves(self._driver, POSITIONS), [group.counts() for group in self._groups]
         changes: Counts = []
 
         def work_on_counters() -> None:
             before = [group.counts() for group in self._groups]
-            for i, (group, numbers) in enumerate(zip(self._groups, counts, strict=True)):
-                group.set_counts({name: Counter(n, ((_key(i, name), 1),), moves) for name, n in numbers.items()})
+            for i, (group, values) in enumerate(zip(self._groups, counts, strict=True)):
+                group.set_counts({name: Counter(n, ((_key(i, name), 1),), moves) for name, n in values.items()})
             try:
                 work()
                 after = [group.counts() for group in self._groups]
             finally:
-                for group, numbers in zip(self._groups, before, strict=True):
-                    group.set_counts(numbers)
+                for group, values in zip(self._groups, before, strict=True):
+                    group.set_counts(values)
             changes[:] = [
-                {name: now[name] - n for name, n in numbers.items()}
-                for now, numbers in zip(after, counts, strict=True)
+                {name: now[name] - n for name, n in values.items()}
+                for now, values in zip(after, counts, strict=True)
             ]
             put_inputs(self._driver, self._ids, 0, [])  # for what is not replayed
 
         try:
-            run = self._driver.record(work_on_counters)
-        except CannotRecord:
+            run = self._driver.capture(work_on_counters)
+        except CaptureError:
             return None
         # Others may ask for larger buffers while these are in use.
         buffers = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
-        return Recording(run, moves, counts, changes, buffers)
+        return CapturedGraph(run, moves, counts, changes, buffers)
 
-    def _play(self, recording: Recording, token: int) -> None:
+    def _replay(self, graph: CapturedGraph, token: int) -> None:
         current = [group.counts() for group in self._groups]
         moved = {
             _key(i, name): current[i][name] - n
-            for i, numbers in enumerate(recording.counts)
-            for name, n in numbers.items()
+            for i, values in enumerate(graph.counts)
+            for name, n in values.items()
         }
-        recording.moves.set(self._ids, token, moved.__getitem__)
-        recording.run()
-        for group, numbers, change in zip(self._groups, current, recording.changes, strict=True):
-            group.set_counts({name: numbers[name] + by for name, by in change.items() if by})
+        graph.moves.set(self._ids, token, moved.__getitem__)
+        graph.run()
+        for group, values, change in zip(self._groups, current, graph.changes, strict=True):
+            group.set_counts({name: values[name] + by for name, by in change.items() if by})
 
     def _flush(self) -> None:
-        """Packs what is due after a token: by a replay where that can be recorded."""
+        """Packs what is due after a token: by a replay where that can be captured."""
         due = [(i, group) for i, group in enumerate(self._groups) if group.first.needs_flush()]
         if not due:
             return
@@ -367,9 +367,9 @@ class Replay:
         # Which counters are equal may decide what `flush` does.
         key = tuple((i, *_equal_pairs(group.counts().values())) for i, group in due)
         if key not in self._flushes:
-            self._flushes[key] = self._record(flush)
-        if recording := self._flushes[key]:
-            self._play(recording, 0)
+            self._flushes[key] = self._capture(flush)
+        if graph := self._flushes[key]:
+            self._replay(graph, 0)
         else:
             flush()
 

@@ -179,8 +179,8 @@ class Backend(abc.ABC):
         """Runs layer i over a prompt x (n, hidden) in place and fills its cache; False: not supported."""
         return False
 
-    def new_replay(self, decoder: Decoder) -> Any | None:
-        """Returns what replays the decoder's steps from a recording; None: the device records nothing."""
+    def new_graph_runner(self, decoder: Decoder) -> Any | None:
+        """Returns what replays the decoder's steps from a CUDA graph; None: the device captures nothing."""
         return None
 
 
@@ -213,7 +213,7 @@ class Decoder:
             }
             for i in layers
         ]
-        self.replay = backend.new_replay(self)
+        self.graph_runner = backend.new_graph_runner(self)
 
     def _vector(self, name: str) -> Any:
         # A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
@@ -267,8 +267,8 @@ class Decoder:
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Appends n tokens, a few; returns the logits (n, vocab) after each, valid until the next step."""
-        if len(tokens) == 1 and self.replay is not None:
-            result: F32 = self.replay.step(tokens[0], attending(caches))[None]
+        if len(tokens) == 1 and self.graph_runner is not None:
+            result: F32 = self.graph_runner.step(tokens[0], attending(caches))[None]
             return result
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 

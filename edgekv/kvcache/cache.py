@@ -131,7 +131,7 @@ class LayerState(abc.ABC):
                 accepted=[f"{self.n_seen + n} or more"],
             )
 
-    # Rewinding, and replaying steps: callers use `rewind` below, `advance` for drafts and recorded steps.
+    # Rewinding, and replaying steps: callers use `rewind` below, `advance` for drafts and captured steps.
 
     def recompute_from(self, n: int) -> int:
         """Returns how many tokens a rewind to the first ``n`` (< `n_seen`) should keep: n at most.
@@ -162,7 +162,7 @@ class LayerState(abc.ABC):
         self.n_seen += n
 
     def is_static(self) -> bool:
-        """Returns whether a recorded step can be replayed for the next token: only counters differ.
+        """Returns whether a captured step can be replayed for the next token: only counters differ.
 
         So it is for `flush` when it is due.
         """
@@ -234,7 +234,7 @@ class KVCache(LayerState):
     needs_prompt_queries: ClassVar[bool] = False
     """Whether `prefill` needs the queries of the whole prompt."""
     flush_is_static: ClassVar[bool] = True
-    """Whether a GPU may record `flush`: one differs from another in counters alone, and no array is replaced."""
+    """Whether a GPU may capture `flush`: one differs from another in counters alone, and no array is replaced."""
     exact_prefill = True
     """False where a prompt attends through the cache, as an adapted model was trained to."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.kernels.cuda.driver import N_MOVES, CannotRecord, Launch, Program, by_value
+from edgekv.kernels.cuda.driver import N_MOVES, CaptureError, Launch, Program, by_value
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -160,7 +160,7 @@ class HostDriver:
 
     def upload(self, host: np.ndarray) -> HostArray:
         if HostArray.is_recording:
-            raise CannotRecord("it uploads an array")
+            raise CaptureError("it uploads an array")
         return HostArray(np.array(host, order="C"))
 
     def half_gemm(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
@@ -173,13 +173,13 @@ class HostDriver:
     def free_bytes(self) -> int:
         return self.free
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs the step once without its launches, and returns it to be run again, as nothing is recorded here."""
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Runs the step once without its launches, and returns it to be run again, as nothing is captured here."""
         HostArray.is_recording = True
         try:
             step()
         except (RuntimeError, MemoryError) as error:
-            raise CannotRecord(str(error)) from error
+            raise CaptureError(str(error)) from error
         finally:
             HostArray.is_recording = False
         return step

@@ -1,4 +1,4 @@
-"""Measures for check.py: medians over device events, recorded launches, inputs beyond the second-level cache."""
+"""Measures for check.py: medians over device events, captured launches, inputs beyond the second-level cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.kernels.cuda.driver import CannotRecord, Driver
+from edgekv.kernels.cuda.driver import CaptureError, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kvcache import CacheSpec
@@ -49,11 +49,11 @@ class Gpu:
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     def seconds(self, step: Callable[[], Any], repeats: int = REPEATS) -> float:
-        """Returns the median time of ``step``, recorded so that gaps between its launches are the device's own."""
+        """Returns the median time of ``step``, captured so that gaps between its launches are the device's own."""
         step()
         try:
-            run = self.driver.record(step)
-        except CannotRecord:
+            run = self.driver.capture(step)
+        except CaptureError:
             run = step
         run()
         times = []
@@ -194,7 +194,7 @@ def torch_seconds(step: Callable[[], None]) -> float:
 def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, int, float]]:
     """Returns every kernel that a token's attention launches: how often per layer, and its seconds per layer.
 
-    Each layer's launches of one kernel are recorded together, so that the gaps between them count too.
+    Each layer's launches of one kernel are captured together, so that the gaps between them count too.
     """
     layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
     layers.attend()
@@ -340,7 +340,7 @@ def end_to_end(
 
 def _decode(gpu: Gpu, decoder: Decoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
     sampler = Sampler(SamplingParams(temperature=0.0), decoder.config.vocab_size)
-    token, replayed = 1, decoder.replay.n_replayed
+    token, replayed = 1, decoder.graph_runner.n_replayed
     for _ in range(4):
         token = sampler.sample(decoder.step(token, caches), ())
     joules, begin, times = _joules(), time.perf_counter(), []
@@ -354,7 +354,7 @@ def _decode(gpu: Gpu, decoder: Decoder, caches: Sequence[KVCache], weight_bytes:
         "ms_per_token": float(np.median(times)) * 1e3,
         "ms_per_token_mean": seconds / len(times) * 1e3,
         "tokens": len(times),
-        "replayed": decoder.replay.n_replayed - replayed,
+        "replayed": decoder.graph_runner.n_replayed - replayed,
         "bytes": read,
         "gb_per_s": read / float(np.median(times)) / 1e9,
         "mj_per_token": None if joules is None or used is None else (used - joules) / len(times) * 1e3,

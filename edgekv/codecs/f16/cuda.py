@@ -19,14 +19,14 @@ def _kernels(element: str, array: str, halves: int) -> CudaCodec:
 
         return make
 
-    def encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+    def encode(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
         (n_kv_heads, n, d), store = x.shape, codec.arrays[array]
         if n:  # SinkWindowCache may have nothing left over
             x, stride = per_head(x)
             launch = Launch(ENCODE, "encode", (n, n_kv_heads), THREADS)
-            tools.driver.launch(launch, x, stride, d, store, halves, store.shape[1], counter(tools.driver, t0))
+            cuda.driver.launch(launch, x, stride, d, store, halves, store.shape[1], counter(cuda.driver, t0))
 
-    return CudaCodec(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
+    return CudaCodec(read("RowKeys"), read("RowValues"), encode=encode, capturable=True)
 
 
 KERNELS = {"f16": _kernels("u16", "half", 1), "f32": _kernels("float", "single", 0)}

@@ -21,13 +21,13 @@ def read_integers(rows: str, codes: Array, scales: tuple[Array, ...], width: int
     )
 
 
-def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+def _encode(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     n_kv_heads, n, d = x.shape
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
     x, stride = per_head(x)
     launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
     bits, capacity = 8 * codes.shape[2] // d, scale.shape[1]
-    tools.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, counter(tools.driver, t0))
+    cuda.driver.launch(launch, x, stride, d, bits, codes, scale, capacity, counter(cuda.driver, t0))
 
 
 def _read(rows: str, codec: Any) -> Reader:
@@ -36,4 +36,4 @@ def _read(rows: str, codec: Any) -> Reader:
 
 
 READERS = functools.partial(_read, "RowKeys"), functools.partial(_read, "RowValues")
-KERNELS = {"int8": CudaCodec(*READERS, encode=_encode, placed=True)}
+KERNELS = {"int8": CudaCodec(*READERS, encode=_encode, capturable=True)}

@@ -29,31 +29,31 @@ FOLDER = pathlib.Path(__file__).parent
 WIDTHS, MAX_ROWS = (64, 128), 4  # channels of a head, and query rows, that tiled.cu takes
 
 
-def encode_centres(tools: CudaKernels, x: Array, codes: Array, step: Array, t0: int) -> None:
+def encode_centres(cuda: CudaKernels, x: Array, codes: Array, step: Array, t0: int) -> None:
     """Stores the means of x (G, n, D) from token t0 on and takes them off x."""
     n_kv_heads, n, d = x.shape
     check_width(d)
     launch = Launch(encode_program(), "encode_centres", (n // TILE, n_kv_heads), THREADS)
-    tools.driver.launch(launch, x, d, codes, step, step.shape[1], counter(tools.driver, t0))
+    cuda.driver.launch(launch, x, d, codes, step, step.shape[1], counter(cuda.driver, t0))
 
 
-def encode_keys(tools: CudaKernels, x: Array, planes: Array, scale: Array, t0: int) -> None:
+def encode_keys(cuda: CudaKernels, x: Array, planes: Array, scale: Array, t0: int) -> None:
     """Stores x (G, n, D) in planes (G, blocks, bits, 4, D / 8, 16) from token t0 on."""
     n_kv_heads, n, d = x.shape
     bits = planes.shape[2]
     launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
     store = planes, planes.shape[1], scale, scale.shape[1]
-    tools.driver.launch(launch, x, d, bits, *store, counter(tools.driver, t0))
+    cuda.driver.launch(launch, x, d, bits, *store, counter(cuda.driver, t0))
 
 
-def encode_interleaved(tools: CudaKernels, x: Array, codes: Array, scale: Array, t0: int) -> None:
+def encode_interleaved(cuda: CudaKernels, x: Array, codes: Array, scale: Array, t0: int) -> None:
     """Stores x (G, n, D) in codes (G, blocks, 2 * bits, D, 4) from token t0 on."""
     n_kv_heads, n, d = x.shape
     bits = codes.shape[2] // 2
-    levels = tools.scratch("levels", x.shape, np.uint8)
+    levels = cuda.scratch("levels", x.shape, np.uint8)
     launch = Launch(encode_program(bits), "encode_interleaved", (n // TILE, n_kv_heads), THREADS)
     store = codes, codes.shape[1], scale, scale.shape[1]
-    tools.driver.launch(launch, x, d, bits, levels, *store, counter(tools.driver, t0))
+    cuda.driver.launch(launch, x, d, bits, levels, *store, counter(cuda.driver, t0))
 
 
 @functools.cache
@@ -74,12 +74,12 @@ def _read_keys(codec: Any) -> Reader:
     return Reader("RowKeys<PlaneRow, 16>", FOLDER / "read", arrays, a["scale"].shape[1], codec.width, macros)
 
 
-def _rounded(tools: CudaKernels, codec: Any, q: Array) -> Queries:
+def _rounded(cuda: CudaKernels, codec: Any, q: Array) -> Queries:
     """Returns q (G, M, D) rotated, and then once more rounded to whole numbers: (G, M, 2 * width)."""
-    x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
-    out = tools.driver.empty((*q.shape[:2], 2 * codec.width), np.float32)
+    x = cuda.rotate(codec.rotation, q * cuda.constant(codec.query_factors)[:, None])
+    out = cuda.driver.empty((*q.shape[:2], 2 * codec.width), np.float32)
     launch = Launch(encode_program(), "round_queries", (x.shape[0] * x.shape[1],), min(THREADS, codec.width))
-    tools.driver.launch(launch, x, codec.width, tools.constant(codec.key_scale), x.shape[1], out)
+    cuda.driver.launch(launch, x, codec.width, cuda.constant(codec.key_scale), x.shape[1], out)
     return Queries(out)
 
 
@@ -102,15 +102,15 @@ def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
     return Fused(FOLDER / "tiled", macros, MAX_ROWS, blocks, keys.query_flips, keys.key_scale)
 
 
-def _encode_keys(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
-    codec.encode_by(functools.partial(encode_centres, tools), functools.partial(encode_keys, tools), x, t0)
+def _encode_keys(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+    codec.encode_by(functools.partial(encode_centres, cuda), functools.partial(encode_keys, cuda), x, t0)
 
 
-def _encode_values(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
-    codec.encode_by(functools.partial(encode_interleaved, tools), x, t0)
+def _encode_values(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+    codec.encode_by(functools.partial(encode_interleaved, cuda), x, t0)
 
 
 KERNELS = {
-    "centred_planes": CudaCodec(_read_keys, queries=_rounded, encode=_encode_keys, placed=True, fused=_tiled),
-    "interleaved": CudaCodec(values=_read_values, encode=_encode_values, placed=True),
+    "centred_planes": CudaCodec(_read_keys, queries=_rounded, encode=_encode_keys, capturable=True, fused=_tiled),
+    "interleaved": CudaCodec(values=_read_values, encode=_encode_values, capturable=True),
 }

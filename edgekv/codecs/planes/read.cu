@@ -68,7 +68,7 @@ struct InterleavedRow : ChannelRow<HEAD_DIM> {
         codes = (const u8*)store.a + (i64)first * (store.capacity / TILE) * 8 * WIDTH;
     }
 
-    __device__ void weigh(int tile, float& p0, float& p1) const
+    __device__ void scale_weights(int tile, float& p0, float& p1) const
     {
         int t = tile * TILE + threadIdx.x % 32;
         p0 *= t < last ? half_to_float(scale[t]) : 0, p1 *= t + 32 < last ? half_to_float(scale[t + 32]) : 0;

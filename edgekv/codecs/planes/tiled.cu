@@ -236,7 +236,7 @@ struct TiledWarp {
     }
 
     // Puts the weights of a step's tokens into shared memory, as bytes; earlier sums shrink where a maximum rises.
-    __device__ __forceinline__ void weigh(const float (&s)[ROWS][4], const float (&width)[4])
+    __device__ __forceinline__ void set_weights(const float (&s)[ROWS][4], const float (&width)[4])
     {
         float rescale[ROWS];
         bool rescales = false;
@@ -357,7 +357,7 @@ struct TiledWarp {
         load_keys(tile + 2);
         load_scales(tile + 2);
         scores(tile, product, centre_scores, key_widths, s);
-        weigh(s, value_widths);
+        set_weights(s, value_widths);
         if (TOGETHER)
             add(0, 2);
         else

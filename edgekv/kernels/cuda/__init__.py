@@ -14,7 +14,7 @@ Nothing above the kernels knows where arrays are:
 4. The decoder is `Decoder` with device weights, rope tables and exact attention (`edgekv.engine.cuda`,
    `edgekv.weights.cuda`); prompts go through tensor cores where there are some. One number a token comes back to
    the host: the chosen token.
-5. A step is recorded once as a CUDA graph and replayed while steps differ in counters alone
+5. A step is captured once as a CUDA graph and replayed while steps differ in counters alone
    (`edgekv.engine.cuda`), which kernels find on the device (`Counter`).
 
 A .cu file is C++14 without headers, for sm_53 (Maxwell) up (prompt_attention.cu: sm_75; tiled.cu and

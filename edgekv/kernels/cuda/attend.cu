@@ -48,7 +48,7 @@ __device__ void attend_split(const Queries& queries, const Store& key_store, con
             running_max[i] = largest;
             running_sum[i] = running_sum[i] * rescale + p0 + p1;
             if (lane == 0 && u == 0) factor[m] = rescale;
-            values.weigh(u, m, tile + u, p0, p1);
+            values.set_weights(u, m, tile + u, p0, p1);
         }
         __syncthreads();
         UNROLL for (int m = 0; m < ROWS; ++m)

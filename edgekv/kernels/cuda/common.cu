@@ -125,21 +125,21 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
 };
 
 // A block works on TILES tiles of 64 tokens at a time. A codec takes tile u of them in these steps:
-//   load     starts the reads; nothing waits for them before the step that needs them
-//   scores   keys write the tile's scores to shared memory; after a barrier `score` returns one of them
-//   weigh    a warp gives the values a row's weights, two tokens per lane; after a barrier `add` sums
+//   load         starts the reads; nothing waits for them before the step that needs them
+//   scores       keys write the tile's scores to shared memory; after a barrier `score` returns one of them
+//   set_weights  a warp gives the values a row's weights, two tokens per lane; after a barrier `add` sums
 // so that one round's reads run during the arithmetic of the round before. An item is a pair of a query row and a tile; a warp
-// weighs the items turn * WARPS + its number.
+// sets the weights of the items turn * WARPS + its number.
 #define ITEMS (ROWS * TILES)
 #define ITEMS_PER_WARP divide_up(ITEMS, WARPS)
 
 // Arguments of kernels. Python fills them by the names of their fields (Struct in driver.py).
 
-// A counter of the caches as it was when a step was recorded, and the address of how far it has moved since.
+// A counter of the caches as it was when a step was captured, and the address of how far it has moved since.
 struct Counter {
-    int recorded;
+    int captured;
     const int* moved;
-    __device__ int now() const { return recorded + *moved; }
+    __device__ int now() const { return captured + *moved; }
 };
 
 // The arrays of a key or value store with room for `capacity` tokens per KV head; each codec says what they are.

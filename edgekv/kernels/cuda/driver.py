@@ -1,9 +1,9 @@
-"""The GPU by CuPy: programs of .cu files, their launches, and recorded steps whose counters move between replays.
+"""The GPU by CuPy: programs of .cu files, their launches, and captured steps whose counters move between replays.
 
-NVRTC compiles a program at its first launch; CuPy caches it. A recorded launch keeps its arguments. So, while a
-step is recorded, the counters of the caches are `Counter`s, which remember through sums and differences which
+NVRTC compiles a program at its first launch; CuPy caches it. A captured launch keeps its arguments. So, while a
+step is captured, the counters of the caches are `Counter`s, which remember through sums and differences which
 counters they are made of; a launch passes such a number together with an address (`counter`), at which every
-replay puts how far the number has moved since the recording.
+replay puts how far the number has moved since the capture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Macros = tuple[tuple[str, int | str], ...]
 SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # types of the fields of C++ structs
 FOLDER = pathlib.Path(__file__).parent
 N_MOVES = 16  # sums of counters whose moves are on the device: positions first, one that stays 0 last
-RECORDED_TOKENS = 512  # at most this many tokens replay the recording of a step
+GRAPH_TOKENS = 512  # at most this many tokens replay the graph of a step
 # cuBLAS's names: CUBLAS_OP_N, CUDA_R_32F and so on.
 OP_N, OP_T, R_32F, R_16F, COMPUTE_32F, GEMM_TENSOR_OP = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -127,20 +127,20 @@ class Launch(NamedTuple):
     shared: int = 0
 
 
-class CannotRecord(Exception):
-    """Raised where a step does something that can't be recorded; the step is then taken without a recording."""
+class CaptureError(Exception):
+    """Raised where a step does something that can't be captured; the step is then taken without a graph."""
 
 
 class Driver:
-    """The current GPU: its memory, launches and recordings, on the default stream.
+    """The current GPU: its memory, launches and graphs, on the default stream.
 
-    Several drivers and threads share that stream, so they see each other's work in order; only `record` uses a
-    stream of its own, so that a recording holds nothing else.
+    Several drivers and threads share that stream, so they see each other's work in order; only `capture` uses a
+    stream of its own, so that a graph holds nothing else.
 
     has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
     has_half_mma: whether prompt_attention.cu compiles (sm_75 on).
     has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
-    moves: (N_MOVES,) int32 of the device, how far the counters of a replayed step have moved since its recording,
+    moves: (N_MOVES,) int32 of the device, how far the counters of a replayed step have moved since its capture,
     all 0 otherwise. shift is its first element, the move of positions; zero is its last one, always 0.
     """
 
@@ -155,8 +155,8 @@ class Driver:
         self.has_integer_mma = generation >= (8, 0)
         self._launch_early = _early_launcher() if generation >= (9, 0) else None
         self._cuda = int(runtime.runtimeGetVersion())
-        self.stream, self._recorder = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
-        self._is_recording = False
+        self.stream, self._capture_stream = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
+        self._is_capturing = False
         self.moves = self.zeros((N_MOVES,), np.int32)
         self.shift, self.zero = self.moves[:1], self.moves[-1:]
         self._modules: dict[Program, Any] = {}
@@ -171,9 +171,9 @@ class Driver:
         return self.cupy.zeros(shape, dtype)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """Returns a copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
-        if self._is_recording:
-            raise CannotRecord("it uploads an array: taken without a recording, the step leaves it on the device")
+        """Returns a copy of a host's array on the device. Raises CaptureError while a step is captured."""
+        if self._is_capturing:
+            raise CaptureError("it uploads an array: taken without a graph, the step leaves it on the device")
         return self.cupy.asarray(host)
 
     def free_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Driver:
                     function.max_dynamic_shared_size_bytes = shared
                 self._kernels[program, kernel] = function
             if early and self._launch_early is not None:
-                stream = self._recorder if self._is_recording else self.stream
+                stream = self._capture_stream if self._is_capturing else self.stream
                 self._launch_early(function.kernel.ptr, grid, block, shared, stream.ptr, values)
             else:
                 function(grid, (block,), values, shared_mem=shared)
@@ -241,24 +241,24 @@ class Driver:
             _raise_memory_error(error, "for a product of cuBLAS")
             raise
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records the work that ``step`` launches, without doing it, and returns a function that does it.
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Captures the work that ``step`` launches, without doing it, and returns a function that does it.
 
-        Memory comes from a pool of the recording's own. Raises CannotRecord where CuPy or a library that it calls
-        can't record something, or has no memory for it: the device is then as it was before.
+        Memory comes from a pool of the graph's own. Raises CaptureError where CuPy or a library that it calls
+        can't capture something, or has no memory for it: the device is then as it was before.
         """
         pool = self.cupy.cuda.MemoryPool()
         try:
-            with self.cupy.cuda.using_allocator(pool.malloc), self._recorder:
-                self._recorder.begin_capture()
-                self._is_recording = True
+            with self.cupy.cuda.using_allocator(pool.malloc), self._capture_stream:
+                self._capture_stream.begin_capture()
+                self._is_capturing = True
                 try:
                     step()
                 finally:
-                    self._is_recording = False
-                    graph = self._recorder.end_capture()
+                    self._is_capturing = False
+                    graph = self._capture_stream.end_capture()
         except (RuntimeError, MemoryError) as error:  # CuPy's and CUDA's own errors are RuntimeErrors
-            raise CannotRecord(str(error)) from error
+            raise CaptureError(str(error)) from error
 
         def replay(pool: Any = pool) -> None:  # keeps the pool alive
             graph.launch(self.stream)
@@ -353,9 +353,9 @@ Terms = tuple[tuple[Hashable, int], ...]
 
 
 class Counter(int):
-    """A number of a recorded step that changes between replays: a constant plus a sum of the caches' counters.
+    """A number of a captured step that changes between replays: a constant plus a sum of the caches' counters.
 
-    Comparisons see its value in the recording. Divisions raise CannotRecord.
+    Comparisons see its value in the capture. Divisions raise CaptureError.
     """
 
     terms: Terms
@@ -385,14 +385,14 @@ class Counter(int):
         return self._combined(int(other) - int(self), other, 1, self_sign=-1)
 
     def __floordiv__(self, other: int) -> int:
-        raise CannotRecord(f"{self.terms} // {other}")
+        raise CaptureError(f"{self.terms} // {other}")
 
     def __mod__(self, other: int) -> int:
-        raise CannotRecord(f"{self.terms} % {other}")
+        raise CaptureError(f"{self.terms} % {other}")
 
 
 class Moves:
-    """The sums of counters that a recording uses, and where on the device each finds how far it has moved."""
+    """The sums of counters that a graph uses, and where on the device each finds how far it has moved."""
 
     def __init__(self, driver: Driver, positions: Hashable) -> None:
         """positions: the name of the counter that the driver's `shift` follows."""
@@ -400,10 +400,10 @@ class Moves:
         self._slots: dict[Terms, int] = {((positions, 1),): 0}
 
     def address(self, terms: Terms) -> Array:
-        """Returns the (1,) int32 that says how far a sum has moved. Raises CannotRecord past N_MOVES - 1 sums."""
+        """Returns the (1,) int32 that says how far a sum has moved. Raises CaptureError past N_MOVES - 1 sums."""
         slot = self._slots.setdefault(terms, len(self._slots))
         if slot >= N_MOVES - 1:
-            raise CannotRecord(f"{slot} sums of counters")
+            raise CaptureError(f"{slot} sums of counters")
         return self._driver.moves[slot : slot + 1]
 
     def set(self, ids: Array, token: int, moved: Callable[[Hashable], int]) -> None:
@@ -416,7 +416,7 @@ INPUTS = Launch(Program(("layers",)), "set_inputs", (1,), 1)
 
 
 def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> None:
-    """Sets what a recorded step reads: its token, and the moves, which are 0 from the end of ``values`` on."""
+    """Sets what a captured step reads: its token, and the moves, which are 0 from the end of ``values`` on."""
     moves = Struct("Moves", by=values + [0] * (N_MOVES - 1 - len(values)))
     driver.launch(INPUTS, ids, token, driver.moves, moves)
 
@@ -424,4 +424,4 @@ def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> Non
 def counter(driver: Driver, x: int) -> Struct:
     """Returns the `Counter` of common.cu: a number, and the address of how far a replay has moved it."""
     moved = x.moves.address(x.terms) if isinstance(x, Counter) and x.terms else driver.zero
-    return Struct("Counter", recorded=int(x), moved=moved)
+    return Struct("Counter", captured=int(x), moved=moved)

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from edgekv.errors import CacheError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import (
-    RECORDED_TOKENS,
+    GRAPH_TOKENS,
     Array,
-    CannotRecord,
+    CaptureError,
     Counter,
     Driver,
     Launch,
@@ -96,7 +96,7 @@ class Queries:
     scale: Array | None = None
 
 
-def plain_queries(tools: CudaKernels, codec: Any, q: Array) -> Queries:
+def plain_queries(cuda: CudaKernels, codec: Any, q: Array) -> Queries:
     """Returns queries (G, M, D) unchanged, for keys whose scores are plain products."""
     return Queries(q)
 
@@ -118,12 +118,12 @@ class Fused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CudaCodec:
-    """The CUDA kernels of a kind of codec; ``tools`` is the backend.
+    """The CUDA kernels of a kind of codec; ``cuda`` is the backend.
 
     keys, values: (codec) -> how it is read as keys, or as values.
-    queries: (tools, codec, q (G, M, D)) -> the queries in the form that its scores need.
-    encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0..; without it `Codec.encode` does.
-    placed: whether ``encode`` takes a t0 that moves in replays (a `Counter`).
+    queries: (cuda, codec, q (G, M, D)) -> the queries in the form that its scores need.
+    encode: (cuda, codec, x (G, n, D), t0) stores x as tokens t0..; without it `Codec.encode` does.
+    capturable: whether ``encode`` takes a t0 that moves in replays (a `Counter`).
     fused: (driver, query rows, keys, values) -> the kernel for this codec's keys with those values, or None.
     """
 
@@ -131,7 +131,7 @@ class CudaCodec:
     values: Callable[[Any], Reader] | None = None
     queries: Callable[[CudaKernels, Any, Array], Queries] = plain_queries
     encode: Callable[[CudaKernels, Any, Array, int], None] | None = None
-    placed: bool = False
+    capturable: bool = False
     fused: Callable[[Driver, int, Any, Any], Fused | None] = lambda *pair: None
 
 
@@ -159,12 +159,12 @@ def read_values(codec: Any) -> Reader:
     return make(codec)
 
 
-def rows_at_once(rows: int) -> int:
+def rows_per_block(rows: int) -> int:
     """Returns the query rows of a block: a power of two, so that few variants are compiled."""
     return min(MAX_ROWS, 1 << (rows - 1).bit_length())
 
 
-def tiles_at_once(rows: int, *readers: Reader) -> int:
+def tiles_per_round(rows: int, *readers: Reader) -> int:
     """Returns the tiles that a block reads at once: one for many query rows, whose sums fill the registers."""
     return min(reader.tiles for reader in readers) if rows <= 2 else 1
 
@@ -207,7 +207,7 @@ def check_width(width: int) -> None:
         )
 
 
-class Part(NamedTuple):
+class KVInput(NamedTuple):
     """A segment with the readers of its keys and values, and the queries q (G, M, D) that attend to it."""
 
     segment: Segment
@@ -228,9 +228,9 @@ class Part(NamedTuple):
 
     @property
     def last_stop(self) -> int:
-        """Where the tokens end at the latest while a recording is replayed."""
+        """Where the tokens end at the latest while a graph is replayed."""
         stop = self.segment.stop
-        spare = RECORDED_TOKENS if isinstance(stop, Counter) else 0
+        spare = GRAPH_TOKENS if isinstance(stop, Counter) else 0
         return min(int(stop) + spare, max(self.keys.capacity, int(stop)))
 
     @property
@@ -283,10 +283,10 @@ class CudaKernels:
         return self.constant(np.stack([lo, hi]).astype(np.int32)) if differ else None
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
-        """Stores x (G, n, D) from token t0 on. Raises CannotRecord where t0 moves and the encoder can't follow."""
+        """Stores x (G, n, D) from token t0 on. Raises CaptureError where t0 moves and the encoder can't follow."""
         kernels: CudaCodec | None = find_codec_kernels("cuda", codec)
-        if isinstance(t0, Counter) and kernels and not kernels.placed:
-            raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
+        if isinstance(t0, Counter) and kernels and not kernels.capturable:
+            raise CaptureError(f"{codec.kind}: its encoder takes no place that moves")
         if kernels and kernels.encode:
             kernels.encode(self, codec, x, t0)
         else:
@@ -322,24 +322,24 @@ class CudaKernels:
         n_kv_heads = segments[0].keys.n_kv_heads
         shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
         q, result = queries.reshape(shape), out.reshape(shape)
-        parts = [self._part(segment, q, cap) for segment in segments if segment.stop > segment.first]
-        if not parts:
+        inputs = [self._input(segment, q, cap) for segment in segments if segment.stop > segment.first]
+        if not inputs:
             out.fill(0)
-        elif n > 1 or shape[1] > MAX_ROWS or weights is not None or not all(part.in_one_launch for part in parts):
-            self._attend_through_scores(parts, visible, result, weights)
-        elif shape[1] <= (max_rows := self._max_rows(parts)):
-            self._attend_at_once(parts, visible, result)
+        elif n > 1 or shape[1] > MAX_ROWS or weights is not None or not all(seg.in_one_launch for seg in inputs):
+            self._attend_through_scores(inputs, visible, result, weights)
+        elif shape[1] <= (max_rows := self._max_rows(inputs)):
+            self._attend_at_once(inputs, visible, result)
         else:
             for a in range(0, shape[1], max_rows):
                 rows = q[:, a : a + max_rows].copy()
-                self._attend_at_once([part._replace(q=rows) for part in parts], visible, rows)
+                self._attend_at_once([seg._replace(q=rows) for seg in inputs], visible, rows)
                 result[:, a : a + max_rows] = rows
 
-    def _max_rows(self, parts: list[Part]) -> int:
-        return min([MAX_ROWS, *(fused.max_rows for part in parts if (fused := self._fused(part, 1)))])
+    def _max_rows(self, inputs: list[KVInput]) -> int:
+        return min([MAX_ROWS, *(fused.max_rows for seg in inputs if (fused := self._fused(seg, 1)))])
 
-    def _fused(self, part: Part, rows: int) -> Fused | None:
-        keys, values = part.segment.keys, part.segment.values
+    def _fused(self, seg: KVInput, rows: int) -> Fused | None:
+        keys, values = seg.segment.keys, seg.segment.values
         return kernels_of(keys).fused(self.driver, rows, keys, values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
@@ -347,17 +347,17 @@ class CudaKernels:
         segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
         self.launch_scores(read_keys(codec), prepared, s, segment, SEES_ALL)
 
-    def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
+    def _input(self, segment: Segment, q: Array, cap: float | None) -> KVInput:
         keys = read_keys(segment.keys)
         if cap is not None:
             keys = dataclasses.replace(keys, macros=(*keys.macros, ("SCORE_CAP", f"{np.float32(cap):.8e}f")))
-        return Part(segment, keys, q, read_values(segment.values))
+        return KVInput(segment, keys, q, read_values(segment.values))
 
     def _prepared(self, keys: Any, q: Array) -> Queries:
         return kernels_of(keys).queries(self, keys, q)
 
-    def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
-        long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
+    def _attend_at_once(self, inputs: list[KVInput], visible: Visible, out: Array) -> None:
+        long, short = [seg for seg in inputs if not seg.is_short], [seg for seg in inputs if seg.is_short]
         launches = []
         while long or short:
             main = long.pop(0) if long else short.pop(0)
@@ -366,27 +366,27 @@ class CudaKernels:
         n_kv_heads, rows, head_dim = out.shape
         softmaxes = self.scratch("attend.softmaxes", (len(launches), n_kv_heads, rows, 2))
         if len(launches) == 1:
-            self._launch_attend(*launches[0], visible, out, softmaxes[0])
+            self._launch(*launches[0], visible, out, softmaxes[0])
             return
         outs = self.scratch("attend.outs", (len(launches), *out.shape))
         for (main, exact), launch_out, softmax in zip(launches, outs, softmaxes, strict=True):
-            self._launch_attend(main, exact, visible, launch_out, softmax)
+            self._launch(main, exact, visible, launch_out, softmax)
         launch = Launch(LAYERS, "merge", (n_kv_heads * rows,), THREADS)
         self.driver.launch(launch, outs, softmaxes, len(launches), head_dim, out)
 
-    def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, softmax: Array) -> None:
+    def _launch(self, main: KVInput, exact: list[KVInput], visible: Visible, out: Array, softmax: Array) -> None:
         """Sets out (G, M, D) to attention over these parts; softmax (G, M, 2): its maximum and sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
         fused = self._fused(main, rows)
         blocks = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
-        rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
+        rounds = n_rounds(main.segment.first, main.segment.stop, tiles_per_round(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
         # A fused kernel's blocks are quick: those with float16 tokens must not end last.
         exact_tiles = 1
         if fused:
             exact_tiles = max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, blocks) // 8))
-        exact_splits = [n_rounds(part.segment.first, part.last_stop, exact_tiles) for part in exact]
+        exact_splits = [n_rounds(seg.segment.first, seg.last_stop, exact_tiles) for seg in exact]
         n_exact = sum(exact_splits)
         splits = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SPLITS - n_exact)
         n_splits = splits + n_exact
@@ -398,8 +398,8 @@ class CudaKernels:
             rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
             queries = self._prepared(main.segment.keys, main.q)
         exact_segments = {
-            f"exact{i}": self.segment_argument(part.segment, part.keys, part.values, n)
-            for i, (part, n) in enumerate(zip(exact, exact_splits, strict=True), 1)
+            f"exact{i}": self.segment_argument(seg.segment, seg.keys, seg.values, n)
+            for i, (seg, n) in enumerate(zip(exact, exact_splits, strict=True), 1)
         }
         arguments = Struct(
             "AttendArgs",
@@ -437,20 +437,20 @@ class CudaKernels:
         return self._done_counts[n_kv_heads]
 
     def _attend_through_scores(
-        self, parts: list[Part], visible: Visible, out: Array, weights: Array | None
+        self, inputs: list[KVInput], visible: Visible, out: Array, weights: Array | None
     ) -> None:
         n_kv_heads, rows, _ = out.shape
-        queries = [self._prepared(part.segment.keys, part.q) for part in parts]
-        ends = list(itertools.accumulate((part.columns for part in parts), initial=0))
+        queries = [self._prepared(seg.segment.keys, seg.q) for seg in inputs]
+        ends = list(itertools.accumulate((seg.columns for seg in inputs), initial=0))
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
-        for part, q, s in zip(parts, queries, columns, strict=True):
-            self.launch_scores(part.keys, q, s, part.segment, visible)
+        for seg, q, s in zip(inputs, queries, columns, strict=True):
+            self.launch_scores(seg.keys, q, s, seg.segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
-        for part, p in zip(parts, columns, strict=True):
-            self.launch_values(part.values, p, part.segment.first, part.last_stop, out)
+        for seg, p in zip(inputs, columns, strict=True):
+            self.launch_values(seg.values, p, seg.segment.first, seg.last_stop, out)
 
     def softmax(self, s: Array, lo: I64, hi: I64) -> None:
         """Takes the softmax of rows of s (G, M, columns) over columns lo..hi (M,), in place; 0 elsewhere."""
@@ -461,10 +461,10 @@ class CudaKernels:
     def launch_scores(self, keys: Reader, queries: Queries, s: Array, segment: Segment, visible: Visible) -> None:
         """Sets s (G, M, columns) to scores with the segment's tokens, -inf where a query does not see one."""
         n_kv_heads, rows, columns = s.shape
-        at_once, t0 = rows_at_once(rows), segment.first
-        tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
+        block_m, t0 = rows_per_block(rows), segment.first
+        tiles, row_blocks = tiles_per_round(block_m, keys), -(-rows // block_m)
         splits = self.splits(n_rounds(t0, t0 + columns, tiles), n_kv_heads * row_blocks)
-        launch = Launch(range_program("KEYS", keys, at_once), "scores", (splits, n_kv_heads, row_blocks), THREADS)
+        launch = Launch(range_program("KEYS", keys, block_m), "scores", (splits, n_kv_heads, row_blocks), THREADS)
         positions = segment.positions
         stride = 0 if positions is None else positions.strides[0] // positions.itemsize
         tokens = self.segment_argument(segment, keys, keys), scores_argument(s), columns, positions, stride
@@ -473,12 +473,12 @@ class CudaKernels:
     def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
         """Adds p (G, M, t1 - t0) times values t0..t1, rotated back, to out (G, M, D)."""
         n_kv_heads, rows, _ = p.shape
-        at_once = rows_at_once(rows)
-        tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
+        block_m = rows_per_block(rows)
+        tiles, row_blocks = tiles_per_round(block_m, values), -(-rows // block_m)
         splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
         partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
         launch = Launch(
-            range_program("VALUES", values, at_once), "values", (splits, n_kv_heads, row_blocks), THREADS
+            range_program("VALUES", values, block_m), "values", (splits, n_kv_heads, row_blocks), THREADS
         )
         self.driver.launch(launch, scores_argument(p), store_argument(values), t0, t1, rows, partial)
         if values.rotation is None:
@@ -591,7 +591,7 @@ def attend_program(
 ) -> Program:
     """Returns attend.cu for a pair of codecs; with_exact: beside float16 tokens, fused: by the pair's kernel."""
     pair = (fused.file,) if fused else (keys.file, values.file)
-    tiles = 1 if fused else tiles_at_once(rows, keys, values)
+    tiles = 1 if fused else tiles_per_round(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MAX_SPLITS", MAX_SPLITS)
     exact = (("EXACT", 1),) if with_exact else ()
@@ -602,6 +602,6 @@ def attend_program(
 
 def range_program(kind: str, reader: Reader, rows: int) -> Program:
     """Returns ranges.cu for a reader; kind: KEYS or VALUES."""
-    sizes = ("HEAD_DIM", reader.width), ("ROWS", rows), ("TILES", tiles_at_once(rows, reader))
+    sizes = ("HEAD_DIM", reader.width), ("ROWS", rows), ("TILES", tiles_per_round(rows, reader))
     macros: Macros = ((kind, reader.name), ("KEY_DIM", reader.width), *sizes, *reader.macros)
     return Program(tuple(dict.fromkeys(("rows", reader.file, "ranges"))), macros)

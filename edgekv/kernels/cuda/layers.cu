@@ -191,12 +191,12 @@ extern "C" __global__ void merge(const float* parts, const float* softmaxes, int
     }
 }
 
-// How far the counters of a recorded step have moved since it was recorded: all of `Driver.moves` but the last one, which stays 0.
+// How far the counters of a captured step have moved since it was captured: all of `Driver.moves` but the last one, which stays 0.
 struct Moves {
     int by[15];
 };
 
-// Sets what a recorded step reads: its token and its moves.
+// Sets what a captured step reads: its token and its moves.
 extern "C" __global__ void set_inputs(int* ids, int token, int* moves, const Moves values)
 {
     ids[0] = token;

@@ -61,7 +61,7 @@ values(const Scores p, const Store store, int t0, int t1, int rows, float* parti
                 int t = (tile + u) * TILE + threadIdx.x % 32 + 32 * i;
                 weight[i] = t >= t0 && t < end && m0 + m < rows ? row[t] : 0;
             }
-            values.weigh(u, m, tile + u, weight[0], weight[1]);
+            values.set_weights(u, m, tile + u, weight[0], weight[1]);
         }
         __syncthreads();
         UNROLL for (int u = 0; u < TILES; ++u) {

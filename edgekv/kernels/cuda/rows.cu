@@ -7,7 +7,7 @@ struct Row {
     struct Shared {};
     static constexpr bool STAGES = false;  // whether stage(tile) decodes a tile to shared memory before its tokens are loaded
     __device__ void stage(int tile) {}
-    __device__ void weigh(int tile, float& p0, float& p1) const {}  // changes the weights of a lane's tokens of a tile
+    __device__ void scale_weights(int tile, float& p0, float& p1) const {}  // changes the weights of a lane's tokens of a tile
 };
 
 // Rows whose units are up to four neighbouring channels.
@@ -208,9 +208,9 @@ template <class C, int IN_FLIGHT = 32, int TILES_READ = TILES> struct RowValues 
         for (int i = 0; i < ROWS * R::WIDTH; ++i) sum[i] = 0;
     }
 
-    __device__ void weigh(int u, int m, int tile, float p0, float p1)
+    __device__ void set_weights(int u, int m, int tile, float p0, float p1)
     {
-        C::weigh(tile, p0, p1);
+        C::scale_weights(tile, p0, p1);
         shared.p[u][m][threadIdx.x % 32] = p0;
         shared.p[u][m][threadIdx.x % 32 + 32] = p1;
     }

@@ -15,26 +15,26 @@ ENCODE = Program((FOLDER / "encode",))
 ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
 
 
-def pack_signs(tools: CudaKernels, x: Array, codes: Array, t0: int) -> None:
+def pack_signs(cuda: CudaKernels, x: Array, codes: Array, t0: int) -> None:
     """Packs the signs of x (G, n, bits) into codes (G, blocks, words, tokens of a block) from token t0 on."""
     n_kv_heads, n, bits = x.shape
     x, stride = per_head(x)
     launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
     store = codes, codes.shape[1], codes.shape[3]
-    tools.driver.launch(launch, x, stride, bits, *store, counter(tools.driver, t0))
+    cuda.driver.launch(launch, x, stride, bits, *store, counter(cuda.driver, t0))
 
 
-def pack_sign_rows(tools: CudaKernels, x: Array) -> Array:
+def pack_sign_rows(cuda: CudaKernels, x: Array) -> Array:
     """Returns the signs of x (G, n, bits) as (G, n, bits / 64) words."""
-    words = tools.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
-    pack_signs(tools, x, words, 0)
+    words = cuda.driver.empty((*x.shape[:2], x.shape[2] // 64, 1), np.uint64)
+    pack_signs(cuda, x, words, 0)
     return words[..., 0]
 
 
-def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+def _encode(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
     for a in range(0, x.shape[1], ENCODE_TOKENS):
-        projected = tools.project(codec.centred(x[:, a : a + ENCODE_TOKENS]), codec.projection)
-        pack_signs(tools, projected, codec.arrays["signs"], t0 + a)
+        projected = cuda.project(codec.centred(x[:, a : a + ENCODE_TOKENS]), codec.projection)
+        pack_signs(cuda, projected, codec.arrays["signs"], t0 + a)
 
 
 def _read(codec: Any) -> Reader:
@@ -43,11 +43,11 @@ def _read(codec: Any) -> Reader:
     return Reader("SignKeys", FOLDER / "keys", (signs,), blocks * tile, 64 * words, tiles=4)
 
 
-def _sketches(tools: CudaKernels, codec: Any, q: Array) -> Queries:
+def _sketches(cuda: CudaKernels, codec: Any, q: Array) -> Queries:
     """Returns the queries' signs, with scales (equations 3 and 5): row r * n + j has head r's temperature."""
-    codes = pack_sign_rows(tools, tools.project(q, codec.projection))
+    codes = pack_sign_rows(cuda, cuda.project(q, codec.projection))
     scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
-    return Queries(codes, codes, tools.constant(scale))
+    return Queries(codes, codes, cuda.constant(scale))
 
 
-KERNELS = {"signs": CudaCodec(_read, queries=_sketches, encode=_encode, placed=True)}
+KERNELS = {"signs": CudaCodec(_read, queries=_sketches, encode=_encode, capturable=True)}

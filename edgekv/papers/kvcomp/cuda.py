@@ -18,7 +18,7 @@ PACK_THREADS = 256  # tokens of a block at most
 
 
 def huffman_pack(
-    tools: CudaKernels,
+    cuda: CudaKernels,
     codes: Array,
     words: Array,
     lengths: Array,
@@ -32,11 +32,11 @@ def huffman_pack(
     n_kv_heads, n, d = codes.shape
     launch = Launch(ENCODE, "huffman_pack", (n // block, n_kv_heads), PACK_THREADS)
     book = words, lengths, words.shape[1]
-    tools.driver.launch(launch, codes, d, *book, contiguous(plain), offsets, offsets.shape[1], b0, block, pool)
+    cuda.driver.launch(launch, codes, d, *book, contiguous(plain), offsets, offsets.shape[1], b0, block, pool)
 
 
-def _encode(tools: CudaKernels, codec: Any, x: Array, t0: int) -> None:
-    codec.encode_by(functools.partial(huffman_pack, tools), x, t0)
+def _encode(cuda: CudaKernels, codec: Any, x: Array, t0: int) -> None:
+    codec.encode_by(functools.partial(huffman_pack, cuda), x, t0)
 
 
 def _read(name: str) -> Callable[[Any], Reader]:

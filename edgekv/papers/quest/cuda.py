@@ -15,7 +15,7 @@ def _read(index: Any) -> Reader:
     return Reader("RowKeys<Numbers<u16>>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
 
 
-def _signed_parts(tools: CudaKernels, index: Any, q: Array) -> Queries:
+def _signed_parts(cuda: CudaKernels, index: Any, q: Array) -> Queries:
     """Returns the positive part of q, which meets a page's largest keys, and the negative part beside it."""
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 

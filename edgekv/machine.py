@@ -8,7 +8,7 @@ import platform
 import re
 import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from importlib import metadata
 from typing import Any
@@ -72,7 +72,8 @@ def available_memory_bytes(root: Root = "/") -> int:
 
 
 _blas_lock = threading.RLock()
-_blas_limits = dict[object, Sequence[int]]()  # of each library: before, and in each open `blas_threads`, by age
+_blas_before = list[int]()  # threads of each library while no `blas_threads` is open
+_blas_limits = dict[object, tuple[int, int]]()  # of each open `blas_threads`, by age: Python thread, BLAS threads
 
 
 @functools.cache
@@ -85,7 +86,7 @@ def blas_threads(n: int) -> Iterator[None]:
     """Lets NumPy's matrix products use ``n`` threads, within a with statement.
 
     So one pool works at a time: BLAS has all cores in a prompt, and one in decoding. The number is the process's:
-    where such statements of threads overlap, all use the latest one's, and the last bits of products may change.
+    of several threads' statements the fewest count, so that what asks for one has the same bits beside others.
     """
     me = object()
     try:
@@ -98,13 +99,14 @@ def blas_threads(n: int) -> Iterator[None]:
 def _limit_blas(who: object, n: int | None) -> None:
     pools = _blas().lib_controllers
     with _blas_lock:
-        if len(_blas_limits) < 2:  # none is open
-            _blas_limits[None] = [pool.num_threads for pool in pools]
+        if not _blas_limits:
+            _blas_before[:] = [pool.num_threads for pool in pools]
         _blas_limits.pop(who, None)
         if n is not None:
-            _blas_limits[who] = [n] * len(pools)
-        for pool, limit in zip(pools, [*_blas_limits.values()][-1], strict=True):
-            pool.set_num_threads(limit)
+            _blas_limits[who] = threading.get_ident(), n
+        fewest = min(dict(_blas_limits.values()).values(), default=0)  # of each thread's latest
+        for pool, before in zip(pools, _blas_before, strict=True):
+            pool.set_num_threads(fewest or before)
         with _blas().limit():  # changes nothing: after it threadpoolctl 3.8 lets other threads set limits, too
             pass
 

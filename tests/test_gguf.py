@@ -296,6 +296,7 @@ def test_other_blocks_are_quantized_again(tmp_path: pathlib.Path, capsys: pytest
     path, expected = write_k_quants(tmp_path, "Q5_1")
     session = Session.load(path, kv="dense:dtype=f32")
     assert session.plan.notes == ("weights of type Q5_1 were quantized a second time, to int8-32",)
+    assert session.model.weights_note(session.model.weight_format("f32")) is None  # which loses nothing
     exact, store = session.model.weights, session.model.store(session.model.weight_format("auto"))
     np.testing.assert_array_equal(exact.matrix("0.down"), expected)
     for linear in ("0.qkv", "0.down", "head"):

@@ -120,7 +120,7 @@ def test_bytes_for_people():
 
 
 def test_blas_has_its_threads_back_after_statements_that_overlap() -> None:
-    """The latest one that has not ended decides, whatever the order in which they end."""
+    """Each thread's latest that has not ended counts, in whatever order they end; of those the fewest."""
 
     def threads() -> set[int]:
         return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
@@ -135,10 +135,11 @@ def test_blas_has_its_threads_back_after_statements_that_overlap() -> None:
         seen.append(threads())
     assert seen == [{1}, {2}, {1}, {1}, {1}, before]
 
-    def another() -> set[int]:
-        with blas_threads(1):
+    def another(n: int) -> set[int]:
+        with blas_threads(n):
             return threads()
 
-    with blas_threads(2), ThreadPoolExecutor(1) as pool:  # a prompt, which lets another thread's pass go first
-        assert (pool.submit(another).result(), threads()) == ({1}, {2})
+    for own, others in (2, 1), (1, 2):  # a prompt lets a pass go first; whose product has one thread keeps it
+        with blas_threads(own), ThreadPoolExecutor(1) as pool:
+            assert (pool.submit(another, others).result(), threads()) == ({1}, {own})
     assert threads() == before

@@ -49,7 +49,7 @@ QUANTIZED_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
     """Returns whether weights of the format ``exact`` go into ``form`` unchanged: more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
-        return exact is not None
+        return form.bits == 32
     stored = FORMATS[exact]
     if stored.kept or form.kept or form.rotated:
         return stored == form

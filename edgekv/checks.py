@@ -29,10 +29,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-LARGEST = (1 << 63) - 1
-LARGEST_EXACT = 1 << 53  # of the floats that stand for whole numbers
-Count = Annotated[int, Meta(ge=1, le=LARGEST, description="a whole number of 1 or more")]
-Natural = Annotated[int, Meta(ge=0, le=LARGEST, description="a whole number of 0 or more")]
+MAX_INT64 = (1 << 63) - 1
+MAX_EXACT_INT = 1 << 53  # of the floats that stand for whole numbers
+Count = Annotated[int, Meta(ge=1, le=MAX_INT64, description="a whole number of 1 or more")]
+Natural = Annotated[int, Meta(ge=0, le=MAX_INT64, description="a whole number of 0 or more")]
 
 ERRORS: dict[str, type[EdgeKVError]] = {
     "ctx": ContextError,
@@ -157,7 +157,7 @@ def _number(value: Any, kind: type) -> Any:
     is_kind = isinstance(value, (int, float) if kind is float else kind)
     if not is_kind or isinstance(value, bool) != (kind is bool):
         raise TypeError
-    if kind is float and not (abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)):
+    if kind is float and not (abs(value) < MAX_INT64 if isinstance(value, int) else math.isfinite(value)):
         raise TypeError
     return value
 
@@ -210,7 +210,7 @@ def read_fields(
 
 
 def _whole(value: Any) -> Any:
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_EXACT
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT_INT
     return int(value) if is_whole else value
 
 

@@ -9,12 +9,12 @@ import string
 from collections.abc import Callable, Iterable
 from typing import Any
 
-SHOWN, LONGEST = 60, 300  # characters of a wrong value: within a message, and at its beginning
+MAX_SHOWN, MAX_QUOTED = 60, 300  # characters of a wrong value: within a message, and at its beginning
 Spelling = Callable[[str, object], str]
 """A function of a parameter's name and value, which returns text; the value is None for a mere mention."""
 
 
-def short_repr(value: object, limit: int = SHOWN) -> str:
+def short_repr(value: object, limit: int = MAX_SHOWN) -> str:
     """Returns a value for an error message: on one line, cut behind ``limit`` characters."""
     try:
         text = re.sub(r"\s*\n\s*", " ", repr(value))
@@ -34,7 +34,7 @@ def nearest(value: object, names: Iterable[str]) -> str:
 
 def as_argument(name: str, value: object) -> str:
     """Spells a parameter as calls of the library do: ``ctx=65``, or `ctx` in backticks without a value."""
-    return f"`{name}`" if value is None else f"{name}={short_repr(value, LONGEST)}"
+    return f"`{name}`" if value is None else f"{name}={short_repr(value, MAX_QUOTED)}"
 
 
 class EdgeKVError(Exception):

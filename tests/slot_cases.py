@@ -20,13 +20,13 @@ class Recorded:
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
         decoder = session._runner.decoder
-        together = decoder.step_together
+        together = decoder.step_batch
 
         def several(tokens: Sequence[int], caches: Any) -> Any:
             self.rows.append(len(tokens))
             return together(tokens, caches)
 
-        monkeypatch.setattr(decoder, "step_together", several)
+        monkeypatch.setattr(decoder, "step_batch", several)
 
 
 def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -133,7 +133,7 @@ def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch
     monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
     copy.measured, copy.idle = copy.rows(Bandwidth), None
     copy.plan = msgspec.structs.replace(copy.plan, seconds=0.5, idle_s=0.5, depths=(0,))
-    monkeypatch.setattr(measuring, "MOST_TOKENS", 2000)
+    monkeypatch.setattr(measuring, "MAX_TOKENS", 2000)
     go(copy, tmp_path / "b.json", source=PowerSampler(find_meter()[0]))
     assert copy.idle_w == pytest.approx(4.0)
     known = [row for row in copy.rows(Decode) if row.energy]

@@ -30,7 +30,7 @@ from edgekv.papers.int4 import cuda as int4
 from edgekv.papers.kvcomp import cuda as huffman
 
 PACKAGE = pathlib.Path(edgekv.__file__).parent
-LEAST = {"prompt_attention": 75, "tiled_linear": 80, "tiled": 80}  # of what is only launched from a generation on
+LEAST = {"prefill_attention": 75, "tiled_linear": 80, "tiled": 80}  # of what is only launched from a generation on
 ALL = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
 REPORT = re.compile(r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.S)
 
@@ -54,7 +54,7 @@ def programs() -> dict[Program, str]:
             packed_program(bits, 128, True, MAX_CHUNKS[bits // 2 * 2], 8): f"tiled_linear, q{bits}"
             for bits in CODEBOOKS
         },
-        **{Program(("prompt_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
+        **{Program(("prefill_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
         Program(("layers",)): "layers",
         **{Program(("exact",), (("WIDTH", 128),), exact=True): "rotations", ENCODE: "encoders"},
         **{module.ENCODE: module.__name__ for module in (huffman, int4, signs)},

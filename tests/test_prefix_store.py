@@ -315,7 +315,7 @@ def test_a_request_interrupts_the_writing(demo: Session, folder: pathlib.Path) -
 
     def is_wanted() -> bool:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # what is written can't be taken meanwhile
-            assert not thread.submit(lambda: session not in pool._sources).result()
+            assert not thread.submit(lambda: session not in pool._pinned).result()
         return next(times) > 8
 
     with pytest.raises(Cancelled):
@@ -335,11 +335,11 @@ def test_once_copied_a_session_may_be_taken(demo: Session, monkeypatch: pytest.M
     def keep_prefix(_: Session, between: Callable[[bool], None]) -> None:
         between(True)
         pool.release(pool.borrow(None))  # else waits for ever
-        pool._sources.append(session)
+        pool._pinned.append(session)
 
     monkeypatch.setattr(Session, "keep_prefix", keep_prefix)
     pool.keep_prefixes(lambda: False)
-    assert pool._sources == [session]
+    assert pool._pinned == [session]
 
 
 def test_the_options(cli: Cli) -> None:

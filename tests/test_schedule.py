@@ -17,7 +17,7 @@ from helpers import until
 from slot_cases import SLOTS, at_once
 
 from edgekv import SessionError
-from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, Turn
+from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, TryLock
 
 
 class Slow:
@@ -33,9 +33,9 @@ class Slow:
         self.may_end.set()
 
     def steps(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
-        return self.step_together(tokens, [caches])
+        return self.step_batch(tokens, [caches])
 
-    def step_together(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
+    def step_batch(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
         assert self._computing.acquire(blocking=False)
         try:
             self.passes.append(list(tokens))
@@ -58,12 +58,12 @@ def schedule() -> BatchScheduler:
     return BatchScheduler(1)
 
 
-def test_of_many_threads_one_has_the_turn() -> None:
-    turn, refused = Turn(), list[SessionError]()
+def test_of_many_threads_one_holds_the_lock() -> None:
+    lock, refused = TryLock(), list[SessionError]()
 
     def take() -> bool:
         try:
-            with turn.taken(SessionError("taken")):
+            with lock.hold(SessionError("taken")):
                 until(lambda: len(refused) == 15)
                 return True
         except SessionError as error:
@@ -71,7 +71,7 @@ def test_of_many_threads_one_has_the_turn() -> None:
             return False
 
     assert sorted(at_once([take] * 16)) == [False] * 15 + [True]
-    assert not turn.holders
+    assert not lock.holders
 
 
 def n_waiting(schedule: BatchScheduler) -> int:

@@ -36,7 +36,7 @@ def test_a_token_has_the_logits_it_has_alone(case: str, kv: str, weights: str, t
             session.prefill(tokens[i : 2 * i + 3])
     for n in (2, 3, GEMV_ROWS, len(sessions)):
         expected = [decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
-        together = decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
+        together = decoder.step_batch([tokens[n]] * n, [each.caches for each in sessions[:n]])
         np.testing.assert_allclose(together, expected, rtol=0, atol=2e-3 if weights == "f32" else 0)
 
 

@@ -26,7 +26,7 @@ from edgekv.checkpoint.hub import (
 from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
-from edgekv.errors import LONGEST, SHOWN, ConfigError, EdgeKVError, as_argument, nearest
+from edgekv.errors import MAX_QUOTED, MAX_SHOWN, ConfigError, EdgeKVError, as_argument, nearest
 from edgekv.files import require_writable, user_path
 from edgekv.kvcache import schemes
 from edgekv.kvcache.choice import AUTO, default_scheme
@@ -311,7 +311,7 @@ def take_words(arguments: argparse.Namespace, others: Sequence[str]) -> None:
             name, is_known = "shape", True
         if not is_known:
             shape = f"or of its shape: {close}" if (close := nearest(word, shapes)) else ""
-            text = f"a text comes second: edgekv run demo {shlex.quote(word[:SHOWN])}"
+            text = f"a text comes second: edgekv run demo {shlex.quote(word[:MAX_SHOWN])}"
             raise no_such_model(word, shape or hub_suggestion(word) or text * (len(names) > 1))
         setattr(arguments, name, word)
 
@@ -429,7 +429,7 @@ def error_text(error: EdgeKVError, options: Container[str] | None = None) -> str
         if name == "meter" and options and option not in options:  # of commands that measure something else
             option = "--power"
         if options and option not in options:
-            return str(value)[:LONGEST] if name == "model" and value is not None else as_argument(name, value)
-        return option if value is None else f"{option} {str(value)[:LONGEST]}"
+            return str(value)[:MAX_QUOTED] if name == "model" and value is not None else as_argument(name, value)
+        return option if value is None else f"{option} {str(value)[:MAX_QUOTED]}"
 
     return error.render(spell)

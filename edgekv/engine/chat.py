@@ -46,14 +46,14 @@ def answer_tokens(ctx: int) -> int:
     return min(MAX_NEW_TOKENS, max(1, ctx // 2))
 
 
-class _Called(msgspec.Struct):
+class _Function(msgspec.Struct):
     name: str
     arguments: dict[str, Any]
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     id: str
-    function: _Called
+    function: _Function
 
 
 class _Turn(msgspec.Struct):
@@ -61,7 +61,7 @@ class _Turn(msgspec.Struct):
     content: str
     ids: list[Natural] = []
     images: list[str] = []
-    tool_calls: list[_Call] = []
+    tool_calls: list[_ToolCall] = []
     tool_call_id: str = ""
     dropped: bool = False
 

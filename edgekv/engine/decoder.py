@@ -272,7 +272,7 @@ class Decoder:
             return result
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
-    def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
+    def step_batch(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
         """Appends a token to each of n conversations; returns the logits (n, vocab).
 
         GEMV_ROWS conversations share a pass of the linear layers, which gives each what it would have alone.

@@ -93,7 +93,7 @@ class PrefixStore:
 
         between: as of `save_state`. A shorter file of the same conversation goes.
         """
-        state.mend()
+        state.repair()
         state.drop_drafts()
         bare = copy.copy(state)  # without what is its owner's
         bare.tokens, bare.sampler, bare.memo, bare.n_dropped = state.tokens[: state.n_cached], None, {}, 0

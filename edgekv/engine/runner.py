@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGRAM, DraftCounts, NGramDrafts
 from edgekv.engine.sampling import Sampler
-from edgekv.engine.scheduler import SerialScheduler, Turn
+from edgekv.engine.scheduler import SerialScheduler, TryLock
 from edgekv.errors import ContextError, SessionError, TokenizerError, short_repr
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
@@ -120,7 +120,7 @@ class State:
                 cache.advance(-self.n_draft)
             self.n_draft = 0
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Rewinds layers that an interrupt left at different lengths to one; to 0 where it came in a rewind."""
         shortest = 0 if self._is_torn else min(cache.n_seen for cache in self.caches)
         if self._is_torn or any(cache.n_seen != shortest for cache in self.caches):
@@ -162,7 +162,7 @@ class State:
         if self._rope_invalidates_keys(self.n_cached, self.n_cached + n_more):
             self._rewind(0)
 
-    def shared(self, prompt: Prompt) -> tuple[int, int]:
+    def common_prefix(self, prompt: Prompt) -> tuple[int, int]:
         """Returns how many tokens, and how many pieces of the prompt, both have in common."""
         at, spans = 0, {span.start: span for span in self.spans}
         for n, piece in enumerate(prompt):
@@ -182,7 +182,7 @@ class State:
 
         The rest is at least its last piece, whose logits are needed.
         """
-        same, n = self.shared(prompt[:-1])
+        same, n = self.common_prefix(prompt[:-1])
         self.rewind(same)
         return list(prompt[n:])
 
@@ -257,7 +257,7 @@ class Runner:
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # drafts in the latest pass
         self.n_read = 0  # tokens that the latest prompt, and those pending before it, put into the caches
-        self._turn = Turn()  # of the thread that computes
+        self._lock = TryLock()  # of the thread that computes
         self._ready: F32 | None = None  # the logits after the latest token, where that was a draft
 
     @property
@@ -272,13 +272,13 @@ class Runner:
 
     def require_free(self) -> None:
         """Raises SessionError while another thread, or a caller, computes this conversation."""
-        if self._turn.holders:
+        if self._lock.holders:
             raise SessionError(BUSY)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        with self._turn.taken(SessionError(BUSY)):
-            self.state.mend()
+        with self._lock.hold(SessionError(BUSY)):
+            self.state.repair()
             yield
 
     @property

@@ -23,14 +23,14 @@ INTERRUPTED = (
 )
 
 
-class Turn:
+class TryLock:
     """A lock that never waits: a second thread gets an error. An interrupt before or after leaves it free."""
 
     def __init__(self) -> None:
         self.holders: dict[str, object] = {}  # one at most
 
     @contextlib.contextmanager
-    def taken(self, refusal: SessionError) -> Iterator[None]:
+    def hold(self, refusal: SessionError) -> Iterator[None]:
         """Takes it for a block. Raises ``refusal`` where it is taken."""
         me = object()
         try:
@@ -50,27 +50,27 @@ class SerialScheduler:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._computing_turn = Turn()
+        self._compute_lock = TryLock()
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Runs `Decoder.steps`; returns logits (n, vocab) after a text's next token and after each draft."""
-        with self._turn(1):
+        with self._hold(1):
             return decoder.steps(tokens, caches)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Pause]:
         """Gives a block, for a prompt or other work of all cores, a pause that lets others' tokens go first."""
-        with self._turn(self.threads):
+        with self._hold(self.threads):
             yield lambda: None
 
     def finish(self) -> None:
         """Ends the text of this thread: other texts' tokens no longer wait for it."""
 
     @contextlib.contextmanager
-    def _turn(self, threads: int) -> Iterator[None]:
+    def _hold(self, threads: int) -> Iterator[None]:
         what = "these weights are computing for another conversation"
         refusal = SessionError(what, field="slots", value=1, accepted=["2 or more"])
-        with self._computing_turn.taken(refusal), blas_threads(threads):
+        with self._compute_lock.hold(refusal), blas_threads(threads):
             yield
 
 
@@ -120,7 +120,7 @@ class BatchScheduler(SerialScheduler):
             if self._begins_pass(request):
                 self._compute(self._pass)
         finally:
-            self._settle(request)
+            self._withdraw(request)
         if request.error is not None:
             raise request.error
         assert request.logits is not None
@@ -141,7 +141,7 @@ class BatchScheduler(SerialScheduler):
                     yield self._pause
             finally:
                 self._has_prompt = self._lets_pass = False
-                self._give_turn()
+                self._release()
 
     def finish(self) -> None:
         with self._changed:
@@ -157,7 +157,7 @@ class BatchScheduler(SerialScheduler):
         with self._changed:
             if self._is_due():
                 self._lets_pass = True
-                self._give_turn()
+                self._release()
                 self._changed.wait_for(  # one pass has come and gone, or nobody wants one any more
                     lambda: self._computing is None and not (self._lets_pass and self._waiting)
                 )
@@ -180,7 +180,7 @@ class BatchScheduler(SerialScheduler):
                 self._changed.wait(MAX_WAIT_S)
             return False
 
-    def _settle(self, request: _Request) -> None:
+    def _withdraw(self, request: _Request) -> None:
         """Withdraws a request, answered or interrupted, and waits until no thread computes with its caches."""
         with self._changed:
             if request in self._waiting:
@@ -191,7 +191,7 @@ class BatchScheduler(SerialScheduler):
                     if not other.is_done:
                         other.error = SessionError(INTERRUPTED)
                 self._pass = []
-                self._give_turn()
+                self._release()
             self._changed.wait_for(lambda: request not in self._pass)
 
     def _is_due(self) -> bool:
@@ -200,7 +200,7 @@ class BatchScheduler(SerialScheduler):
         overdue = time.monotonic() - self._waiting[0].since_s > MAX_WAIT_S
         return overdue or len(self._waiting) >= len(self._writing)
 
-    def _give_turn(self) -> None:
+    def _release(self) -> None:
         with self._changed:
             if self._computing == threading.get_ident():
                 self._computing = None
@@ -215,7 +215,7 @@ class BatchScheduler(SerialScheduler):
             decoder = group[0].decoder
             try:
                 with blas_threads(1):
-                    rows = decoder.step_together([r.token for r in group], [r.caches for r in group])
+                    rows = decoder.step_batch([r.token for r in group], [r.caches for r in group])
                 for request, row in zip(group, np.array(rows), strict=True):
                     request.logits = row
             except Exception as error:

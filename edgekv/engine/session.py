@@ -431,7 +431,7 @@ class Session:
         runner.read_prompt(pieces)
         if self._prefixes is not None:
             before, new_state = runner.state, functools.partial(self._loaded.new_state, self.plan)
-            n_held = min(before.shared(pieces)[0], before.n_cached)
+            n_held = min(before.common_prefix(pieces)[0], before.n_cached)
             if state := self._prefixes.take(pieces, n_held, self.plan, self.lora, new_state):
                 state.memo, state.sampler, state.n_dropped = before.memo, before.sampler, before.n_dropped
                 runner.state = state
@@ -453,7 +453,7 @@ class Session:
 
     def shared_prefix(self, prompt: Prompt) -> int:
         """Returns how many tokens the conversation and a prompt have in common at their beginning."""
-        return self._state.shared(prompt)[0]
+        return self._state.common_prefix(prompt)[0]
 
     def reset(self) -> None:
         """Forgets the conversation, with the history that a chat keeps of it; the model stays loaded."""

@@ -48,7 +48,7 @@ from edgekv.types import TaskProgress
 from edgekv.weights.cpu import candidates
 
 PASSES = 8  # over memory, for each number of threads
-LEAST_TOKENS, MOST_TOKENS = 6, 64  # that a decoding is timed for
+MIN_TOKENS, MAX_TOKENS = 6, 64  # that a decoding is timed for
 WARM_UP_PROMPT = 16
 NO_TIME = "no time was left"
 NA = "n/a"
@@ -318,9 +318,9 @@ class Run:
         Raises MemoryBudgetError where the shape with a cache of n tokens does not fit.
         """
         plan = self.board.plan
-        positions = max(*plan.depths, plan.prompt) + MOST_TOKENS + 1
+        positions = max(*plan.depths, plan.prompt) + MAX_TOKENS + 1
         unread = unread_model(shape, shape_config(shape, None, positions))
-        planned = SessionPlan.make(unread, kv=kv, ctx=n + MOST_TOKENS + 1, weights=plan.weights)
+        planned = SessionPlan.make(unread, kv=kv, ctx=n + MAX_TOKENS + 1, weights=plan.weights)
         # The open shape's memory counts as available: it is this shape, or is closed before this one is opened.
         require_memory(planned.parts(), available_memory_bytes() + self._weights_bytes)
         if self._opened != shape:
@@ -354,13 +354,13 @@ class Run:
     def decode(self, shape: str, kv: str, depth: int) -> Decode:
         """Times a token behind ``depth`` synthetic ones."""
         self._open(shape, kv, depth)
-        timer = SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MOST_TOKENS + 1)
+        timer = SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MAX_TOKENS + 1)
 
         def work() -> None:
             deadline = time.perf_counter() + self.board.plan.seconds
-            while len(timer.totals) < LEAST_TOKENS or time.perf_counter() < deadline:
+            while len(timer.totals) < MIN_TOKENS or time.perf_counter() < deadline:
                 timer.decode(1)
-                if len(timer.totals) == MOST_TOKENS:
+                if len(timer.totals) == MAX_TOKENS:
                     break
 
         with blas_threads(1):

@@ -32,7 +32,7 @@ from edgekv.text.template import ChatTemplate
 from edgekv.vision.model import Prompt
 
 LOG = logging.getLogger("edgekv.server")
-MIN_COPIED = 32  # shared tokens from which on the cache of another conversation is copied
+MIN_COPY_TOKENS = 32  # shared tokens from which on the cache of another conversation is copied
 IDLE_S = 1.0  # without requests, after which what was read goes to the prefix cache on disk
 INTERVAL_S = 0.25  # between two measurements of cache bytes, and two events of progress
 
@@ -172,7 +172,7 @@ class SessionPool:
         self.capacity = max(slots, budget_bytes // max(1, base.nbytes))
         self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
         self._idle = list(self._all)  # least recently used first
-        self._sources: list[Session] = []  # idle sessions that are being copied, which can't be acquired meanwhile
+        self._pinned: list[Session] = []  # idle sessions that are being copied, which can't be acquired meanwhile
         self._changed = threading.Condition()
 
     @property
@@ -198,7 +198,7 @@ class SessionPool:
             session, source = choice
             self._take(session, lora)
             if source:
-                self._sources.append(source)
+                self._pinned.append(source)
         try:
             if source:
                 with contextlib.suppress(MemoryBudgetError):  # the prompt is read again instead
@@ -209,25 +209,25 @@ class SessionPool:
             raise
         finally:
             if source:
-                self._let_go(source)
+                self._unpin(source)
 
-    def _let_go(self, source: Session) -> None:
+    def _unpin(self, source: Session) -> None:
         with self._changed:
-            self._sources.remove(source)
+            self._pinned.remove(source)
             self._changed.notify_all()
 
     def keep_prefixes(self, is_wanted: Callable[[], bool]) -> None:
         """Writes what idle sessions have read to disk. Raises Cancelled if one ``is_wanted``."""
         for session in list(self._all):
             with self._changed:
-                if session not in self._idle or session in self._sources:
+                if session not in self._idle or session in self._pinned:
                     continue
-                self._sources.append(session)
+                self._pinned.append(session)
             held = [session]
 
             def between(is_copied: bool, held: list[Session] = held) -> None:
                 if is_copied:
-                    self._let_go(held.pop())
+                    self._unpin(held.pop())
                 elif is_wanted():
                     raise Cancelled
 
@@ -235,7 +235,7 @@ class SessionPool:
                 session.keep_prefix(between)
             finally:
                 if held:
-                    self._let_go(session)
+                    self._unpin(session)
 
     def borrow(self, lora: str | None) -> Session:
         """Returns a session with this LoRA for work that keeps its conversation; `release` gives it back."""
@@ -256,19 +256,19 @@ class SessionPool:
 
         Waiting for a session that is being copied takes less time than reading its prefix again.
         """
-        alike = [session for session in reversed(self._idle) if session.lora == lora]
-        alike.sort(key=lambda session: session in self._sources)  # of equal ones, first those that can be acquired
-        closest = max(alike, key=lambda session: session.shared_prefix(prompt), default=None)
+        same_lora = [session for session in reversed(self._idle) if session.lora == lora]
+        same_lora.sort(key=lambda session: session in self._pinned)  # of equal ones, first those that are free
+        closest = max(same_lora, key=lambda session: session.shared_prefix(prompt), default=None)
         shared = closest.shared_prefix(prompt) if closest else 0
         goes_on = closest is not None and shared == len(closest.tokens)
-        if closest in self._sources and (goes_on or shared >= MIN_COPIED):
+        if closest in self._pinned and (goes_on or shared >= MIN_COPY_TOKENS):
             return None
         if closest and goes_on:
             return closest, None
         spare = self._new_or_oldest()
         if spare is None:
             return None
-        return spare, closest if closest is not spare and shared >= MIN_COPIED else None
+        return spare, closest if closest is not spare and shared >= MIN_COPY_TOKENS else None
 
     def _take(self, session: Session, lora: str | None) -> None:
         if session.lora != lora:
@@ -277,7 +277,7 @@ class SessionPool:
 
     def _latest(self, lora: str | None) -> Session | None:
         """Returns the most recently used session with this LoRA that can be acquired now."""
-        free = (session for session in reversed(self._idle) if session not in self._sources)
+        free = (session for session in reversed(self._idle) if session not in self._pinned)
         return next((session for session in free if session.lora == lora), None)
 
     def _new_or_oldest(self) -> Session | None:
@@ -291,7 +291,7 @@ class SessionPool:
                 self._all.append(session)
                 self._idle.insert(0, session)
                 return session
-        return next((session for session in self._idle if session not in self._sources), None)
+        return next((session for session in self._idle if session not in self._pinned), None)
 
 
 class Engine:

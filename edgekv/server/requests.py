@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from edgekv.checks import LARGEST, Count, Natural, in_words
+from edgekv.checks import MAX_INT64, Count, Natural, in_words
 from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.tools import IsFunction, Tool, Tools, json_value
 from edgekv.errors import (
@@ -219,7 +219,7 @@ class Request(StrictStruct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_INT64, le=MAX_INT64)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     response_format: ResponseFormat | None = None

@@ -167,7 +167,7 @@ def prompts(gpu: measure.Gpu, log: Log) -> None:
 
     def rows() -> Iterable[Sequence[object]]:
         for n in measure.PROMPTS:
-            seconds, operations = measure.prompt_attention(gpu, n)
+            seconds, operations = measure.prefill_attention(gpu, n)
             yield "attention", f"{n:,}", f"{seconds * 1e6:.0f}", f"{operations / seconds / 1e12:.0f} TFLOP/s"
             other = attempt(measure.torch_attention, n, 1, n)
             if other:

@@ -257,7 +257,7 @@ def random_matrix(gpu: Gpu, form: WeightFormat, rows: int, columns: int) -> Matr
     return Matrix(rows, columns, form.bits, form.block, scales.shape[1], codes, scales, rotated=form.rotated)
 
 
-def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
+def prefill_attention(gpu: Gpu, n: int) -> tuple[float, float]:
     """Returns (seconds of a layer's attention over n tokens, its floating-point operations)."""
     q, k, v = ((gpu.normal(HEADS, n, HEAD_DIM) * 0.3).astype(np.float16) for _ in range(3))
     out = cupy.empty((n, HEADS * HEAD_DIM), np.float16)

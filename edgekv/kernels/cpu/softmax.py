@@ -23,7 +23,7 @@ M, L, RESCALE = range(STATE)
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
-LOWEST = np.float32(-87)  # exp below this is taken as 0
+EXP_UNDERFLOW = np.float32(-87)  # exp below this is taken as 0
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # Cody and Waite: n * high is exact
 # exp(x) = 1 + x + x^2 * (C2 + x * (C3 + ...)), least relative error over |x| <= ln(2) / 2: 1e-7
@@ -159,14 +159,14 @@ def _in_lanes(b: Any, name: str, x: Any, y: Any) -> Any:
 
 @fast_jit
 def exp_of_negative(x: Scalar) -> Scalar:
-    """Returns exp(x) for x <= 0 with a relative error of 2e-7, and 0 below LOWEST."""
-    clipped = maximum(x, LOWEST)
+    """Returns exp(x) for x <= 0 with a relative error of 2e-7, and 0 below EXP_UNDERFLOW."""
+    clipped = maximum(x, EXP_UNDERFLOW)
     exponent = np.int32(clipped * LOG2_E - HALF)  # truncation rounds, as the argument is negative
     n = np.float32(exponent)
     f = clipped - n * LN2_HIGH - n * LN2_LOW
     mantissa = ONE + f + f * f * (C2 + f * (C3 + f * (C4 + f * C5)))
     power = np.int32((exponent + EXPONENT_BIAS) << EXPONENT_SHIFT).view(np.float32)
-    return mantissa * power if x > LOWEST else ZERO
+    return mantissa * power if x > EXP_UNDERFLOW else ZERO
 
 
 @inline_jit

@@ -17,7 +17,7 @@ Nothing above the kernels knows where arrays are:
 5. A step is captured once as a CUDA graph and replayed while steps differ in counters alone
    (`edgekv.engine.cuda`), which kernels find on the device (`Counter`).
 
-A .cu file is C++14 without headers, for sm_53 (Maxwell) up (prompt_attention.cu: sm_75; tiled.cu and
+A .cu file is C++14 without headers, for sm_53 (Maxwell) up (prefill_attention.cu: sm_75; tiled.cu and
 tiled_linear.cu: sm_80). It is compiled by NVRTC at first use for the shapes at hand, cached by CuPy
 (CUPY_CACHE_DIR, ~/.cupy/kernel_cache). Importing edgekv never imports CuPy.
 """

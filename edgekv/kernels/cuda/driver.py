@@ -138,7 +138,7 @@ class Driver:
     stream of its own, so that a graph holds nothing else.
 
     has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
-    has_half_mma: whether prompt_attention.cu compiles (sm_75 on).
+    has_half_mma: whether prefill_attention.cu compiles (sm_75 on).
     has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
     moves: (N_MOVES,) int32 of the device, how far the counters of a replayed step have moved since its capture,
     all 0 otherwise. shift is its first element, the move of positions; zero is its last one, always 0.

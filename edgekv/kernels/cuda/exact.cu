@@ -1,11 +1,11 @@
 // Kernels that round as edgekv.kernels.reference does, to the bit: scales, encoders, rotations.
 
-#define LARGEST_HALF 65504.0f
+#define MAX_HALF 65504.0f
 
 // Returns the smallest float16 not below x >= 0, or the largest one.
 __device__ __forceinline__ u16 half_above(float x)
 {
-    x = fminf(x, LARGEST_HALF);
+    x = fminf(x, MAX_HALF);
     u16 half = float_to_half(x);
     return half + (half_to_float(half) < x);
 }

@@ -45,12 +45,12 @@ MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
 MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
 EXACT_TILES = 3  # tiles at most of a block with float16 tokens beside a fused kernel
 SEES_ALL = np.zeros(1, np.int64), np.full(1, 1 << 30)
-PROMPT_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prompt_attention.cu, and channels of a head
+PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prefill_attention.cu, and channels of a head
 LAYERS = Program(("layers",))
 
 
 def padded_width(head_dim: int) -> int:
-    """Returns the channels of a head in prompt_attention.cu: head_dim rounded up to a multiple of 16."""
+    """Returns the channels of a head in prefill_attention.cu: head_dim rounded up to a multiple of 16."""
     return -(-head_dim // 16) * 16
 
 
@@ -580,8 +580,8 @@ class CudaKernels:
         n_heads, n, width = q.shape
         n_kv_heads, capacity, _ = k.shape
         macros = ("WIDTH", width), ("HEAD_DIM", out.shape[1] // n_heads)
-        program = Program(("prompt_attention",), macros)
-        launch = Launch(program, "prompt_attention", (-(-n // PROMPT_ROWS), n_heads), THREADS)
+        program = Program(("prefill_attention",), macros)
+        launch = Launch(program, "prefill_attention", (-(-n // PREFILL_ROWS), n_heads), THREADS)
         sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
         self.driver.launch(launch, q, k, v, *sizes, out)
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_queries(u32 (&a)[4], const u16* q, int row,
 // Sets out (n, H * HEAD_DIM) to the attention of scaled queries q (H, n, WIDTH), those of the last n of `earlier` + n tokens with keys
 // and values k, v (G, capacity, WIDTH). Token t sees max(0, t + 1 - window) .. t, or 0 .. t with window 0. Grid (blocks of queries, H).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
-prompt_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, int capacity, int n_rep, int window, u16* out)
+prefill_attention(const u16* q, const u16* k, const u16* v, int n, int earlier, int capacity, int n_rep, int window, u16* out)
 {
     __shared__ uint4 key_memory[TOKENS * STRIDE / 8], value_memory[TOKENS * STRIDE / 8];
     u16(*keys)[STRIDE] = (u16(*)[STRIDE])key_memory;

@@ -25,7 +25,7 @@ from edgekv.kernels.cpu.blocks import BLOCKS
 from edgekv.models import gguf_families
 from edgekv.types import F32
 from edgekv.weights.formats import FORMATS
-from edgekv.weights.integers import pack
+from edgekv.weights.integers import pack_numbers
 from edgekv.weights.store import WeightStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -149,7 +149,7 @@ def test_weights_with_offsets_are_llama_cpps(kind: str, tmp_path: pathlib.Path) 
     blocks = zip(raw.tolist(), *halves.astype(np.float32).T, strict=True)
     expected = np.array([from_llama_cpp(kind, *block) for block in blocks])
     (codes, scales, offsets), form = tensor.blocks(0, 400), FORMATS["int4-32-offsets"]
-    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
+    arrays = {"codes": pack_numbers(codes, form.bits), "scales": scales, "offsets": offsets}
     assert expected.dtype == np.float32
     np.testing.assert_array_equal(tensor.read(), expected)
     np.testing.assert_array_equal(form.dequantize(arrays, weights), expected)

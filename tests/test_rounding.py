@@ -353,7 +353,7 @@ def test_noise_is_like_rounding() -> None:
 def test_windows_begin_as_prompts_do() -> None:
     tokenizer = open_tokenizer(Model.open(DEMO))
     for text in (PROSE, PROSE * 20):  # all of it is encoded, or windows from all over it
-        found = calibration.windows(tokenizer, text, 512, 4)
+        found = calibration.encode_windows(tokenizer, text, 512, 4)
         assert len(found) == 4
         assert (found[:, 0] == tokenizer.bos_id).all()
     for n, most in ((15, 8), (8, 8), (3, 8), (100, 7)):

@@ -1,7 +1,7 @@
 """Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`, in bits by need.
 
-How many bits a linear layer needs is judged by the model's KL, on a part of the text, with noise like that of
-rounding to 3 bits in this layer alone (`add_noise`).
+A linear layer's need is the KL, on a part of the text, of a model in which this layer alone has noise like that
+of rounding to 3 bits (`add_noise`).
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Calibration:
             raise _refusal(f"--calibrate does not go with the adapter {model.adapter.path}; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
         most = min(MAX_TOKENS, max(MIN_TOKENS, MAX_WORK // elements))
-        chosen = windows(open_tokenizer(model), text, n, max(1, most // n))
+        chosen = encode_windows(open_tokenizer(model), text, n, max(1, most // n))
         if not len(chosen):
             raise _refusal(f"the text has fewer than {n} tokens, one window; give up to {most} tokens")
         return cls(model.weights, format_by_need(model.weights, chosen, mean, progress) if mean else form, chosen)
 
     def __call__(self, form: ModelFormat, write: Write) -> None:
-        """Rounds the weights and writes them, layer by layer, with all windows read exactly and rounded."""
+        """Rounds the weights and writes them, layer by layer, while both models read all windows."""
         n = self._windows.shape[1]
         decoder = open_decoder(CalibratingOps(self.weights, form, write), n)
         try:
@@ -100,7 +100,7 @@ def open_decoder(ops: StreamingOps, n: int) -> Decoder:
 
 
 def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progress: TaskProgress) -> ModelFormat:
-    """Returns the format of codes of ``mean`` bits, by each layer's need; windows: token ids (m, n)."""
+    """Returns the format with more bits where layers need them, ``mean`` in all; windows: token ids (m, n)."""
     linears = weights.arch.linears()
     sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
     ops, needs = StreamingOps(weights), dict[str, float]()
@@ -115,7 +115,7 @@ def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progre
         rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
         exact = log_softmax(decoder.head(inputs[-1][rows]))
         for layer, names in itertools.groupby(sizes, lambda name: name.partition(".")[0]):
-            changed = dict[str, F32]()  # what leaves the layer with one of its matrices in few bits
+            changed = dict[str, F32]()  # the layer's outputs with noise in one of its matrices
             for name in names:
                 progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
                 add_noise(matrix := weights.matrix(name), NEED_BITS)
@@ -127,8 +127,8 @@ def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progre
             if changed:  # go through the other layers together: each matrix is read once for all
                 last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)
                 logits = decoder.head(np.concatenate([x[rows] for x in np.split(last, len(changed))]))
-                for name, own in zip(changed, np.split(logits, len(changed)), strict=True):
-                    needs[name] = _divergence(exact, own)
+                for name, noisy in zip(changed, np.split(logits, len(changed)), strict=True):
+                    needs[name] = _divergence(exact, noisy)
     of_need = {name: f"q{bits}" for name, bits in allocate_layer_bits(needs, sizes, mean).items()}
     return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
 
@@ -142,12 +142,12 @@ def add_noise(matrix: F32, bits: int) -> None:
     """Adds noise with the statistics of `gaussian.quantize`'s error to weights (rows, columns), in less time.
 
     The best rounding leaves a mean squared error of E w^2, uncorrelated with the rounded weights. So these
-    are (1 - E) w plus noise of variance E (1 - E) w^2, where w^2 is the mean of a block.
+    are (1 - E) w plus uniform noise of variance E (1 - E) w^2, where w^2 is the mean of a block.
     """
     columns, error, rng = matrix.shape[1], gaussian.SQUARED_ERRORS[bits], np.random.default_rng(0)
     for rows in np.array_split(matrix, -(-matrix.size // STREAMED)):
         squares = np.add.reduceat(np.square(rows), np.arange(0, columns, ROTATED_INPUTS), axis=1)
-        widths = np.sqrt(squares * np.float32(12 * error * (1 - error) / ROTATED_INPUTS))  # of even distributions
+        widths = np.sqrt(squares * np.float32(12 * error * (1 - error) / ROTATED_INPUTS))
         noise = rng.random(rows.shape, np.float32) - np.float32(0.5)
         noise *= np.repeat(widths, ROTATED_INPUTS, axis=1)[:, :columns]
         rows *= np.float32(1 - error)
@@ -170,8 +170,8 @@ def _refusal(problem: str, advice: str = "or leave {calibrate} out") -> ConfigEr
     return ConfigError(problem, field="calibrate", advice=advice)
 
 
-def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
-    """Returns token ids (m, n) of up to ``most`` windows of n tokens, of a long text from all over it.
+def encode_windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
+    """Returns token ids (m, n) of up to ``most`` windows of n tokens, spread over the text if it is long.
 
     Each begins with the token with which the model's prompts begin, if there is one.
     """
@@ -189,6 +189,6 @@ def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
 
 
 def spread(windows: I64, most: int) -> I64:
-    """Returns up to ``most`` of the windows (m, n), from all over the text."""
+    """Returns up to ``most`` of the windows (m, n), evenly spaced."""
     n = min(most, len(windows))
     return windows[np.arange(n) * len(windows) // max(1, n)]

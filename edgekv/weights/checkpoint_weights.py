@@ -16,7 +16,7 @@ from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights.formats import FORMATS, ITEM_BYTES, FormatRows, MatrixFormat, ModelFormat, WeightFormat
-from edgekv.weights.integers import pack
+from edgekv.weights.integers import pack_numbers
 
 Codes = tuple[U8, Array, Array | None]
 """Codes (rows, blocks, bytes), scales (rows, blocks), and zero points or offsets as `Tensor.blocks` has them."""
@@ -104,10 +104,8 @@ class CheckpointWeights:
     @property
     def token_bytes(self) -> int:
         """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
-        tables = {tensor for tensor, _ in self.arch.tables().values()} - {
-            p.tensor for p in self._linears["head"].parts
-        }
-        idle = 0
+        head, idle = {part.tensor for part in self._linears["head"].parts}, 0
+        tables = {tensor for tensor, _ in self.arch.tables().values()} - head
         for linear in self._linears.values():
             if linear.n_experts:
                 of_all = sum(self._tensors[name].nbytes for name in linear.tensors())
@@ -126,13 +124,13 @@ class CheckpointWeights:
 
     def _own_format(self, name: str) -> str:
         """Returns the name of a linear layer's format: where parts are kept beside others, of both."""
-        linear, forms = self._linears[name], [part.nearest_format for part in self._parts(name)]
-        period = len(forms) // (linear.n_experts or 1)  # parts of an expert
+        linear, formats = self._linears[name], [part.nearest_format for part in self._parts(name)]
+        period = len(formats) // (linear.n_experts or 1)  # parts of an expert
         is_exact = all(part.exact_format == part.nearest_format for part in self._parts(name))
-        is_mixed = len(set(forms)) > 1 and any(FORMATS[form].kept for form in forms) and "f32" not in forms
-        if not is_mixed or not is_exact or forms != forms[:period] * (len(forms) // period):
-            return common_format(set(forms))
-        return "+".join(f"{form}*{part.rows}" for form, part in zip(forms[:period], linear.parts, strict=False))
+        is_mixed = len(set(formats)) > 1 and any(FORMATS[key].kept for key in formats) and "f32" not in formats
+        if not is_mixed or not is_exact or formats != formats[:period] * (len(formats) // period):
+            return common_format(set(formats))
+        return "+".join(f"{key}*{part.rows}" for key, part in zip(formats[:period], linear.parts, strict=False))
 
     def requantized(self, form: ModelFormat) -> set[tuple[str, str]]:
         """Returns (type, new format) of quantized tensors that have other blocks than ``form`` and lose by it."""
@@ -154,7 +152,7 @@ class CheckpointWeights:
     def stored_arrays(
         self, name: str, form: MatrixFormat, rounded: tuple[U8, Array] | None = None
     ) -> Iterator[tuple[str, Array]]:
-        """Yields the arrays of a linear layer by part, as ``form.arrays`` names them, in order.
+        """Yields name and array of a linear layer's arrays, in the order of ``form.arrays``.
 
         rounded: codes (rows, blocks, bytes) and scales (rows, blocks). Without, weights that the file has in the
         format are taken over, others are quantized.
@@ -198,7 +196,7 @@ class CheckpointWeights:
             added = None if added is None else np.repeat(added, finer, axis=1)[:, :n]
             if form.zeros and added is not None:
                 codes = codes + added[..., None]
-            yield pack(codes, form.bits, e2m1=form.e2m1), scales, added
+            yield pack_numbers(codes, form.bits, e2m1=form.e2m1), scales, added
 
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))

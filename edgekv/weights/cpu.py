@@ -47,11 +47,8 @@ class CpuOps(NumpyOps):
         self._vectors: dict[str, F32] = {}
         self._is_cold = store.nbytes > available_memory_bytes()
         experts = {name: linear.n_experts for name, linear in self._linears.items() if linear.n_experts}
-        self._experts = {
-            name: products(store, name, n)
-            for name, n in experts.items()
-            if least_outputs(store, name, n) >= OUTPUTS
-        }
+        wide = [name for name, n in experts.items() if least_outputs(store, name, n) >= OUTPUTS]
+        self._experts = {name: products(store, name, experts[name]) for name in wide}
         for name in experts if self._is_cold else ():
             self._advise(name, mmap.MADV_RANDOM)
 
@@ -156,10 +153,10 @@ class CpuOps(NumpyOps):
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
         """Tells the system how the rows of an expert, or of all experts, will be read."""
-        for part, array in self._store.arrays(name).items():
+        for key, array in self._store.arrays(name).items():
             n = len(array) // self._linears[name].n_experts
             rows = (0, None) if expert is None else (expert * n, n)
-            self._store.advise(f"{name}.{part}", advice, *rows)
+            self._store.advise(f"{name}.{key}", advice, *rows)
 
 
 def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
@@ -172,7 +169,7 @@ def least_outputs(store: WeightStore, name: str, n_experts: int = 1) -> int:
 def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[..., F32]:
     """Returns a linear layer in fewer than 32 bits, of one format or several: x (n, columns) -> (n, outputs)."""
     pieces, arrays = store.form.of(name).pieces, store.arrays(name)
-    first, *others = (QuantizedMatmul(stored_weights(p.form, p.own(arrays)), n_experts) for p in pieces)
+    first, *others = (QuantizedMatmul(stored_weights(p.form, p.select(arrays)), n_experts) for p in pieces)
     if not others:
         return first
     return lambda *given: np.concatenate([product(*given) for product in (first, *others)], axis=1)
@@ -180,7 +177,7 @@ def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[...,
 
 def stored_weights(form: WeightFormat, arrays: Mapping[str, Array]) -> QuantizedWeights:
     """Returns the weights of arrays (rows, ...) in fewer than 32 bits, with their zero points or offsets."""
-    arrays = {part: np.ascontiguousarray(array) for part, array in arrays.items()}
+    arrays = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
     if form.kept:
         return QuantizedWeights(arrays["blocks"], None, BYTE_CODES, block_type=BLOCKS[form.name])
     if form.rotated:
@@ -242,8 +239,8 @@ def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], d
     (name, widths), rng = _block(store.arch), np.random.default_rng(0)
     block = getattr(store.arch, name)
     blocks = {n: functools.partial(block, CpuOps(store, Threads(n, n)), 0) for n in numbers}
-    rows = {part: rng.standard_normal((PROMPT_ROWS, width), np.float32) for part, width in widths.items()}
-    row = {part: x[:1] for part, x in rows.items()}
+    rows = {key: rng.standard_normal((PROMPT_ROWS, width), np.float32) for key, width in widths.items()}
+    row = {key: x[:1] for key, x in rows.items()}
     for run in blocks.values():
         run(**row)
     return _best(blocks, row, DECODE_ROUNDS, DECODE_S), _best(blocks, rows, PROMPT_ROUNDS, 0)

@@ -13,15 +13,7 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
-from edgekv.kernels.cuda.matvec import (
-    MATVEC_ROWS,
-    Matrix,
-    matvec,
-    packed_matvec,
-    rotated,
-    takes_packed,
-    widen,
-)
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, Matrix, matvec, packed_matvec, rotated, takes_packed, widen
 from edgekv.models.architecture import Architecture
 from edgekv.types import I64, TaskProgress
 from edgekv.weights.formats import (
@@ -66,9 +58,8 @@ def device_matrix_format(form: MatrixFormat) -> WeightFormat:
 
 def device_model_format(form: ModelFormat) -> ModelFormat:
     """Returns the format that the weights of a store have in the GPU's memory."""
-    return ModelFormat(
-        form.name, tuple((name, device_matrix_format(form.of(name)).name) for name, _ in form.linears)
-    )
+    linears = ((name, device_matrix_format(form.of(name)).name) for name, _ in form.linears)
+    return ModelFormat(form.name, tuple(linears))
 
 
 class DeviceWeights:
@@ -195,8 +186,8 @@ class CudaOps(NumpyOps):
         x = rotated(self.driver, x, w) if w.rotated else x
         step = self._slab_rows(w)
         for a in range(0, w.rows, step):
-            part = slice(a, min(a + step, w.rows))
-            slab, out = self._widened(w, part), y[:, part]
+            rows = slice(a, min(a + step, w.rows))
+            slab, out = self._widened(w, rows), y[:, rows]
             if self._halves:
                 self.driver.half_gemm(x, slab, out, onto is not None)
             else:
@@ -210,11 +201,11 @@ class CudaOps(NumpyOps):
         slabs = -(-w.rows * w.columns // self._slab)
         return -(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS
 
-    def _widened(self, w: Matrix, part: slice) -> Array:
+    def _widened(self, w: Matrix, rows: slice) -> Array:
         """Returns some rows of a matrix in the dtype of products."""
         if w.bits == 32 and not self._halves:
-            return w.data[part]
-        return widen(self.driver, w, part, self._dtype)
+            return w.data[rows]
+        return widen(self.driver, w, rows, self._dtype)
 
     def rms_norm(self, x: Array, name: str, eps: float) -> DeferredNorm:  # type: ignore[override]
         """Returns x (n, channels) with the RMS norm that is still to be applied."""

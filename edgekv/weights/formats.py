@@ -36,10 +36,9 @@ class FormatRows(NamedTuple):
     rows: int
     prefix: str
 
-    def own(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    def select(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the arrays (rows, ...) of these rows among those of the matrix, named as by `form.arrays`."""
-        own = (part for part in arrays if part.startswith(self.prefix))
-        return {part.removeprefix(self.prefix): arrays[part] for part in own}
+        return {key.removeprefix(self.prefix): x for key, x in arrays.items() if key.startswith(self.prefix)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ class WeightFormat:
         return (FormatRows(self, 1, ""),)
 
     def arrays(self, rows: int, columns: int) -> Specs:
-        """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by part."""
+        """Returns dtype and shape of the arrays that store a linear layer's weights (rows, columns), by name."""
         if self.bits == 32:
             return {"weight": ("F32", (rows, columns))}
         blocks = self.n_blocks(columns)
@@ -86,7 +85,7 @@ class WeightFormat:
         return arrays
 
     def dequantize(self, arrays: Mapping[str, Array], columns: int) -> F32:
-        """Returns the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
+        """Returns the weights (rows, columns) float32 that arrays with the names of `arrays` stand for."""
         if self.bits == 32:
             return to_float32(arrays["weight"])
         if self.kept:
@@ -96,9 +95,9 @@ class WeightFormat:
         return integers.dequantize(arrays, self.bits, columns, e2m1=self.e2m1)
 
     def quantize(self, weight: F32) -> dict[str, Array]:
-        """Returns ``codes`` and ``scales`` of weights (rows, columns), of those that `arrays` describes.
+        """Quantizes weights (rows, columns) to ``codes`` and ``scales``, shaped as by `arrays`.
 
-        Zero points are those of `code_of_zero`, and offsets what stands for them.
+        Where the format has zeros or offsets, the caller adds them: the zero point is `code_of_zero`.
 
         Raises ValueError for f32 and for kept and e2m1 formats, which are only taken over.
         """
@@ -111,7 +110,7 @@ class WeightFormat:
         return {"codes": codes, "scales": scales}
 
     def fits(self, linear: Linear) -> bool:
-        """Returns whether a linear layer consists of whole blocks, where only those can be stored."""
+        """Returns whether the format can store a linear layer; kept ones take rows of whole blocks alone."""
         return not self.kept or linear.columns % BLOCK_WEIGHTS == 0
 
     def levels(self) -> I8:
@@ -123,7 +122,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFormat:
-    """How a matrix is stored whose rows alternate between formats, e.g. 256 of Q2_K and 256 of IQ3_S an expert.
+    """How a matrix is stored whose rows alternate between formats, e.g. of each expert 256 of Q2_K, 256 of IQ3_S.
 
     Rows of one format are stored together; their arrays' names begin with the format's index: ``0.blocks``.
     """
@@ -140,11 +139,11 @@ class MixedFormat:
         """Returns dtype and shape of the arrays, as `WeightFormat.arrays` does."""
         n = rows // sum(piece.rows for piece in self.pieces)  # of experts
         specs = ((piece.prefix, piece.form.arrays(n * piece.rows, columns)) for piece in self.pieces)
-        return {f"{prefix}{part}": spec for prefix, arrays in specs for part, spec in arrays.items()}
+        return {f"{prefix}{key}": spec for prefix, arrays in specs for key, spec in arrays.items()}
 
     def dequantize(self, arrays: Mapping[str, Array], columns: int) -> F32:
         """Returns the weights (rows, columns) float32 that the arrays stand for."""
-        decoded = (p.form.dequantize(p.own(arrays), columns).reshape(-1, p.rows, columns) for p in self.pieces)
+        decoded = (p.form.dequantize(p.select(arrays), columns).reshape(-1, p.rows, columns) for p in self.pieces)
         return np.concatenate(list(decoded), axis=1).reshape(-1, columns)
 
 
@@ -156,18 +155,17 @@ def matrix_format(name: str) -> MatrixFormat:
     if name in FORMATS:
         return FORMATS[name]
     pairs = [piece.rpartition("*") for piece in name.split("+")]
-    if not all(form in FORMATS and form != "f32" and re.fullmatch("[1-9][0-9]*", rows) for form, _, rows in pairs):
+    if not all(key in FORMATS and key != "f32" and re.fullmatch("[1-9][0-9]*", rows) for key, _, rows in pairs):
         raise ValueError(f"unknown formats among {name}")
-    return MixedFormat(
-        name, tuple(FormatRows(FORMATS[form], int(n), f"{i}.") for i, (form, _, n) in enumerate(pairs))
-    )
+    pieces = (FormatRows(FORMATS[key], int(rows), f"{i}.") for i, (key, _, rows) in enumerate(pairs))
+    return MixedFormat(name, tuple(pieces))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFormat:
     """Which format each matrix of a model has: `linears` gives it; if that is empty, all have the format ``name``.
 
-    linears: each linear layer and the name of its format (`matrix_format`); ``name`` is a label where it is given.
+    linears: each linear layer and the name of its format (`matrix_format`); ``name`` is then only a label.
     """
 
     name: str
@@ -175,7 +173,7 @@ class ModelFormat:
     _names = functools.cached_property[dict[str, str]](lambda self: dict(self.linears))
 
     def of(self, linear: str) -> MatrixFormat:
-        """Returns the format of one linear layer. A router is exact: a near tie would choose other experts."""
+        """Returns the format of one linear layer; f32 for a router, whose error could choose other experts."""
         exact = linear.endswith(ROUTER)
         return matrix_format("f32" if exact else self._names[linear] if self.linears else self.name)
 
@@ -209,7 +207,7 @@ MEAN = re.compile(r"q(2\.[1-9]|[34]\.[0-9])")
 
 
 def mean_bits(name: str) -> float | None:
-    """Returns the mean bits of codes that a name such as q3.6 asks for; None: it is no such name."""
+    """Returns the mean bits of codes that a name such as q3.6 asks for, or None for other names."""
     found = MEAN.fullmatch(name)
     return float(found[1]) if found else None
 
@@ -218,13 +216,12 @@ def allocate_layer_bits(needs: Mapping[str, float], sizes: Mapping[str, int], me
     """Returns the bits of each linear layer's codes: ``mean`` of all weights at most, 2 or more.
 
     needs: each layer's KL at one common number of bits; at other bits it is scaled by a Gaussian's squared error
-    (`gaussian.SQUARED_ERRORS`). sizes: its weights. Each next bit goes where it gains most for its size.
+    (`gaussian.SQUARED_ERRORS`). sizes: its number of weights. Each next bit goes where it gains most for its size.
     """
-    bits, room = dict.fromkeys(needs, min(CODEBOOKS)), (mean - min(CODEBOOKS)) * sum(sizes[name] for name in needs)
-    fall = {
-        n: gaussian.SQUARED_ERRORS[n] - gaussian.SQUARED_ERRORS[n + 1] for n in CODEBOOKS if n + 1 in CODEBOOKS
-    }
-    steps = ((needs[name] * fall[n] / sizes[name], n, name) for name in needs for n in fall)
+    errors, least = gaussian.SQUARED_ERRORS, min(CODEBOOKS)
+    bits, room = dict.fromkeys(needs, least), (mean - least) * sum(sizes[name] for name in needs)
+    gains = {n: errors[n] - errors[n + 1] for n in CODEBOOKS if n + 1 in CODEBOOKS}  # of one more bit than n
+    steps = ((needs[name] * gains[n] / sizes[name], n, name) for name in needs for n in gains)
     for _, n, name in sorted(steps, key=lambda step: -step[0]):
         if bits[name] == n and sizes[name] <= room:
             bits[name], room = n + 1, room - sizes[name]
@@ -272,7 +269,7 @@ def store_specs(arch: Architecture, form: ModelFormat, table_dtypes: Mapping[str
     specs: Specs = {}
     for name, linear in arch.linears().items():
         arrays = form.of(name).arrays(linear.rows, linear.columns)
-        specs |= {f"{name}.{part}": spec for part, spec in arrays.items()}
+        specs |= {f"{name}.{key}": spec for key, spec in arrays.items()}
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
     specs |= {name: ("F32", (size,)) for name, (_, size) in arch.vectors().items()}

@@ -19,7 +19,7 @@ import numpy as np
 from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import FAST, inline_jit
-from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, RangeKernel
 from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import clamp, get, put, where
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
@@ -36,7 +36,7 @@ REACH = 128
 """Levels lie within +-REACH. `nearest` is a table in half steps over that range."""
 rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
 """Makes a kernel over rows of weights; its divisions are as written."""
-ROW_WORK = 1 << 19  # in multiply-adds: a row is always worth a thread
+ROW_WORK = MIN_PARALLEL_WORK  # so that all threads are used for any number of rows
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def rotate(x: F32) -> F32:
 
 def dequantize(codes: U8, scales: Array, bits: int, columns: int) -> F32:
     """Returns the weights (rows, columns) float32 of codes (rows, blocks, 16 bits) and scales (rows, blocks)."""
-    unpacked = unpack(codes, bits)
+    unpacked = unpack_planes(codes, bits)
     partners = np.roll(unpacked, HALF, axis=-1)
     levels = level_tables(bits)[partners & 1, unpacked].astype(np.float32)
     levels *= scales.astype(np.float32)[..., None]
@@ -66,7 +66,7 @@ def dequantize(codes: U8, scales: Array, bits: int, columns: int) -> F32:
     return weights[:, :columns]
 
 
-def pack(codes: U8, bits: int) -> U8:
+def pack_planes(codes: U8, bits: int) -> U8:
     """Packs codes (..., 128) of 2 to 5 bits in `code_planes`: (..., 16 bits) bytes."""
     packed = []
     for width, before in code_planes(bits):
@@ -76,8 +76,8 @@ def pack(codes: U8, bits: int) -> U8:
     return np.concatenate(packed, axis=-1)
 
 
-def unpack(packed: U8, bits: int) -> U8:
-    """Returns the codes (..., 128) that `pack` has packed."""
+def unpack_planes(packed: U8, bits: int) -> U8:
+    """Returns the codes (..., 128) that `pack_planes` has packed."""
     codes = np.zeros((*packed.shape[:-1], ROTATED_INPUTS), np.uint8)
     for width, before in code_planes(bits):
         plane = packed[..., None, 16 * before : 16 * (before + width)]
@@ -88,15 +88,14 @@ def unpack(packed: U8, bits: int) -> U8:
 
 @functools.cache
 def nearest(bits: int) -> tuple[U8, F32]:
-    """Returns the nearest codes and their levels (2, 2, 4 REACH), by own and partner's parity and half step."""
+    """Returns the nearest codes and their levels (2, 2, 4 REACH): [code's parity, its partner's, half step]."""
     tables, half_steps = level_tables(bits), np.arange(-2 * REACH, 2 * REACH)
     found, levels_found = np.empty((2, 2, 4 * REACH), np.uint8), np.empty((2, 2, 4 * REACH), np.float32)
-    for own in range(2):
-        for partner in range(2):
-            codes = np.arange(own, 1 << bits, 2)
-            levels = tables[partner, codes].astype(np.int64)
-            places = np.searchsorted(levels[:-1] + levels[1:], half_steps, side="right")
-            found[own, partner], levels_found[own, partner] = codes[places], levels[places]
+    for parity, partner in np.ndindex(2, 2):
+        codes = np.arange(parity, 1 << bits, 2)
+        levels = tables[partner, codes].astype(np.int64)
+        places = np.searchsorted(levels[:-1] + levels[1:], half_steps, side="right")
+        found[parity, partner], levels_found[parity, partner] = codes[places], levels[places]
     return found, levels_found
 
 
@@ -111,24 +110,24 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
     arrays = rotated, SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits), codes, scales
     _quantize_rows(len(weight), ROW_WORK, shape[1], len(SCALE_FACTORS), *arrays, n_threads=threads.count())
     scales[~np.isfinite(rotated.reshape(*codes.shape).sum(axis=2))] = 0
-    return pack(codes, bits), scales.astype(BFLOAT16)
+    return pack_planes(codes, bits), scales.astype(BFLOAT16)
 
 
 @inline_jit
 def place_of(x: np.float32) -> np.float32:
-    """Returns the place of a number, in steps, in `nearest`, when its fraction is cut off."""
+    """Returns the index in `nearest` of a multiple x of the scale, before it is cut to a whole number."""
     place: np.float32 = clamp(np.float32(2) * x + np.float32(2 * REACH), np.float32(0), np.float32(4 * REACH - 1))
     return place
 
 
 @inline_jit
 def round_pair(
-    x: np.float32, y: np.float32, share: np.float32, heavy: np.float32, near: U8, levels: F32
+    x: np.float32, y: np.float32, share: np.float32, ratio: np.float32, near: U8, levels: F32
 ) -> tuple[int, int, np.float32, np.float32]:
-    """Returns the codes of two partners that are next to x and y, in steps, and their levels, x's first.
+    """Returns the best codes of two partners for x and y, multiples of the scale, and their levels, x's first.
 
-    share: x's target grows by share times y's rounding error. heavy: weight of y's squared error; x's is 1. near,
-    levels: `nearest`.
+    share: x's target grows by share times y's rounding error. ratio: what y's squared error costs; x's costs 1.
+    near, levels: `nearest`.
     """
     at_x, at_y, best = place_of(x), int(place_of(y)), np.float32(np.inf)
     best_at_x, best_odd = np.float32(0), np.float32(0)
@@ -138,7 +137,7 @@ def round_pair(
         if share != 0:
             at_x = place_of(x + share * lost_y)
         lost_x = x + share * lost_y - get(levels, (2 * odd_x + odd_y) * 4 * REACH + int(at_x))
-        error = lost_x * lost_x + heavy * lost_y * lost_y
+        error = lost_x * lost_x + ratio * lost_y * lost_y
         is_less = error < best
         best_at_x, best_odd = where(is_less, at_x, best_at_x), where(is_less, np.float32(odd), best_odd)
         best = where(is_less, error, best)
@@ -148,27 +147,22 @@ def round_pair(
 
 
 @rows_kernel
-def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
     n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_arguments(arguments, 8)
-    near, levels, one = chars(near_at), floats(levels_at), np.float32(1)
+    near, levels, zero, one = chars(near_at), floats(levels_at), np.float32(0), np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):
-        w, codes, square = (
-            floats(weight + 4 * ROTATED_INPUTS * i),
-            chars(codes_at + ROTATED_INPUTS * i),
-            np.float32(0),
-        )
+        w, codes, square = floats(weight + 4 * ROTATED_INPUTS * i), chars(codes_at + ROTATED_INPUTS * i), zero
         for j in range(ROTATED_INPUTS):
             square += get(w, j) * get(w, j)
         deviation = np.sqrt(square / np.float32(ROTATED_INPUTS))
-        most, scale = np.float32(0), np.float32(0)
+        most, scale = zero, zero
         for k in range(n_factors + 1):  # at last with the best scale
             d = deviation * get(floats(factors), k) if k < n_factors else scale
-            inverse = np.float32(1) / d if d != 0 else np.float32(0)
-            square, product = np.float32(0), np.float32(0)
+            inverse = one / d if d != 0 else zero
+            square, product = zero, zero
             for j in range(HALF):
                 x, y = get(w, j), get(w, j + HALF)
-                found = round_pair(x * inverse, y * inverse, np.float32(0), one, near, levels)
-                code_x, code_y, level_x, level_y = found
+                code_x, code_y, level_x, level_y = round_pair(x * inverse, y * inverse, zero, one, near, levels)
                 square += level_x * level_x + level_y * level_y
                 product += level_x * x + level_y * y
                 if k == n_factors:

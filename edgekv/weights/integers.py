@@ -22,7 +22,7 @@ SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.6
 """Scales to try: factor 1 maps the largest |w| to code -8, negative ones map it to the +8 side, clipped to 7."""
 
 
-def pack(numbers: I8, bits: int, *, e2m1: bool = False) -> U8:
+def pack_numbers(numbers: I8, bits: int, *, e2m1: bool = False) -> U8:
     """Packs numbers (r, blocks, block) around 0, or of `E2M1_DOUBLED`, into codes (r, blocks, block * bits / 8).
 
     Of two codes of 4 bits in a byte the even one is in the low half.
@@ -35,7 +35,7 @@ def pack(numbers: I8, bits: int, *, e2m1: bool = False) -> U8:
 
 
 def dequantize(arrays: Mapping[str, Array], bits: int, columns: int, *, e2m1: bool = False) -> F32:
-    """Returns the weights (rows, columns) float32 of codes as `pack` makes them, and scales (rows, blocks).
+    """Returns the weights (rows, columns) float32 of codes made by `pack_numbers`, and scales (rows, blocks).
 
     Zeros (rows, blocks) are the blocks' own zero points, offsets (rows, blocks) what is added to scale * code.
     """
@@ -67,10 +67,10 @@ def quantize(weight: F32, bits: int, block: int) -> tuple[U8, F32]:
 
 
 @rows_kernel
-def _quantize_rows(first: int, last: int, part: int, arguments: int) -> None:
+def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
     columns, n_blocks, bits, block, n_shrink = load_arguments(arguments, 5)
     weight, shrink, codes_at, scales, scratch = load_arguments(arguments + 8 * 5, 5)
-    w, q = floats(scratch + 8 * part * block), floats(scratch + 8 * part * block + 4 * block)
+    w, q = floats(scratch + 8 * thread * block), floats(scratch + 8 * thread * block + 4 * block)
     zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
     full = -zero if bits == 4 else zero - np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):

@@ -47,10 +47,9 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
     """Returns GPT-OSS's gate * sigmoid(alpha * gate) * (up + 1) (n, channels), gate <= limit, |up| <= limit."""
-    gate = np.minimum(gate, np.float32(limit))
-    result: F32 = _sigmoid(np.float32(alpha) * gate, factor=gate) * (
-        np.clip(up, -np.float32(limit), np.float32(limit)) + 1
-    )
+    bound = np.float32(limit)
+    gate, up = np.minimum(gate, bound), np.clip(up, -bound, bound)
+    result: F32 = _sigmoid(np.float32(alpha) * gate, factor=gate) * (up + 1)
     return result
 
 
@@ -80,11 +79,8 @@ def add_lora(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> N
 
 def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple[LowRank, ...]]:
     """Reads a LoRA's changes. Raises CheckpointError if they are not finite or belong to experts."""
-    changed = {
-        name: linear
-        for name, linear in arch.linears().items()
-        if any(part.tensor in deltas for part in linear.parts)
-    }
+    linears = arch.linears()
+    changed = {name: linear for name, linear in linears.items() if any(p.tensor in deltas for p in linear.parts)}
     for name, linear in changed.items():
         if linear.n_experts:
             what = f"the LoRA changes experts ({name}), which is not done beside the weights"
@@ -114,7 +110,7 @@ def _low_rank(part: WeightPart, delta: Delta | None) -> LowRank:
 def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     """Returns each token's experts (n, k), the likeliest first, and their weights (n, k), by logits (n, experts).
 
-    Of equal logits the first is chosen, and NaN only where there are too few numbers.
+    Of equal logits the first is chosen. NaN comes after all numbers.
     """
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.per_token]
     largest = np.take_along_axis(logits, chosen[:, :1], axis=1)
@@ -279,8 +275,8 @@ class NumpyOps(WeightOps):
         n = len(matrices) // self._linears[name].n_experts
         result = np.empty((len(rows), n), np.float32)
         for expert, pairs in groups(expert_ids):
-            part = slice(expert * n, (expert + 1) * n)
-            result[pairs] = self._multiply(rows[pairs], matrices[part])
+            outputs = slice(expert * n, (expert + 1) * n)
+            result[pairs] = self._multiply(rows[pairs], matrices[outputs])
             if bias is not None:
-                result[pairs] += bias[part]
+                result[pairs] += bias[outputs]
         return result

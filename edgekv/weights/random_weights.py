@@ -47,7 +47,7 @@ class RandomWeights(CheckpointWeights):
         self._rng = np.random.default_rng(int(digest, 16))
         arch, name = architecture(config), f"random-{digest}"
         path = pathlib.Path(name)
-        drawn = {each: RandomTensor(path, each, shape, self._rng) for each, shape in arch.tensors().items()}
+        drawn = {key: RandomTensor(path, key, shape, self._rng) for key, shape in arch.tensors().items()}
         super().__init__(Checkpoint(path, None, Tensors(drawn, ()), config, None, None, lambda _: name), arch)
 
     def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:

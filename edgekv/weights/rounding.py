@@ -2,8 +2,8 @@
 
 The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
 with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
-approximate the exact layer's for the exact inputs. This correction is also estimated on each half of the text;
-what differs between the two is taken for noise, and it is shrunk accordingly (`output_correction`).
+approximate the exact layer's for the exact inputs. For that its weights are corrected first, by a least-squares
+change; how much that differs between the halves of the text shows its noise, and it is shrunk accordingly.
 
 Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
 small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L
@@ -48,7 +48,7 @@ from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
 BLOCK = ROTATED_INPUTS  # columns with a scale
-TOGETHER = 256  # of a Cholesky factor, between two products
+TOGETHER = 256  # columns of a Cholesky factor that are computed at a time
 CANDIDATES = len(gaussian.SCALE_FACTORS)
 # What a thread keeps of a row, in float32, for each scale that is tried: errors, and behind them
 PAIRS_AT = BLOCK * CANDIDATES  # (CANDIDATES, 64): codes, x's + 256 times y's
@@ -58,11 +58,11 @@ SCRATCH = TARGETS_AT + 2 * CANDIDATES
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
 STREAMED = 1 << 21  # elements of a matrix converted at a time, in the processor's caches
 DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inputs that the text lacks
-SAMPLE = 8  # one row of so many is enough to estimate what is chance
+SAMPLE = 8  # one row of so many is enough to estimate a correction's noise
 
 
 def pairs_order(importance: F32) -> tuple[I64, I64]:
-    """Returns rotated inputs (n,) in H's order, partners side by side, and blocks (n / 128,), heaviest last."""
+    """Returns the order of rotated inputs (n,), partners side by side, and of blocks (n / 128,), largest last."""
     within = np.arange(BLOCK).reshape(2, -1).T.reshape(-1)
     blocks = np.argsort(importance.reshape(-1, BLOCK).sum(axis=1), kind="stable").astype(np.int64)
     return (blocks[:, None] * BLOCK + within).reshape(-1), blocks
@@ -131,10 +131,10 @@ class Rounder:
             kernel(len(w), ROW_WORK, *block, n_threads=len(scratch))
             codes[:, lo:hi], errors[:, lo:hi] = block.codes, block.errors
         codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
-        return gaussian.pack(codes.reshape(*scales.shape, BLOCK), self.bits), scales.astype(BFLOAT16)
+        return gaussian.pack_planes(codes.reshape(*scales.shape, BLOCK), self.bits), scales.astype(BFLOAT16)
 
     def size(self, b: F32) -> float:
-        """Returns the sum of b H^-1 b^T over the rows of b (r, columns): the most that b lowers the error."""
+        """Returns the sum of b H^-1 b^T over the rows of b (r, columns): by how much b can lower the error."""
         return float((np.square(self._forward(b.take(self._order, 1))) / self._costs).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
@@ -157,9 +157,9 @@ def cholesky(h: F32) -> F32:
 
 
 def hessian(x: F32) -> F32:
-    """Returns H (columns, columns): the mean outer product of x's rows (n, columns), its diagonal damped.
+    """Returns H (columns, columns): the mean outer product of x's rows (n, columns). The diagonal is damped.
 
-    The rest is shrunk by n / (n + columns): short texts correlate by chance. Raises EdgeKVError for NaN or inf.
+    Other entries shrink by n / (n + columns): short texts correlate by chance. Raises EdgeKVError for NaN or inf.
     """
     n, columns = x.shape
     total: F32 = x.T @ x
@@ -172,18 +172,18 @@ def hessian(x: F32) -> F32:
     return total
 
 
-def output_correction(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
+def output_correction(rounder: Rounder, rows: F32, lost: F32, inputs: F32) -> F32:
     """Returns `Rounder.round`'s correction b, with which rows approximate the exact model's outputs.
 
-    rows: exact weights (r, columns). own: the rounded model's inputs (tokens, columns); lost: what the exact
-    model's have beside them. rounder has the hessian of own. b is the least-squares change, scaled.
+    rows: exact weights (r, columns). inputs: the rounded model's (tokens, columns), whose hessian rounder has;
+    lost: the exact model's inputs minus these. b H^-1 is the least-squares change, shrunk by its noise.
     """
-    half, some = len(own) // 2, rows[::SAMPLE]
-    both: F32 = np.linalg.multi_dot([rows, lost.T, own])
-    difference = 2 * np.linalg.multi_dot([some, lost[:half].T, own[:half]]) - both[::SAMPLE]
-    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(difference)
-    both *= np.float32(max(0.0, 1 - chance / whole) / len(own) if whole > 0 else 0.0)
-    return both
+    half, some = len(inputs) // 2, rows[::SAMPLE]
+    total: F32 = np.linalg.multi_dot([rows, lost.T, inputs])
+    difference = 2 * np.linalg.multi_dot([some, lost[:half].T, inputs[:half]]) - total[::SAMPLE]
+    size, noise = rounder.size(total[::SAMPLE]), rounder.size(difference)
+    total *= np.float32(max(0.0, 1 - noise / size) / len(inputs) if size > 0 else 0.0)
+    return total
 
 
 class StreamingOps(NumpyOps):
@@ -195,7 +195,7 @@ class StreamingOps(NumpyOps):
 
     @contextlib.contextmanager
     def using(self, name: str, matrix: F32 | None) -> Iterator[None]:
-        """Has a matrix used in place of the one of this name; None: its own."""
+        """Uses a matrix in place of the checkpoint's of this name; None: the checkpoint's."""
         self.replaced = {} if matrix is None else {name: matrix}
         try:
             yield
@@ -224,7 +224,7 @@ class CalibratingOps(StreamingOps):
         super().__init__(weights)
         self._write, self._rounds_experts = write, False
         pieces = ((name, piece.form) for name in self._linears for piece in form.of(name).pieces)
-        self._bits = {name: own.bits for name, own in pieces if own.rotated}
+        self._bits = {name: stored.bits for name, stored in pieces if stored.rotated}
 
     def linear(self, x: F32, name: str) -> F32:
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
@@ -233,19 +233,19 @@ class CalibratingOps(StreamingOps):
         rounded = self._rounded(name, self._round_linear(x, name))
         if name == "head":
             return np.empty((0, self.arch.config.vocab_size), np.float32)
-        exact, own = np.split(x, 2)
+        exact, approximate = np.split(x, 2)
         outputs = super().linear(exact, name)
         with self.using(name, rounded):
-            return np.concatenate([outputs, super().linear(own, name)])
+            return np.concatenate([outputs, super().linear(approximate, name)])
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        """Returns x (2 n, hidden) plus what layer i's experts make of y; the halves may choose others."""
+        """Returns x (2 n, hidden) plus what layer i's experts make of y; its halves may choose different ones."""
         self._write(f"{i}{ROUTER}", None)
-        exact, own = zip(np.split(x, 2), np.split(y, 2), strict=True)
+        exact, approximate = zip(np.split(x, 2), np.split(y, 2), strict=True)
         outputs = super().add_experts(*exact, i)
         self._rounds_experts = True
         try:
-            return np.concatenate([outputs, super().add_experts(*own, i)])
+            return np.concatenate([outputs, super().add_experts(*approximate, i)])
         finally:
             self._rounds_experts = False
 
@@ -269,10 +269,10 @@ class CalibratingOps(StreamingOps):
 
     def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of rows of a linear layer."""
-        exact, own = map(rotate, np.split(x, 2))
-        rounder, lost = Rounder(hessian(own), self._bits[name]), exact - own
+        exact, inputs = map(rotate, np.split(x, 2))
+        rounder, lost = Rounder(hessian(inputs), self._bits[name]), exact - inputs
         for rows in map(rotate, self._checkpoint.rows_of(name, ROUND_ELEMENTS)):
-            yield rounder.round(rows, output_correction(rounder, rows, lost, own))
+            yield rounder.round(rows, output_correction(rounder, rows, lost, inputs))
 
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
         """Yields codes and scales of each expert, rounded by its own inputs alone."""
@@ -284,11 +284,11 @@ class CalibratingOps(StreamingOps):
 
 
 @rows_kernel
-def _round_block(first: int, last: int, part: int, arguments: int) -> None:
+def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
     """Rounds rows of a block, from its last pair to its first, with several scales; keeps the cheapest."""
     p = load_tuple(BlockArrays, arguments)
     costs, factors, near, levels = floats(p.costs), floats(p.factors), chars(p.near), floats(p.levels)
-    kept = p.scratch + 4 * part * SCRATCH
+    kept = p.scratch + 4 * thread * SCRATCH
     pairs, sums, targets = floats(kept + 4 * PAIRS_AT), floats(kept + 4 * SUMS_AT), floats(kept + 4 * TARGETS_AT)
     for r in range(first, last):
         row = 4 * BLOCK * r
@@ -334,7 +334,7 @@ def _round_block(first: int, last: int, part: int, arguments: int) -> None:
 
 
 @rows_kernel
-def _round_block_again(first: int, last: int, part: int, arguments: int) -> None:
+def _round_block_again(first: int, last: int, thread: int, arguments: int) -> None:
     """Rounds rows of a block again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
     p = load_tuple(BlockArrays, arguments)
     hessian, near, levels, scales = floats(p.matrix), chars(p.near), floats(p.levels), floats(p.scales)

@@ -34,7 +34,7 @@ from edgekv.weights.formats import WEIGHTS, ModelFormat, matrix_format, specs_by
 FORMAT = 2
 WEIGHTS_FILE = "weights.safetensors"
 Write = Callable[[str, "tuple[U8, Array] | None"], None]
-"""Called for each layer in store order with (codes, scales), or None to have `build` quantize the layer itself."""
+"""Called with each linear layer's name, in order, and (codes, scales); None: `build` quantizes the layer."""
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -126,10 +126,10 @@ class WeightStore:
         return self.form.of(name).dequantize(self.arrays(name), self._linears[name].columns)
 
     def arrays(self, name: str) -> dict[str, Array]:
-        """Maps the arrays of a linear layer by part, as `WeightFormat.arrays` names them."""
+        """Maps the arrays of a linear layer, named as by `WeightFormat.arrays`."""
         linear = self._linears[name]
-        parts = self.form.of(name).arrays(linear.rows, linear.columns)
-        return {part: self._tensors[f"{name}.{part}"].read() for part in parts}
+        specs = self.form.of(name).arrays(linear.rows, linear.columns)
+        return {key: self._tensors[f"{name}.{key}"].read() for key in specs}
 
     def shift(self, name: str) -> F32 | None:
         """Returns what zeros or offsets add to scale * (code - code_of_zero), (rows, blocks) float32, or None."""
@@ -159,8 +159,7 @@ class WeightStore:
 class Rounding(Protocol):
     """A way to round weights. `build` calls it once; it calls ``write`` for every linear layer, in order.
 
-    note: the text that store.json keeps of it. weights: the checkpoint's, with an identity that tells of the
-    rounding.
+    note: what store.json says of it. weights: the checkpoint's, with an identity that depends on the rounding.
     """
 
     note: str
@@ -196,7 +195,7 @@ def build(
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
     beside(folder) adds files before the rename. rounding: rounds with a text; None: each block by itself. Takes
-    the largest matrix as it is stored and about 0.3 GiB, beside the mapped checkpoint and what a rounding takes.
+    memory for the largest matrix as it is stored, 0.3 GiB more, and that of a rounding; the checkpoint is mapped.
     Raises CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
@@ -248,8 +247,8 @@ def _write_weights(
 
         def write_linear(name: str, rounded: tuple[U8, Array] | None = None) -> None:
             """Writes a linear layer; rounded: codes (rows, blocks, bytes) and scales (rows, blocks)."""
-            for part, array in weights.stored_arrays(name, form.of(name), rounded):
-                write(f"{name}.{part}", array)
+            for key, array in weights.stored_arrays(name, form.of(name), rounded):
+                write(f"{name}.{key}", array)
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)

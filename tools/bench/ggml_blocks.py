@@ -20,7 +20,7 @@ from edgekv.checkpoint.gguf import KEPT, LAYOUTS, NEAREST, GgufTensor
 from edgekv.checkpoint.tensors import MappedFile
 from edgekv.types import F32
 from edgekv.weights.formats import FORMATS
-from edgekv.weights.integers import pack
+from edgekv.weights.integers import pack_numbers
 
 COLUMNS = 512
 
@@ -38,7 +38,7 @@ def stored(tensor: GgufTensor, n: int) -> F32:
     if form.kept:
         return form.dequantize({"blocks": tensor.raw_rows(0, n)}, COLUMNS)
     codes, scales, offsets = tensor.blocks(0, n)
-    arrays = {"codes": pack(codes, form.bits), "scales": scales, "offsets": offsets}
+    arrays = {"codes": pack_numbers(codes, form.bits), "scales": scales, "offsets": offsets}
     return form.dequantize({part: array for part, array in arrays.items() if array is not None}, COLUMNS)
 
 

@@ -64,8 +64,8 @@ FAULTS = (
     ),
     Fault(
         "rounding with a text: partners weigh alike",
-        "lost_x * lost_x + heavy * lost_y",
-        "lost_x * lost_x + lost_y",
+        "error = lost_x * lost_x + ratio * lost_y",
+        "error = lost_x * lost_x + lost_y",
         "test_rounding.py -k formula",
     ),
     Fault(

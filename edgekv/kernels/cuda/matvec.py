@@ -76,14 +76,14 @@ def rotated(driver: Driver, x: Array, w: Matrix) -> Array:
     return y
 
 
-def widen(driver: Driver, w: Matrix, part: slice, dtype: npt.DTypeLike) -> Array:
+def widen(driver: Driver, w: Matrix, rows: slice, dtype: npt.DTypeLike) -> Array:
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
-    n, columns = part.stop - part.start, w.blocks * w.block if w.rotated else w.columns
+    n, columns = rows.stop - rows.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
     grid = -(-columns // (8 * 256)), min(-(-n // ROWS_PER_WIDENING), MAX_BLOCKS)
     launch = Launch(linear_program(*w.form), "widen", grid, 256)
-    scales = None if w.scales is None else w.scales[part]
-    driver.launch(launch, w.data[part], scales, n, columns, w.blocks, out, int(dtype == np.float16))
+    scales = None if w.scales is None else w.scales[rows]
+    driver.launch(launch, w.data[rows], scales, n, columns, w.blocks, out, int(dtype == np.float16))
     return out
 
 

@@ -62,12 +62,10 @@ def chat(session: Session, template: str | None = None, system: str | None = Non
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> None:
     session = loaded.fork(kv="dense:dtype=f32")
-    talk = chat(session, TEMPLATES[template])
-    fed = []
+    talk, fed = chat(session, TEMPLATES[template]), []
     for question in ("Once upon a time", "Who was there", "And then"):
         before = n_cached(session)
-        steps = list(talk.ask(question, max_new_tokens=80))
-        report = session.report()
+        steps, report = list(talk.ask(question, max_new_tokens=80)), session.report()
         fed.append(report.prefill_tokens)
         assert steps[-1].finish_message in ("end of text", "max_new_tokens")
         assert n_cached(session) == before + report.prefill_tokens + len(report.decode_latencies_s)
@@ -195,7 +193,6 @@ def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pyte
 
 def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question is too long, or it or a retry is refused, interrupted in its prompt, or never begun."""
-
     talk = chat(loaded.fork(ctx=128), system="Stories.")
     first = text_of(talk.ask("Tom", max_new_tokens=8))
     before = copy.deepcopy(talk.messages)

@@ -101,8 +101,7 @@ def test_what_is_resident(tmp_path: Path) -> None:
     entries = {"w": entry(0, 13 << 30, "F16", (13 << 29,)), "x": entry(13 << 30, 13 << 30, shape=(0,))}
     path = raw_file(tmp_path / "a", entries)
     os.truncate(path, path.stat().st_size + (13 << 30))  # sparse
-    before = resident("VmRSS")
-    file = Tensors.open(path)
+    before, file = resident("VmRSS"), Tensors.open(path)
     array = file["w"].read()
     assert (array.nbytes, array[-1]) == (13 << 30, 0)
     assert resident("VmRSS") - before < 16 << 20

@@ -126,8 +126,7 @@ def test_replayed_steps_equal_steps(
     if isinstance(device.driver, HostDriver) and (text, window) not in ON_HOST:
         pytest.skip("minutes without a GPU")
     model = small_model(monkeypatch, tmp_path, window)
-    tokens = np.random.default_rng(0).integers(0, golden_cases.VOCAB, LONG)
-    rows = []
+    tokens, rows = np.random.default_rng(0).integers(0, golden_cases.VOCAB, LONG), []
     for replays in (True, False):
         cuda = decoder(model, device, capacity=LONG)
         let_replay(monkeypatch, replays)
@@ -307,8 +306,7 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path) -> None:
 
 def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
     """The choice is then made on the host; log probabilities are the model's own."""
-    chosen = []
-    decoder = SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 0))
+    chosen, decoder = [], SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 0))
     runner = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=[1]), add=chosen.append)
     constraint = SimpleNamespace(
         allowed=lambda logits: np.where(np.arange(8) == 3, logits, np.float32(-np.inf)), accept=lambda token: False
@@ -375,8 +373,7 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     monkeypatch.setattr(cuda_decoder, "chunk_tokens", lambda *_: 20)
     device.driver.has_half_mma = tiles
     store = DeviceWeights(model.store(form), device.driver, None)
-    half = Decoder(CudaBackend(store, device.driver, 1), CAPACITY + 16)
-    logits = []
+    half, logits = Decoder(CudaBackend(store, device.driver, 1), CAPACITY + 16), []
     for each in (find_device("numpy").decoder(model, form, CAPACITY + 16, 1, None), half):
         caches = open_caches(each, text, CAPACITY + 16)
         x = each.prefill(each.embed(tokens, 0), caches)

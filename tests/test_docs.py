@@ -1,6 +1,7 @@
 """Documents and packages: commands shown exist, links resolve, tables agree, examples run, the site builds."""
 
 import argparse
+import ast
 import os
 import pathlib
 import re
@@ -110,6 +111,26 @@ def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
     shown = {page.name: shown_commands(page.read_text()) for page in CURRENT}
     wrong = {name: [words for words in commands if unknown_words(words)] for name, commands in shown.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_names_of_code_exist() -> None:
+    """In backticks on pages, in docstrings and comments: renaming what one mentions needs its mention renamed."""
+    roots = [ROOT / name for name in ("edgekv", "tests", "tools", "examples")]
+    python, cuda = ([path for root in roots for path in root.rglob(f"*.{end}")] for end in ("py", "cu"))
+    others = [*cuda, *ROOT.glob("*.toml"), ROOT / "mkdocs.yml", *ROOT.glob("edgekv/server/page/*.js")]
+    known = {word for path in others for word in re.findall(r"\w+", path.read_text())}
+    for path in python:
+        known |= {*path.parts, path.stem}
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (getattr(node, field, None) for field in ("name", "id", "attr", "arg", "value"))
+            known.update(*(name.split(".") for name in names if isinstance(name, str) and " " not in name))
+    known |= {"libgomp", "libgomp1", "hf_hub_download", "save_pretrained", "gemma4", "Axes", "proc"}  # of others
+    known |= {"CUDA_VISIBLE_DEVICES", "HOST", "PORT", "MACHINE", "tutor", "terse"}  # a reader's own
+    quoted = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^)`]*\))?`(?!`)")
+    pages = [*CURRENT, *cuda, *(path for path in python if ROOT / "edgekv" in path.parents)]
+    named = {(page.name, name) for page in pages for name in quoted.findall(page.read_text())}
+    assert len(named) > 900
+    assert {(page, name) for page, name in named if not {*name.split(".")} <= known} == set()
 
 
 def test_links_lead_to_files() -> None:

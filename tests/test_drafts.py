@@ -89,8 +89,7 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     drafted = text(session, prompt, 40, sampling=sampling)
     assert drafted == plain
     assert (n_cached(session), session.tokens, session.last_sampler.state()) == state
-    counts = session.report().drafts
-    n_decoded = len(session.report().decode_latencies_s)
+    counts, n_decoded = session.report().drafts, len(session.report().decode_latencies_s)
     assert n_decoded == 39
     assert counts.passes + counts.accepted - n_decoded in (0, 1)  # the last token may be a draft itself
     if counts.proposed:
@@ -114,8 +113,7 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("overflow", ["stop", "slide"])
 def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
-    session = Session.load(model, weights="f32", ctx=30, overflow=overflow)
-    texts = []
+    session, texts = Session.load(model, weights="f32", ctx=30, overflow=overflow), []
     for drafts in (None, NGramDrafts()):
         reset(session, drafts)
         texts.append(text(session, [1, 2, 3, 1, 2], 50))

@@ -68,8 +68,7 @@ def test_a_perplexity_by_hand(model: pathlib.Path, monkeypatch: pytest.MonkeyPat
     """Takes each token's probability after those before it in its window."""
     monkeypatch.setattr("edgekv.eval.evaluate.LOGIT_ROWS", 7)  # several pieces, and a rest
     exact, ctx, tokens = "dense:dtype=f32", 24, golden_cases.tokens("llama31")
-    session = Session.load(model, kv=exact, weights="f32")
-    losses = []
+    session, losses = Session.load(model, kv=exact, weights="f32"), []
     for window in (tokens[:ctx], tokens[ctx : 2 * ctx]):
         session.reset()
         logits = session.logits(window).astype(float)

@@ -99,8 +99,7 @@ def test_a_session_is_restored(device: str, tmp_path: pathlib.Path, monkeypatch:
     calls, codec = [], CACHES["bf16"].codecs.__globals__["BFloat16Codec"]
     decode = codec.decode
     monkeypatch.setattr(codec, "decode", lambda *arguments: calls.append(device) or decode(*arguments))
-    whole = generated(straight, "It was a dark night", 40)
-    saved = straight.fork()
+    whole, saved = generated(straight, "It was a dark night", 40), straight.fork()
     first = generated(saved, "It was a dark night", 15)
     saved.save(tmp_path / "session")
     forget_packages()

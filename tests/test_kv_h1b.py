@@ -38,8 +38,7 @@ def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
 def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, int, int]) -> None:
     n = 133
     q, k, v = normal(shape, n, n)
-    tau = np.linspace(0.03, 0.3, shape[0], dtype=np.float32)
-    cache = make(kv, shape, n)
+    tau, cache = np.linspace(0.03, 0.3, shape[0], dtype=np.float32), make(kv, shape, n)
     cache.load_adapter({"tau": tau}, "a test")
     cache.append_prefill(k[:, :-9], v[:, :-9])
     got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])

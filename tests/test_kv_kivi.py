@@ -11,8 +11,7 @@ SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 128)]
 
 def quantized(x: F64, bits: int, axis: int) -> F64:
     """Returns low + step * round((x - low) / step), ends along the axis in float16, step never too small."""
-    top = 2**bits - 1
-    low = x.min(axis, keepdims=True).astype(np.float16).astype(float)
+    top, low = 2**bits - 1, x.min(axis, keepdims=True).astype(np.float16).astype(float)
     step = half_above((x.max(axis, keepdims=True).astype(np.float32) - low.astype(np.float32)) / np.float32(top))
     return low + step * np.clip(np.rint((x - low) / step), 0, top)
 

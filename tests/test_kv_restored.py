@@ -84,8 +84,7 @@ def goes_on(cache: KVCache) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_arrays_of_any_numbers_are_refused_or_harmless(name: str, window: int | None) -> None:
     """All of them, and each by itself: scales and elements that are no numbers go through the kernels."""
-    state = filled(name, window).state()
-    refused = set()
+    state, refused = filled(name, window).state(), set()
     for fill in FILLS:
         for changed in (None, *state.arrays):
             memory = Guarded()

@@ -83,8 +83,7 @@ def test_counters_of_a_file_may_lie() -> None:
 
 
 def test_on_the_device(device: OnDevice) -> None:
-    cache = layer("dense", 100, device.kernels, device.driver)
-    up = device.up
+    cache, up = layer("dense", 100, device.kernels, device.driver), device.up
     cache.prefill(up(Q[:, :700]), up(K[:, :700]), up(V[:, :700]))
     for t in range(700, 740):
         out = to_host(cache.attend(*(up(x[:, t : t + 1]) for x in (Q, K, V))))

@@ -91,8 +91,7 @@ def test_processor_and_board_names(tmp_path, files, cpu, board):
 
 def test_the_peak_of_resident_memory_stays():
     process = psutil.Process()
-    before = process.memory_info().rss
-    block = np.ones(96 * MIB, np.uint8)
+    before, block = process.memory_info().rss, np.ones(96 * MIB, np.uint8)
     held = process.memory_info().rss
     assert held - before > 80 * MIB
     del block

@@ -101,8 +101,7 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
     q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
     q /= 4
     exact = attention(q[:, -1:], k, v)
-    digits = "".join(map(str, head_noise(q, k, v, None).scale_digits.ravel()))
-    errors = []
+    digits, errors = "".join(map(str, head_noise(q, k, v, None).scale_digits.ravel())), []
     for options in ("k_bits=1", f"k_bits=1,key_channel_scales={digits}", f"k_bits=4,key_channel_scales={digits}"):
         cache = make(f"planes:{options},v_bits=4", heads, n)
         errors.append(relative(attend_last(cache, (q, k, v), 1), exact))
@@ -112,8 +111,7 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_a_code_leaves_what_the_rule_takes(bits: int) -> None:
     """A Gaussian is coded in the best uniform levels, scaled as the codecs scale them."""
-    x = np.random.default_rng(bits).standard_normal((400, 1024))
-    half = 2 ** (bits - 1)
+    x, half = np.random.default_rng(bits).standard_normal((400, 1024)), 2 ** (bits - 1)
     levels = np.clip(np.floor(x / GAUSS_STEP[bits]), -half, half - 1) + 0.5
     levels *= (np.square(x).sum(axis=1) / (x * levels).sum(axis=1))[:, None]
     for kind, scale in enumerate((KEY_SCALES[bits], 1)):

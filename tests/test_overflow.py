@@ -35,8 +35,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("kv", SESSION_KV)
 def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
-    got = text(session, PROMPT, 150)
-    before = loaded.fork(kv=kv)
+    got, before = text(session, PROMPT, 150), loaded.fork(kv=kv)
     first = text(before, PROMPT, CTX - len(PROMPT) + 1)
     everything = PROMPT + first
     kept = everything[:SINK_TOKENS] + everything[SINK_TOKENS - KEPT :]

@@ -94,8 +94,7 @@ def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.Monkey
     recurrence = CONVS[0]
     x, kernels = tokens_of(recurrence, 400), numpy_kernels()
     state = state_of(recurrence)
-    whole = run(state, x, [400])
-    state = state_of(recurrence)
+    whole, state = run(state, x, [400]), state_of(recurrence)
     run(state, x, [300])
 
     def torn(x: np.ndarray, out: np.ndarray, **arrays: np.ndarray) -> None:
@@ -130,8 +129,7 @@ def test_a_conversation_sent_again_computes_few_tokens_again(loaded: Session) ->
     """The second turn begins with the first prompt, but for its last tokens, as templates have it."""
     session, fresh = loaded.fork(), loaded.fork()
     first = numbers(700, 1)
-    answer = text(session, first)
-    cut = len(first) - 3
+    answer, cut = text(session, first), len(first) - 3
     second = [*first[:cut], *answer[2:], *numbers(30, 2)]
     rest = session.align(second)
     assert rest == second[cut:]

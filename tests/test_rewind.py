@@ -35,8 +35,7 @@ def gone_on(cache: KVCache, tokens: tuple[np.ndarray, ...], n: int, m: int, seed
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_was_forgotten_leaves_nothing_behind(name: str, back: int) -> None:
     """The same follows, whatever was forgotten."""
-    tokens = draw(HEADS, 640)
-    after = []
+    tokens, after = draw(HEADS, 640), []
     for seed in (1, 2):
         cache = make(name)
         read_prompt(cache, tokens, 500)
@@ -51,8 +50,7 @@ def test_no_prompt_shapes_what_another_one_gets(name: str) -> None:
     common, last = draw(HEADS, 200, 5), draw(HEADS, 100, 6)
     after = []
     for seed in (1, 2):
-        cache = make(name)
-        both = zip(common, draw(HEADS, 300, seed), strict=True)
+        cache, both = make(name), zip(common, draw(HEADS, 300, seed), strict=True)
         read_prompt(cache, [np.concatenate(pair, axis=1) for pair in both])
         kept = rewind([cache], 200)
         if kept:
@@ -129,8 +127,7 @@ def test_tokens_that_do_not_come_again_after_all(name: str) -> None:
 @pytest.mark.parametrize("name", WINDOWED)
 def test_layers_that_were_interrupted_meet_at_one_length(name: str) -> None:
     """Some have read a long text that others have not: they go back by two windows, not to the start."""
-    tokens = draw(HEADS, 1300)
-    layers = [make(name) for _ in range(4)]
+    tokens, layers = draw(HEADS, 1300), [make(name) for _ in range(4)]
     for cache in layers:
         read(cache, tokens, 0, 900)
     for cache in layers[:2]:

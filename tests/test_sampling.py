@@ -209,8 +209,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     x = given.astype(np.float64)
     expected = x - np.log(np.exp(x).sum())
     for i in range(5):
-        token = sampler.sample(given)
-        found = sampler.logprobs[i]
+        token, found = sampler.sample(given), sampler.logprobs[i]
         assert found.token == token
         assert found.logprob == pytest.approx(expected[token], abs=1e-12)
         assert [t for t, _ in found.top] == list(np.argsort(-expected)[:4])

@@ -19,8 +19,7 @@ from starlette.testclient import TestClient
 from edgekv import Session
 from edgekv.power.energy import SharedMeter
 
-PROMPT = "It was a dark night when the old man"
-SEA = "Tell me of the sea."
+PROMPT, SEA = "It was a dark night when the old man", "Tell me of the sea."
 USER = [{"role": "user", "content": "x"}]
 
 

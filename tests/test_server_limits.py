@@ -103,8 +103,7 @@ def bad(server: Server, kind: int) -> socket.socket:
 def test_thousands_of_bad_clients_shut_nobody_out(server: Server, folder: pathlib.Path, descriptors: int) -> None:
     assert is_well(server)
     assert "demo, 1,024 tokens, cache " in (folder / "log").read_text()
-    memory = psutil.Process(server.process.pid).memory_info().rss
-    held = []
+    memory, held = psutil.Process(server.process.pid).memory_info().rss, []
     for i in range(descriptors):
         held.append(bad(server, i % 4))
         if i % 500 == 499:

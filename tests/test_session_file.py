@@ -53,8 +53,7 @@ def test_restored_text_equals_uninterrupted_text(loaded: Session, kv: str, tmp_p
     straight, saved = loaded.fork(kv=kv), loaded.fork(kv=kv)
     for session in (straight, saved):
         session.caches[0].mark_images([(100, 900)])
-    whole = text(straight, PROMPT, 160)
-    first = text(saved, PROMPT, 70)
+    whole, first = text(straight, PROMPT, 160), text(saved, PROMPT, 70)
     size = saved.save(tmp_path / "session")
     assert size == (tmp_path / "session").stat().st_size
     restored = Session.restore(tmp_path / "session", loaded)

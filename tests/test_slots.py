@@ -46,8 +46,7 @@ def test_forks_generate_in_threads(kv: str, model: pathlib.Path, monkeypatch: py
     session = Session.load(model, kv=kv, weights="f32", slots=SLOTS)
     prompts = [golden_cases.tokens("llama31")[:n] for n in (5, 20, 11)]
     expected = [text(session.fork(), prompt, 24) for prompt in prompts]
-    passes = Recorded(session, monkeypatch)
-    forks = [session.fork() for _ in prompts]
+    passes, forks = Recorded(session, monkeypatch), [session.fork() for _ in prompts]
     works = [functools.partial(text, *each, 24) for each in zip(forks, prompts, strict=True)]
     assert at_once(works) == expected
     assert sum(passes.rows) == SLOTS * 23

@@ -225,8 +225,7 @@ def test_special_tokens_and_the_chat_template(tmp_path: pathlib.Path) -> None:
 
     path = gguf_writer.write_vocabulary(tmp_path, fill)
     folder, _ = import_gguf(path)
-    tokenizer = load_tokenizer(folder)
-    n = len(tokens)
+    tokenizer, n = load_tokenizer(folder), len(tokens)
     assert tokenizer.eos_ids == (2, n - 1)
     assert tokenizer.encode("a<|im_end|>", bos=False)[-2:] == [n - 3, n - 1]
     assert find_template(folder) == "{{ messages }}"

@@ -228,17 +228,17 @@ def allocate_layer_bits(needs: Mapping[str, float], sizes: Mapping[str, int], me
     return bits
 
 
-def weight_format(name: str, arch: Architecture, own: ModelFormat | None = None) -> ModelFormat:
+def weight_format(name: str, arch: Architecture, stored: ModelFormat | None = None) -> ModelFormat:
     """Returns the named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else q4.
 
-    ``NAME,head=NAME`` gives the language-model head another one. own: the format of a file that is quantized
-    already, which ``auto`` and its own name keep. Raises ConfigError (field weights).
+    ``NAME,head=NAME`` gives the language-model head another one. stored: the format of a file that is quantized
+    already, which is meant by ``auto`` and by its name. Raises ConfigError (field weights).
     """
     base, separator, head = name.partition(HEAD)
     if separator and mean_bits(base):
         what, way = "a text decides the head's bits, too", f"leave {HEAD}NAME out"
         raise ConfigError(what, field="weights", value=name, advice=way)
-    form = _named(base, arch, own)
+    form = _named(base, arch, stored)
     if not separator or head == form.of("head").name:
         return form
     if head not in WEIGHTS:
@@ -248,9 +248,9 @@ def weight_format(name: str, arch: Architecture, own: ModelFormat | None = None)
     return ModelFormat(f"{form.name}{HEAD}{head}", tuple(linears.items()))
 
 
-def _named(name: str, arch: Architecture, own: ModelFormat | None) -> ModelFormat:
-    if own is not None and name in ("auto", own.name):
-        return own
+def _named(name: str, arch: Architecture, stored: ModelFormat | None) -> ModelFormat:
+    if stored is not None and name in ("auto", stored.name):
+        return stored
     if name == "auto":
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "q4"

@@ -50,7 +50,7 @@ from edgekv.weights.store import Write
 BLOCK = ROTATED_INPUTS  # columns with a scale
 TOGETHER = 256  # columns of a Cholesky factor that are computed at a time
 CANDIDATES = len(gaussian.SCALE_FACTORS)
-# What a thread keeps of a row, in float32, for each scale that is tried: errors, and behind them
+# A thread's scratch, in float32: a row's errors (CANDIDATES, 128) with each scale that is tried, behind them
 PAIRS_AT = BLOCK * CANDIDATES  # (CANDIDATES, 64): codes, x's + 256 times y's
 SUMS_AT = PAIRS_AT + BLOCK // 2 * CANDIDATES  # (CANDIDATES,): sums of the squared errors times their costs
 TARGETS_AT = SUMS_AT + CANDIDATES  # (2, CANDIDATES): targets of a pair
@@ -61,10 +61,10 @@ DAMPING = 0.02  # times the mean of a hessian's diagonal is added to it, for inp
 SAMPLE = 8  # one row of so many is enough to estimate a correction's noise
 
 
-def pairs_order(importance: F32) -> tuple[I64, I64]:
-    """Returns the order of rotated inputs (n,), partners side by side, and of blocks (n / 128,), largest last."""
+def pairs_order(diagonal: F32) -> tuple[I64, I64]:
+    """Returns the order of inputs (n,), partners side by side, and of blocks (n / 128,), largest inputs last."""
     within = np.arange(BLOCK).reshape(2, -1).T.reshape(-1)
-    blocks = np.argsort(importance.reshape(-1, BLOCK).sum(axis=1), kind="stable").astype(np.int64)
+    blocks = np.argsort(diagonal.reshape(-1, BLOCK).sum(axis=1), kind="stable").astype(np.int64)
     return (blocks[:, None] * BLOCK + within).reshape(-1), blocks
 
 
@@ -208,8 +208,8 @@ class StreamingOps(NumpyOps):
     def _stored_linear(self, x: F32, name: str) -> F32:
         if name in self.replaced:
             return super()._stored_linear(x, name)
-        parts, bias = [x @ rows.T for rows in self._checkpoint.rows_of(name, STREAMED)], self.weights.bias(name)
-        y: F32 = np.concatenate(parts, axis=1)
+        outputs, bias = [x @ rows.T for rows in self._checkpoint.rows_of(name, STREAMED)], self.weights.bias(name)
+        y: F32 = np.concatenate(outputs, axis=1)
         return y if bias is None else y + bias
 
 
@@ -230,7 +230,7 @@ class CalibratingOps(StreamingOps):
         """Returns the linear layer's outputs (n, rows) of x (n, columns)."""
         if name.endswith(ROUTER):
             return super().linear(x, name)
-        rounded = self._rounded(name, self._round_linear(x, name))
+        rounded = self._write_rounded(name, self._round_linear(x, name))
         if name == "head":
             return np.empty((0, self.arch.config.vocab_size), np.float32)
         exact, approximate = np.split(x, 2)
@@ -252,10 +252,10 @@ class CalibratingOps(StreamingOps):
     def expert_products(self, rows: F32, expert_ids: I64, name: str) -> F32:
         """Returns outputs (m, n) of rows (m, columns), each through its expert in expert_ids (m,), ascending."""
         parts = self._round_experts(rows, expert_ids, name)
-        with self.using(name, self._rounded(name, parts) if self._rounds_experts else None):
+        with self.using(name, self._write_rounded(name, parts) if self._rounds_experts else None):
             return super().expert_products(rows, expert_ids, name)
 
-    def _rounded(self, name: str, parts: Iterable[tuple[U8, Array]]) -> F32 | None:
+    def _write_rounded(self, name: str, parts: Iterable[tuple[U8, Array]]) -> F32 | None:
         """Writes a layer's codes and scales, and returns the weights (rows, columns) that they stand for.
 
         Returns None if its format is not one of rotated weights: it is then written as without a text.
@@ -268,14 +268,14 @@ class CalibratingOps(StreamingOps):
         return gaussian.dequantize(codes, scales, self._bits[name], self._linears[name].columns)
 
     def _round_linear(self, x: F32, name: str) -> Iterator[tuple[U8, Array]]:
-        """Yields codes and scales of rows of a linear layer."""
+        """Yields codes and scales of a linear layer's rows; x (2 n, columns): its inputs in both models."""
         exact, inputs = map(rotate, np.split(x, 2))
         rounder, lost = Rounder(hessian(inputs), self._bits[name]), exact - inputs
         for rows in map(rotate, self._checkpoint.rows_of(name, ROUND_ELEMENTS)):
             yield rounder.round(rows, output_correction(rounder, rows, lost, inputs))
 
     def _round_experts(self, rows: F32, expert_ids: I64, name: str) -> Iterator[tuple[U8, Array]]:
-        """Yields codes and scales of each expert, rounded by its own inputs alone."""
+        """Yields codes and scales of each expert, rounded for the rows (m, columns) that it gets, uncorrected."""
         linear = self._linears[name]
         parts = [self._checkpoint.rows_of(name, linear.n_elements)] * (len(linear.parts) // linear.n_experts)
         for i, rotated in enumerate(map(rotate, map(np.concatenate, zip(*parts, strict=True)))):
@@ -304,7 +304,7 @@ def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
         for j in range(BLOCK - 2, -1, -2):
             of_x, of_y = floats(p.matrix + 4 * BLOCK * j), floats(p.matrix + 4 * BLOCK * (j + 1))
             cost, ratio, share = get(costs, j), get(costs, j + 1) / get(costs, j), get(of_x, j + 1)
-            for s in range(CANDIDATES):  # apart from the next loop, for a processor that looks ahead
+            for s in range(CANDIDATES):  # a loop of its own, which is faster on out-of-order processors
                 tried, x, y = floats(kept + 4 * BLOCK * s), get(t, j), get(t, j + 1)
                 for i in range(BLOCK):  # errors before j are 0
                     x += get(tried, i) * get(of_x, i)

@@ -15,7 +15,7 @@ from slot_cases import at_once
 from edgekv import Session
 from edgekv.engine import cpu as ahead
 from edgekv.engine.loading import WARM_UP_TASK
-from edgekv.kernels import kernel_cache
+from edgekv.kernels import kernel_cache, weight_codes
 from edgekv.kernels.cpu import compile as compiling
 from edgekv.kernels.cpu import loops
 from edgekv.kvcache import CacheSpec
@@ -64,6 +64,9 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
     assert not kernel_cache.is_warm("another")
     kernel_cache.remove_outdated(str(tmp_path), "other sources")
     assert not kernel_cache.is_warm("a scheme")
+    monkeypatch.setattr(kernel_cache, "_digest", set)
+    files = {pathlib.Path(module.__file__) for module in (loops, weight_codes)}
+    assert files <= kernel_cache.sources.__wrapped__()
 
 
 def test_a_second_process_ends_with_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,9 @@ CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codeg
 
 @functools.cache
 def sources() -> str:
-    """Returns a digest of all files of this package that are compiled into kernels."""
-    folders = (PACKAGE / name for name in ("kernels/cpu", "codecs", "papers", "weights"))
-    files = sorted(source for folder in folders for source in folder.rglob("*.py"))
-    return _digest([PACKAGE / "kernels" / "interface.py", *files])
+    """Returns a digest of all files of this package that make kernels, or tables and constants in them."""
+    folders = (PACKAGE / name for name in ("kernels", "codecs", "papers", "weights"))
+    return _digest(sorted(source for folder in folders for source in folder.rglob("*.py")))
 
 
 @functools.cache

@@ -156,10 +156,15 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
 
 
 @pytest.mark.parametrize("columns", [16, 12])
-def test_weights_beyond_float16_become_its_largest_number(device: OnDevice, columns: int) -> None:
-    w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (2, columns // 4))
-    stored = Matrix(2, columns, 32, 1, 0, device.up(w))
-    found = to_host(widen(device.driver, stored, slice(0, 2), np.float16))
+def test_weights_beyond_float16_become_its_largest_number(
+    device: OnDevice, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in more rows than a grid has blocks for."""
+    monkeypatch.setattr("edgekv.kernels.cuda.matvec.MAX_BLOCKS", 2)
+    w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (40, columns // 4))
+    w[:, 3] = np.arange(40)
+    stored = Matrix(40, columns, 32, 1, 0, device.up(w))
+    found = to_host(widen(device.driver, stored, slice(0, 40), np.float16))
     np.testing.assert_array_equal(found, np.clip(w, -65504, 65504))
 
 

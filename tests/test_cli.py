@@ -225,8 +225,8 @@ def test_a_long_task_is_said_now_and_then_where_no_bar_is_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for long_s, again_s, lines in ((-1.0, math.inf, 1), (-1.0, -1.0, 4), (math.inf, -1.0, 0)):
-        monkeypatch.setattr("edgekv.cli.terminal.LONG_S", long_s)
-        monkeypatch.setattr("edgekv.cli.terminal.AGAIN_S", again_s)
+        monkeypatch.setattr("edgekv.cli.terminal.NOTICE_S", long_s)
+        monkeypatch.setattr("edgekv.cli.terminal.REPEAT_S", again_s)
         with Bars() as bars:
             for done in range(5):
                 bars.update("compiling", done, 4)

@@ -148,7 +148,7 @@ def test_advise_tries_and_restores_modes(modes: pathlib.Path, monkeypatch: pytes
         return 1.0, 1.0
 
     with monkeypatch.context() as patch:
-        patch.setattr("edgekv.cli.power.decode_stretch", stretch)
+        patch.setattr("edgekv.cli.power.timed_decode", stretch)
         assert "--threads 2 in mode performance" in cli(*command).out
         assert tried == [["powersave"] * 2] * 2 + [["performance"] * 2] * 2 + [["powersave"] * 2] * 2 + tried[6:]
         assert len(tried) == 12

@@ -40,13 +40,13 @@ from edgekv.machine import format_bytes
 from edgekv.vision.images import open_image
 from edgekv.vision.model import require_vision
 
-ENDS = ("/quit", "/exit", "/bye", "quit", "exit")
+QUIT_WORDS = ("/quit", "/exit", "/bye", "quit", "exit")
 TAKE_FILES = ("/save", "/load", "/image")
 LENGTH = "max_new_tokens"
 QUOTES = '"""'
 PROMPT, MORE = "> ", "| "
-CELLS = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uff60"  # letters that lines may end after
-PIECES = re.compile(rf"\n|[^\S\n]+|[{CELLS}]|[^\s{CELLS}]+")
+WIDE = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uff60"  # letters that lines may end after
+PIECES = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 
 
 # Input: a message is a line, or the lines between triple quotes
@@ -117,7 +117,7 @@ def _editor(history: bool) -> Callable[[str], str]:
             text = document.text_before_cursor
             name, blank, rest = text.partition(" ")
             if not blank and text.startswith("/"):
-                names = [*(f"/{command}" for command in COMMANDS), *ENDS[:3]]
+                names = [*(f"/{command}" for command in COMMANDS), *QUIT_WORDS[:3]]
                 return [Completion(name, -len(text)) for name in names if name.startswith(text)]
             files = PathCompleter(expanduser=True)
             return files.get_completions(Document(rest), event) if name in TAKE_FILES else []
@@ -198,7 +198,7 @@ class Terminal:
     def run(self, messages: Iterable[str]) -> None:
         """Answers each message until the input ends or /exit comes. An error is printed, and the chat goes on."""
         for message in messages:
-            if message in ENDS:
+            if message in QUIT_WORDS:
                 return
             try:
                 name, _, text = message[1:].partition(" ")

@@ -29,7 +29,7 @@ from edgekv.types import TaskProgress
 
 FACTS = 5  # a pass key and the codes of four things
 MIN_CTX = 1024
-WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
+N_AFTER = 96  # tokens of prose after the text, on which speed and agreement are measured
 INTRODUCTION = """\
 {:,} tokens of prose; a pass key and four codes are hidden in them.
 Each KV scheme reads them, is asked for the five numbers, and goes on with the prose.
@@ -47,7 +47,7 @@ next
 class Trial:
     """The results of one scheme.
 
-    first_token_s: the time it took to read the text. tokens_per_s: the decoding speed over WRITTEN tokens.
+    first_token_s: the time it took to read the text. tokens_per_s: the decoding speed over N_AFTER tokens.
     agreement: the share of them at which the likeliest token is that of the first scheme. answers: the text of
     each answer, and whether it is right.
     """
@@ -61,19 +61,19 @@ class Trial:
 
 
 class Demo:
-    """A text of ``ctx`` tokens with hidden facts, and the WRITTEN tokens of prose that follow it.
+    """A text of ``ctx`` tokens with hidden facts, and the N_AFTER tokens of prose that follow it.
 
     Raises ContextError if the prose is too short.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, text: str, ctx: int, seed: int) -> None:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
-        longest = min(len(tokens), decoder.config.max_positions) - WRITTEN
+        longest = min(len(tokens), decoder.config.max_positions) - N_AFTER
         if not MIN_CTX <= ctx <= longest:
             raise refusal("ctx", ctx, f"{MIN_CTX} to {longest}, as text and model go")
-        self.reader = NeedleReader(decoder, tokenizer, ctx + WRITTEN)
-        self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
-        self.after = [int(token) for token in tokens[-WRITTEN:]]
+        self.reader = NeedleReader(decoder, tokenizer, ctx + N_AFTER)
+        self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-N_AFTER], tokenizer), ctx, FACTS)
+        self.after = [int(token) for token in tokens[-N_AFTER:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
     def run(self, spec: CacheSpec, name: str, progress: TaskProgress) -> Trial:
@@ -94,7 +94,7 @@ class Demo:
             seconds = time.perf_counter() - begin
         self._exact = self._exact or likeliest
         agreement = float(np.mean(np.equal(likeliest, self._exact)))
-        return Trial(name, cache_bytes, first_token_s, WRITTEN / seconds, agreement, answers)
+        return Trial(name, cache_bytes, first_token_s, N_AFTER / seconds, agreement, answers)
 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:

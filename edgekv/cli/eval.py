@@ -201,7 +201,7 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
 
 # edgekv eval --gate
 
-GATE: dict[str, Callable[[Verdict], str]] = {
+GATE_COLUMNS: dict[str, Callable[[Verdict], str]] = {
     "kv": lambda v: CacheSpec.parse(v.kv).short,
     "KL": lambda v: f"{v.quality.kl:.4f}",
     "KL late": lambda v: f"{v.quality.kl_second_half:.4f}",
@@ -247,7 +247,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     if best is not None:
         kv, size = CacheSpec.parse(best.kv).short, format_bytes(best.quality.cache_bytes)
         why = f"the smallest cache that passed, {size}" + f"; auto takes it up to {ctx} tokens" * (kv in PRESETS)
-    print(table(GATE, verdicts))
+    print(table(GATE_COLUMNS, verdicts))
     for verdict in verdicts:
         if not verdict.passed:
             print(f"{CacheSpec.parse(verdict.kv).short} failed: {'; '.join(verdict.failures)}")
@@ -276,7 +276,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
 
 # edgekv bench
 
-TIMES: dict[str, Callable[[Timing], str]] = {
+TIME_COLUMNS: dict[str, Callable[[Timing], str]] = {
     "kv": lambda t: CacheSpec.parse(t.kv).short,
     "depth": lambda t: str(t.depth),
     "ms/tok": lambda t: f"{t.token_ms:.2f}",
@@ -329,7 +329,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         prefills = bench_prefill(decoder, specs, lengths)
     shape = f"{arguments.shape}, {n_layers} layers" if arguments.shape else model.name
     print(f"{shape}, {form.name} weights, {decoder.threads} threads")
-    print(table(TIMES, timings))
+    print(table(TIME_COLUMNS, timings))
     for p in prefills:
         print(
             f"prompt of {p.tokens} tokens, {CacheSpec.parse(p.kv).short}: {p.tokens_per_s:.1f} tokens/s, "

@@ -58,7 +58,7 @@ from edgekv.weights.formats import OFFERED, ModelFormat, mean_bits
 from edgekv.weights.store import WeightStore
 
 MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
-NAMES = "org/name, org/name@revision, or a GGUF file of it, org/name:Q4_K_M or org/name:file.gguf"
+HUB_NAMES = "org/name, org/name@revision, or a GGUF file of it, org/name:Q4_K_M or org/name:file.gguf"
 SHIPPED_TEXT = "demo/prose.txt"
 SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
 
@@ -67,7 +67,7 @@ SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an es
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="NAME", help=f"{NAMES}; private ones need HF_TOKEN")
+    parser.add_argument("model", metavar="NAME", help=f"{HUB_NAMES}; private ones need HF_TOKEN")
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def pull_command(arguments: argparse.Namespace) -> int:
     if name is None:
         if shipped_model(arguments.model) is not None:
             raise CheckpointError(f"{arguments.model!r} ships with edgekv: there is nothing to download")
-        advice = hub_suggestion(arguments.model) or f"give {NAMES}"
+        advice = hub_suggestion(arguments.model) or f"give {HUB_NAMES}"
         raise CheckpointError(f"{arguments.model!r} is no name on the Hub", advice=advice)
     print(pull(name, say))
     print(f"next: edgekv chat {name}   or: edgekv budget {name} --ctx 8192", file=sys.stderr)

@@ -47,7 +47,7 @@ from edgekv.weights.cpu import candidates
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 OFF = "off"  # of --power
 REFRESH_S = 1.0
-STRETCH_S, ROUNDS = 5.0, 3  # of advice: of each setting
+DECODE_S, ROUNDS = 5.0, 3  # of advice: of each setting
 SETTLE_S = 1.0  # after a change of mode
 DEPTH = 256  # tokens before a stretch
 SHOWN_S = 3.0  # over which live watts are averaged: long enough for a sensor with one reading a second
@@ -127,7 +127,7 @@ def power_arguments(parser: argparse.ArgumentParser) -> None:
     record.set_defaults(execute=_record)
     about = "say which number of threads takes the fewest joules a token on a model, and what it costs in speed"
     advise = actions.add_parser("advise", help=about, description=about, allow_abbrev=False)
-    seconds = option("S", "seconds of each stretch (default %(default)g)", type=positive_number, default=STRETCH_S)
+    seconds = option("S", "seconds of each stretch (default %(default)g)", type=positive_number, default=DECODE_S)
     modes = switch("try the modes of nvpmodel or cpufreq too; the present one comes back, also after Ctrl-C")
     add_options(advise, f"{SOURCE} weights kv ctx meter", meter=meter, seconds=seconds, modes=modes)
     advise.set_defaults(execute=_advise, device="cpu")
@@ -253,7 +253,7 @@ def _advise(arguments: argparse.Namespace) -> int:
                 modes.apply([modes.names[mode]] * len(modes.now))
                 time.sleep(SETTLE_S)
             bars.update("metering", i, ROUNDS * len(found))
-            stretches.append(decode_stretch(decoders[k], plan, sampler, arguments.seconds))
+            stretches.append(timed_decode(decoders[k], plan, sampler, arguments.seconds))
     print(table(ADVICE, found.items()))
     rows = [("advice", advice(found)), ("measured", f"by {meter.name}: {meter.covers}")]
     if throttled := limits_between(before, read_throttle()):
@@ -264,7 +264,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def decode_stretch(
+def timed_decode(
     decoder: Decoder, plan: SessionPlan, sampler: PowerSampler, seconds: float
 ) -> tuple[float, float]:
     """Returns joules per token and tokens per second. Raises PowerError where the meter does not know."""

@@ -21,8 +21,8 @@ from edgekv.files import atomic_write
 WIDTH = 100  # of tables, in characters
 COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
-SOON_S = 0.4  # of a task, before which its bar is not drawn
-LONG_S, AGAIN_S = 2.0, 30.0  # of a task, after which a line says that it goes on; and between such lines
+BAR_DELAY_S = 0.4  # of a task, before which its bar is not drawn
+NOTICE_S, REPEAT_S = 2.0, 30.0  # of a task, after which a line says that it goes on; and between such lines
 PICTURES = (".png", ".svg", ".pdf")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -168,10 +168,10 @@ class Bars:
         """Shows that ``done`` of ``total`` steps of a task are done, and closes the bar of another task."""
         if not sys.stderr.isatty():
             if task != self._task:
-                self._task, self._due_s = task, time.monotonic() + LONG_S
+                self._task, self._due_s = task, time.monotonic() + NOTICE_S
             elif task != PREFILL and time.monotonic() > self._due_s:
                 say(f"{task}: {done / total:.0%}")
-                self._due_s = time.monotonic() + AGAIN_S
+                self._due_s = time.monotonic() + REPEAT_S
             return
         if task != self._task or self._bar is None:
             from tqdm import tqdm
@@ -179,7 +179,7 @@ class Bars:
             self._close()
             unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
             scaled = unit == "B"
-            self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=scaled, leave=False, delay=SOON_S)
+            self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=scaled, leave=False, delay=BAR_DELAY_S)
             self._task = task
         self._bar.update(done - self._bar.n)
         if done >= total:

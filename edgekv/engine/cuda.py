@@ -160,8 +160,8 @@ class CudaBackend(Backend):
             return False
         c, width = arch.config, padded_width(arch.config.head_dim)
         queries = array("prefill.q", (c.n_heads, n, c.head_dim)) if cache.needs_prompt_queries else None
-        k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
-        half_k, half_v = (array(f"prefill.half_{part}", (c.n_kv_heads, n, width), np.float16) for part in "kv")
+        k, v = (array(f"prefill.{kind}", (c.n_kv_heads, n, c.head_dim)) for kind in "kv")
+        half_k, half_v = (array(f"prefill.half_{kind}", (c.n_kv_heads, n, width), np.float16) for kind in "kv")
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             half_q = array("prefill.half_q", (c.n_heads, b - a, width), np.float16)

@@ -280,7 +280,7 @@ class Decoder:
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
         passes = (slice(a, a + GEMV_ROWS) for a in range(0, len(tokens), GEMV_ROWS))
-        return np.concatenate([self.head(self.forward(x[part], *conversations[part])) for part in passes])
+        return np.concatenate([self.head(self.forward(x[rows], *conversations[rows])) for rows in passes])
 
     def forward(self, x: F32, *conversations: Sequence[LayerState]) -> F32:
         """Appends equally many tokens to each conversation, through `KVCache.attend`.
@@ -317,10 +317,10 @@ class Decoder:
         for i, (cache, rotation) in enumerate(zip(caches, self._ropes.at(start, n), strict=True)):
             if not (exact and isinstance(cache, KVCache)):
                 for a in range(0, n, self.chunk):
-                    part = slice(a, a + self.chunk)
-                    projected = self.pre_attention(i, x[part])
+                    rows = slice(a, a + self.chunk)
+                    projected = self.pre_attention(i, x[rows])
                     attn_out = self._attend(i, projected, cache, rotation.rows(a, a + self.chunk))
-                    x[part] = self.post_attention(i, x[part], attn_out)
+                    x[rows] = self.post_attention(i, x[rows], attn_out)
                     pause()
             elif not self.backend.prefill_layer(i, cache, x, rotation, self._norms[i]):
                 self._exact_layer(i, cache, x, rotation, pause)
@@ -341,10 +341,10 @@ class Decoder:
         for i in range(c.n_layers)[first:stop]:
             projected, merged = self.pre_attention(i, x), []
             for a in range(0, len(x), n):
-                part = projected[a : a + n]
-                self._split(i, part, rotations[i], q, k, v)
+                rows = projected[a : a + n]
+                self._split(i, rows, rotations[i], q, k, v)
                 self.backend.prefill_attention(q, k, v, self._options[i])
-                merged.append(self._merge(q, part).copy())
+                merged.append(self._merge(q, rows).copy())
             x = self.post_attention(i, x, np.concatenate(merged))
         return x
 
@@ -383,7 +383,7 @@ class Decoder:
         n, c, array = len(x), self.config, self.workspace.array
         n_queries = n if cache.needs_prompt_queries else min(n, self.chunk)
         q = array("prefill.q", (c.n_heads, n_queries, c.head_dim))
-        k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
+        k, v = (array(f"prefill.{kind}", (c.n_kv_heads, n, c.head_dim)) for kind in "kv")
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             queries = q[:, a % n_queries : a % n_queries + b - a]
@@ -400,7 +400,7 @@ class Decoder:
         """Returns buffers of queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
         c, array = self.config, (workspace or self.workspace).array
         heads = ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
-        return [array(f"{name}.{part}", (n_heads, n, c.head_dim)) for part, n_heads in heads]
+        return [array(f"{name}.{kind}", (n_heads, n, c.head_dim)) for kind, n_heads in heads]
 
     def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
         """Splits layer i's fused projection into heads, normalises and rotates them, into q, k and v."""

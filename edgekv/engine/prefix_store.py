@@ -26,9 +26,9 @@ from edgekv.vision.model import Embeddings, Prompt
 
 MIN_TOKENS = 256  # that a file must spare a prompt to be read, or add to the others to be written
 MIN_GROWTH = 4  # so many times longer than its new tokens a prefix may be: one that grows is written seldom
-DISK_SHARE = 10  # one of so many parts of the free disk may be taken
+MAX_DISK_SHARE = 10  # one of so many parts of the free disk may be taken
 MAX_FILES = 256
-END = ".kv"
+SUFFIX = ".kv"
 
 
 class PrefixStore:
@@ -114,7 +114,7 @@ class PrefixStore:
         """Removes the files used longest ago until ``needed`` bytes fit; returns False where they never will."""
         remove_abandoned(_folder(), "*")
         sizes = self._files()
-        bound = min(self._max_bytes, (shutil.disk_usage(_folder()).free + sum(sizes.values())) // DISK_SHARE)
+        bound = min(self._max_bytes, (shutil.disk_usage(_folder()).free + sum(sizes.values())) // MAX_DISK_SHARE)
         while sizes and needed <= bound and (sum(sizes.values()) + needed > bound or len(sizes) >= MAX_FILES):
             self._remove(oldest := next(iter(sizes)))
             del sizes[oldest]
@@ -123,7 +123,7 @@ class PrefixStore:
     def _files(self) -> dict[pathlib.Path, int]:
         """Returns the bytes of this user's files, the one used longest ago first."""
         found = []
-        for path in _folder().glob(f"*{END}"):
+        for path in _folder().glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
@@ -141,7 +141,7 @@ class PrefixStore:
 
     def _name(self, tokens: Sequence[int], plan: SessionPlan, lora: str | None) -> str:
         digest = hashlib.sha256(np.array(tokens, "<i8").tobytes()).hexdigest()[:32]
-        return f"{self._key(plan, lora)}-{digest}{END}"
+        return f"{self._key(plan, lora)}-{digest}{SUFFIX}"
 
 
 def _folder() -> pathlib.Path:

@@ -204,23 +204,23 @@ class State:
         self.spans, self.n_dropped = list(other.spans), other.n_dropped
 
 
-def used_part(array: Array) -> tuple[slice, ...]:
+def used_slices(array: Array) -> tuple[slice, ...]:
     """Returns the slices of a C-contiguous array (n, ...), each from 0 on, outside of which it is zero."""
-    part = [slice(None)] * array.ndim
+    slices = [slice(None)] * array.ndim
     bits = array.view(f"u{array.itemsize}")
     for axis in sorted(range(array.ndim), key=lambda i: -array.shape[i]):
-        rows = bits[tuple(part)]
-        if axis < array.ndim - 1 and array.shape[-1] * array.itemsize % 8 == 0 and part[-1] == slice(None):
+        rows = bits[tuple(slices)]
+        if axis < array.ndim - 1 and array.shape[-1] * array.itemsize % 8 == 0 and slices[-1] == slice(None):
             rows = rows.view(np.uint64)
         used = np.flatnonzero(rows.any(axis=tuple(i for i in range(array.ndim) if i != axis)))
-        part[axis] = slice(int(used[-1]) + 1 if len(used) else 0)
-    return tuple(part)
+        slices[axis] = slice(int(used[-1]) + 1 if len(used) else 0)
+    return tuple(slices)
 
 
 def copy_used(source: Array, target: Array) -> None:
     """Copies an array (n, ...) into one of zeros, whose pages take no memory where both are zero."""
-    part = used_part(source) if isinstance(source, np.ndarray) else ...  # a device's
-    target[part] = source[part]
+    slices = used_slices(source) if isinstance(source, np.ndarray) else ...  # a device's
+    target[slices] = source[slices]
 
 
 def remaining_positions(n: int, room: int, spans: Spans) -> list[int]:

@@ -15,7 +15,7 @@ from edgekv.checkpoint.tensors import DTYPES, Tensor, Tensors, TensorWriter
 from edgekv.checks import Count, Natural
 from edgekv.engine.loading import SessionPlan
 from edgekv.engine.model import Model
-from edgekv.engine.runner import EmbeddingSpan, State, used_part
+from edgekv.engine.runner import EmbeddingSpan, State, used_slices
 from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.errors import CacheError, CheckpointError, ConfigError, SessionError, short_repr
 from edgekv.files import user_path
@@ -27,9 +27,9 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import Array
 
 VERSION = "2"
-OWN = "kv", "ctx", "weights"  # options that a file has by itself
+FILE_OPTIONS = "kv", "ctx", "weights"  # options that a file has by itself
 DAMAGE_ERRORS = KeyError, TypeError, ValueError, AttributeError, OverflowError  # of foreign content
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Array]]) -> str:
@@ -78,8 +78,8 @@ def write(
             between(False)
             yield item
 
-    used = {name: array[used_part(array)] for name, array in interruptible(arrays)}
-    specs = {name: (NAMES[array.dtype], array.shape) for name, array in used.items()}
+    used = {name: array[used_slices(array)] for name, array in interruptible(arrays)}
+    specs = {name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in used.items()}
     crc = checksum(encoded, ((name, *specs[name], array) for name, array in interruptible(used)))
     metadata = {"edgekv_session": VERSION, "crc32": crc, "content": text}
     with TensorWriter(user_path(path), specs, metadata, private=True) as file:
@@ -312,7 +312,7 @@ class SavedState(SessionFile):
             f"{self.path} has {str(saved)[:200]}",
             field=field,
             value=requested,
-            advice=f"{f'leave {{{field}}} out' if field in OWN else 'give that'}, or start a new session",
+            advice=f"{f'leave {{{field}}} out' if field in FILE_OPTIONS else 'give that'}, or start a new session",
         )
 
     def _incompatible(self, what: object) -> SessionError:

@@ -16,7 +16,7 @@ from edgekv.engine.grammar_child import COMPACT
 from edgekv.text import Tokenizer, possible_start
 
 THINK, END_THINK = "<think>", "</think>"
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+CALL_START = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{}]', re.DOTALL)  # strings and brackets
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # the only length that Mistral's templates accept
@@ -309,7 +309,7 @@ class AnswerParser:
             return False
         text, self._buffer = (self._buffer[:end], self._buffer[end:]) if end else (self._buffer, "")
         self.is_cut = not end
-        head = HEAD.match(text)
+        head = CALL_START.match(text)
         if self._name is not None:
             self._add_call(self._name, text)
         elif head and (name := json_value(head[1])):

@@ -148,12 +148,12 @@ def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidd
     n = len(window) - 1
     loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
     for a in range(0, n, LOGIT_ROWS):
-        part = slice(a, min(a + LOGIT_ROWS, n))
-        p = _log_softmax(decoder.head(exact[part]))  # where the decoder computes
-        q = p if hidden is exact else _log_softmax(decoder.head(hidden[part]))
-        loss[part] = -to_host(q[np.arange(len(q)), window[part.start + 1 : part.stop + 1]])
-        kl[part] = to_host((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
-        top1[part] = to_host(p.argmax(axis=1)) == to_host(q.argmax(axis=1))
+        rows = slice(a, min(a + LOGIT_ROWS, n))
+        p = _log_softmax(decoder.head(exact[rows]))  # where the decoder computes
+        q = p if hidden is exact else _log_softmax(decoder.head(hidden[rows]))
+        loss[rows] = -to_host(q[np.arange(len(q)), window[rows.start + 1 : rows.stop + 1]])
+        kl[rows] = to_host((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
+        top1[rows] = to_host(p.argmax(axis=1)) == to_host(q.argmax(axis=1))
     return loss, kl, top1
 
 

@@ -383,7 +383,7 @@ class RollingCache(FullCache):
         slot, codecs = self._slot, (self.key_codec, self.value_codec)
         newer = Segment(*codecs, 0, slot, self.n_seen - slot)
         older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
-        return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]
+        return [segment for segment in (older, newer) if segment.stop > segment.first and segment.position >= 0]
 
     def truncate(self, n: int, n_same: int = 0) -> int:
         # All or nothing: the whole window before the n-th token must still be there.

@@ -35,7 +35,7 @@ SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that sp
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
 """Values of tokenizer.ggml.pre with which words that are tokens are not merged, and texts begin with BOS."""
-ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+EOS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 def write_tokenizer(metadata: Metadata, folder: pathlib.Path) -> None:
@@ -69,7 +69,7 @@ def _ends(metadata: Metadata, tokens: list[str]) -> list[int]:
     """Returns the ids that end a text, then those that end a turn: declared ones, and llama.cpp's by name."""
     declared = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    named = [i for i, token in enumerate(tokens) if token in ENDS and types[i] in (CONTROL, USER_DEFINED)]
+    named = [i for i, token in enumerate(tokens) if token in EOS and types[i] in (CONTROL, USER_DEFINED)]
     return list(dict.fromkeys(i for i in (*declared, *named) if i is not None and 0 <= i < len(tokens)))
 
 

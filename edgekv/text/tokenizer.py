@@ -16,12 +16,12 @@ from edgekv.errors import TokenizerError
 from edgekv.files import MAX_FILE_BYTES, read_object
 
 EACH_BYTE = "edgekv.each-byte"
-BREAK = "\ufdd0"  # splits a special token's text so that it is text; Unicode has no such character
+SEPARATOR = "\ufdd0"  # splits a special token's text so that it is text; Unicode has no such character
 BARRIER = "\x02"  # a character that no tokenizer merges with others
 PASSED_ON = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
 MAX_VOCABULARY = 1 << 24  # more than any model has: tables of the tokens are made
-NAMES = "add_bos_token", "bos_token", "eos_token"  # fields of tokenizer_config.json that are read
-IDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
+TOKEN_FIELDS = "add_bos_token", "bos_token", "eos_token"  # fields of tokenizer_config.json that are read
+ID_FIELDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
@@ -41,7 +41,7 @@ def as_text(text: str, names: Iterable[str]) -> str:
     """Returns a text in which `Tokenizer.encode` reads the special tokens ``names`` as plain text."""
     for name in names:
         if len(name) > 1 and name in text:
-            text = text.replace(name, name[:1] + BREAK + name[1:])
+            text = text.replace(name, name[:1] + SEPARATOR + name[1:])
     return text
 
 
@@ -74,7 +74,7 @@ class Tokenizer(abc.ABC):
                 f"the text holds {text[error.start]!r} at character {error.start}, which no UTF-8 text can; "
                 "pass the text encoded as UTF-8"
             ) from None
-        first, *others = text.split(BREAK)
+        first, *others = text.split(SEPARATOR)
         with _encode_errors():
             ids = self._encode(first, bos)
         for other in others:
@@ -215,8 +215,8 @@ def read_declared(
     ]
     config = _read_object(model_folder / "config.json") if config is None else config
     ids = config, _read_object(model_folder / "generation_config.json")
-    found = {name: value for file in names for name, value in file.items() if name in NAMES}
-    found |= {name: value for file in ids for name, value in file.items() if name in IDS}
+    found = {name: value for file in names for name, value in file.items() if name in TOKEN_FIELDS}
+    found |= {name: value for file in ids for name, value in file.items() if name in ID_FIELDS}
     return read_fields(found, SpecialTokens, "the tokenizer's files and config.json", "correct it", TokenizerError)
 
 

@@ -119,9 +119,9 @@ def _emit_weights(
         else:
             factor = emit.shuffle(b, factors, [i] * WEIGHT_LANES)
         round_ = emit.constant(WEIGHTS, ROUND)
-        shifted = [b.bitcast(emit.multiply_add(b, part, factor, round_), WEIGHT_INTS) for part in parts]
-        for j, part in enumerate(shifted):  # ROUND's lowest byte is 0
-            emit.store(b, b.trunc(part, WEIGHT_BYTES), weights, BLOCK * i + WEIGHT_LANES * j)
+        shifted = [b.bitcast(emit.multiply_add(b, vector, factor, round_), WEIGHT_INTS) for vector in parts]
+        for j, vector in enumerate(shifted):  # ROUND's lowest byte is 0
+            emit.store(b, b.trunc(vector, WEIGHT_BYTES), weights, BLOCK * i + WEIGHT_LANES * j)
         sums.append(emit.reduce(b, emit.add, shifted))
     total = emit.reduce_lanes(b, emit.add, sums)
     total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
@@ -147,11 +147,11 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
         scale = at(b, tokens.scale, (first.i, 2 * BLOCK))
         for m in range(0, n_rows, n_weight_rows):
             p = at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.stride, 4 * m))
-            part = Tokens(p, tokens.stride, scale, n_blocks)
+            chunk = Tokens(p, tokens.stride, scale, n_blocks)
             places = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
             write = functools.partial(_emit_weights, n_weight_rows, together)
             emit.call_internal(
-                b, f"round_weights_{n_weight_rows}", write, part, emit.F32(float(MIDDLE_CODE[bits])), *places
+                b, f"round_weights_{n_weight_rows}", write, chunk, emit.F32(float(MIDDLE_CODE[bits])), *places
             )
         with emit.loop(b, 0, n_blocks, 1) as block:
             weights, steps = at(b, scratch, (block.i, BLOCK)), at(b, scratch, STEPS_AT, (block.i, 4))

@@ -328,9 +328,9 @@ def _bound(s: F32, stride: int, n: int, rows: int, cap: Scalar) -> None:
     for m in range(rows):
         for k in range(m * stride, m * stride + n):
             x = get(s, k)
-            part = abs(x) * inverse
-            small = exp_of_negative(-TWO * part)
-            tanh = part - part * part * part * THIRD if part < NEAR_ZERO else (ONE - small) / (ONE + small)
+            ratio = abs(x) * inverse
+            small = exp_of_negative(-TWO * ratio)
+            tanh = ratio - ratio * ratio * ratio * THIRD if ratio < NEAR_ZERO else (ONE - small) / (ONE + small)
             put(s, k, np.copysign(cap * tanh, x))
 
 

@@ -117,7 +117,7 @@ def add_values(backend: Any, codec: Any, p: Any, t0: int, t1: int, out: Any) -> 
     codec = readable(codec, t0, t1)
     state, (n_groups, rows, _) = bind(codec), out.shape
     loops, step = state.loops, max(state.loops.block(codec), state.loops.at_once)
-    scratch, store = np.empty(loops.scratch(codec, rows) + 64, np.uint8), address_of(state.numbers)
+    scratch, store = np.empty(loops.scratch(codec, rows) + 64, np.uint8), address_of(state.args)
     for g in range(n_groups):
         sums = np.zeros((rows, loops.width(codec)), np.float32) if loops.finish else out[g]
         for t in range(t0 // step * step, t1, step):

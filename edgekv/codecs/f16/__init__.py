@@ -59,5 +59,5 @@ class Float32(Codec):
         self.arrays["single"][:, t0 : t0 + x.shape[1]] = x
 
     def decode(self, t0: int, t1: int) -> F32:
-        numbers: F32 = self.arrays["single"][:, t0:t1]
-        return numbers
+        values: F32 = self.arrays["single"][:, t0:t1]
+        return values

@@ -26,22 +26,22 @@ _score_halves, _add_halves = score_rows(2), add_rows(2)
 
 
 @score_loop
-def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(numbers)
+def _score(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(args)
     keys = half + 2 * (g * capacity + t) * head_dim
     _score_halves(q, rows, keys, head_dim, n, s, stride)
 
 
 @add_loop
-def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(numbers)
+def _add(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(args)
     values = half + 2 * (g * capacity + t) * head_dim
     _add_halves(p, stride, rows, values, head_dim, n, out)
 
 
 @put_loop
-def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    half, capacity, head_dim = rows_at(numbers)
+def _put(args: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    half, capacity, head_dim = rows_at(args)
     target = (g * capacity + t0) * head_dim
     for i in range(n * head_dim):
         put(halves(half), target + i, float_to_half(get(floats(x), i)))

@@ -39,8 +39,8 @@ class Int8(Codec):
         return levels
 
     def decode(self, t0: int, t1: int) -> F32:
-        numbers: F32 = self.stored_levels(t0, t1) * from_half(self.arrays["scale"][:, t0:t1])[..., None]
-        return numbers
+        values: F32 = self.stored_levels(t0, t1) * from_half(self.arrays["scale"][:, t0:t1])[..., None]
+        return values
 
     def stored_levels(self, t0: int, t1: int) -> F32:
         """Returns the levels (n_kv_heads, t1 - t0, head_dim) of tokens t0..t1."""

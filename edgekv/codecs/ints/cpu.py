@@ -44,23 +44,23 @@ def add_levels(
 
 
 @score_loop
-def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _fields(numbers)
+def _score(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(args)
     token = g * capacity + t
     score_levels(q, rows, codes + token * head_dim, halves(scale + 2 * token), head_dim, n, s, stride)
 
 
 @add_loop
-def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _fields(numbers)
+def _add(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(args)
     token = g * capacity + t
     values, scales = codes + token * head_dim, halves(scale + 2 * token)
     add_levels(p, stride, rows, values, scales, head_dim, n, out, scratch)
 
 
 @put_loop
-def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim = _fields(numbers)
+def _put(args: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim = _fields(args)
     source, to = floats(x), signed_chars(codes)
     for i in range(n):
         token = g * capacity + t0 + i
@@ -88,8 +88,8 @@ def level_of(x: Scalar, step: Scalar, top: Scalar) -> Scalar:
 
 
 @fast_jit
-def _fields(numbers: int) -> tuple[int, int, int, int]:
-    x = int64s(numbers)
+def _fields(args: int) -> tuple[int, int, int, int]:
+    x = int64s(args)
     return get(x, 0), get(x, 1), get(x, 2), get(x, 3)
 
 

@@ -39,7 +39,7 @@ from edgekv.kernels.cpu.loops import (
     prepare_loop,
     score_loop,
 )
-from edgekv.kernels.cpu.rope import rotate_row, rotation_numbers
+from edgekv.kernels.cpu.rope import rotate_row, rotation_args
 from edgekv.kernels.cpu.scalar import get, maximum, pointer_to, put, round_to_even, widen
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U8
@@ -448,7 +448,7 @@ ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
 MAX_FOUR_STEPS, MAX_INTEGER = np.array([MAX_FOUR_SUM, 127 * 256], np.float32)
 
 
-class KeyNumbers(NamedTuple):
+class KeyArgs(NamedTuple):
     """What the loops get of a codec: addresses of its arrays, sizes, and its rotation."""
 
     planes: int
@@ -467,7 +467,7 @@ class KeyNumbers(NamedTuple):
     query_factors: int  # (G, head_dim), of the queries before they are rotated
 
 
-INDEX = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
+ARG = KeyArgs(*range(len(KeyArgs._fields)))  # where each stands
 
 
 @jit
@@ -483,18 +483,18 @@ def _query_parts(prepared: int, rows: int, width: int) -> tuple[int, int, int]:
 
 
 @prepare_loop
-def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _prepare(args: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Rotates and rounds the queries (rows, head_dim) of head g, and makes their tables and integers."""
-    x = int64s(numbers)
-    width, head_dim, matrix = get(x, INDEX.width), get(x, INDEX.head_dim), floats(get(x, INDEX.matrix))
-    query_factors = floats(get(x, INDEX.query_factors) + 4 * g * head_dim)
-    key_scale = get(floats(get(x, INDEX.key_scale)), g)
+    x = int64s(args)
+    width, head_dim, matrix = get(x, ARG.width), get(x, ARG.head_dim), floats(get(x, ARG.matrix))
+    query_factors = floats(get(x, ARG.query_factors) + 4 * g * head_dim)
+    key_scale = get(floats(get(x, ARG.key_scale)), g)
     integers, sizes, factors = _query_parts(prepared, rows, width)
     rotated, rounded = floats(factors + 4 * rows), floats(factors + 4 * (rows + width))
     for m in range(rows):
         for d in range(head_dim):
             put(rounded, d, get(floats(q), m * head_dim + d) * get(query_factors, d))
-        rotate_row(rounded, 0, head_dim, matrix, matrix, get(x, INDEX.is_hadamard), width, rotated, 0)
+        rotate_row(rounded, 0, head_dim, matrix, matrix, get(x, ARG.is_hadamard), width, rotated, 0)
         step = _round_query(rotated, width, rounded)
         _put_tables(rounded, width, chars(prepared), 4 * m * width)
         size, total = _in_two_bytes(rotated, width, chars(integers), 2 * m * width)
@@ -551,20 +551,18 @@ def _in_two_bytes(x: F32, n: int, integers: U8, target: int) -> tuple[Scalar, in
 
 
 @score_loop
-def _score(
-    numbers: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int
-) -> None:
+def _score(args: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
     """Whole blocks go to s; of others the scores of all tokens go to scratch first."""
     done = 0
     while done < n:
         i, block = (t + done) % BLOCK, (t + done) // BLOCK
         if i == 0 and n - done >= BLOCK:
             n_blocks = (n - done) // BLOCK
-            _score_head(numbers, prepared, rows, g, block, n_blocks, s + 4 * done, stride, scratch)
+            _score_head(args, prepared, rows, g, block, n_blocks, s + 4 * done, stride, scratch)
             done += n_blocks * BLOCK
         else:
             n_tokens, scores = min(BLOCK - i, n - done), scratch + CENTRE_SCRATCH
-            _score_head(numbers, prepared, rows, g, block, 1, scores, BLOCK, scratch)
+            _score_head(args, prepared, rows, g, block, 1, scores, BLOCK, scratch)
             for m in range(rows):
                 for k in range(n_tokens):
                     put(floats(s), m * stride + done + k, get(floats(scores), m * BLOCK + i + k))
@@ -573,33 +571,33 @@ def _score(
 
 @fast_jit
 def _score_head(
-    numbers: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, stride: int, scratch: int
+    args: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, stride: int, scratch: int
 ) -> None:
     """`score_blocks` of head g's blocks from ``block`` on."""
-    x = int64s(numbers)
-    width, bits = get(x, INDEX.width), get(int64s(get(x, INDEX.bits)), g)
-    of_head = g * get(x, INDEX.n_blocks) + block
-    first = get(int64s(get(x, INDEX.first_plane)), g) * get(x, INDEX.n_blocks) + block * bits
+    x = int64s(args)
+    width, bits = get(x, ARG.width), get(int64s(get(x, ARG.bits)), g)
+    of_head = g * get(x, ARG.n_blocks) + block
+    first = get(int64s(get(x, ARG.first_plane)), g) * get(x, ARG.n_blocks) + block * bits
     integers, sizes, factors = _query_parts(prepared, rows, width)
     queries = prepared, integers, sizes, factors, width
     keys = (
-        get(x, INDEX.planes) + first * width * BLOCK // 8,
+        get(x, ARG.planes) + first * width * BLOCK // 8,
         bits,
-        get(x, INDEX.scale) + 2 * BLOCK * of_head,
-        get(x, INDEX.centres) + of_head * N_CENTRES * width // 2,
-        get(x, INDEX.centre_step) + 2 * N_CENTRES * of_head,
+        get(x, ARG.scale) + 2 * BLOCK * of_head,
+        get(x, ARG.centres) + of_head * N_CENTRES * width // 2,
+        get(x, ARG.centre_step) + 2 * N_CENTRES * of_head,
         n_blocks,
     )
     score_blocks(rows, queries, keys, s, stride, scratch)
 
 
-def _numbers(codec: Any) -> KeyNumbers:
+def _args(codec: Any) -> KeyArgs:
     a, of_heads = codec.arrays, ("bits", "key_scale", "first_plane", "query_factors")
-    return KeyNumbers(
+    return KeyArgs(
         **{name: address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")},
         **{name: address_of(getattr(codec, name)) for name in of_heads},
         **{"n_blocks": a["planes"].shape[1], "width": codec.width, "head_dim": codec.head_dim},
-        **rotation_numbers(codec.rotation),
+        **rotation_args(codec.rotation),
     )
 
 
@@ -609,7 +607,7 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
 
 
 KEYS = CpuCodec(
-    _numbers,
+    _args,
     prepare=_prepare,
     score=_score,
     prepared=_prepared_bytes,

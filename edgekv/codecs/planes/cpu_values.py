@@ -36,7 +36,7 @@ from edgekv.kernels.cpu.loops import (
     halves,
     int64s,
 )
-from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
+from edgekv.kernels.cpu.rope import rotate_back_row, rotation_args
 from edgekv.kernels.cpu.scalar import ROUND, get, put, widen
 from edgekv.kernels.interface import BLOCK
 from edgekv.types import F32, U16
@@ -270,7 +270,7 @@ def _emit_integer_sums(
     ]
 
 
-class ValueNumbers(NamedTuple):
+class ValueArgs(NamedTuple):
     """What the loops get of a codec: addresses of its arrays, sizes, and its rotation."""
 
     codes: int
@@ -289,7 +289,7 @@ class ValueNumbers(NamedTuple):
     add_4: int
 
 
-INDEX = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
+ARG = ValueArgs(*range(len(ValueArgs._fields)))  # where each stands
 
 
 @intrinsic
@@ -314,9 +314,9 @@ def _add_blocks(context: Any, bits: Any, rows: Any, tokens: Any, channels: Any, 
 def add_loop_of(bits: int) -> Loop:
     """Returns the loop that adds the tokens of a head whose values have so many bits."""
 
-    def add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-        x = int64s(numbers)
-        head_dim, scales = get(x, INDEX.head_dim), get(x, INDEX.scale) + 2 * g * get(x, INDEX.capacity)
+    def add(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+        x = int64s(args)
+        head_dim, scales = get(x, ARG.head_dim), get(x, ARG.scale) + 2 * g * get(x, ARG.capacity)
         done = 0
         while done < n:
             i = (t + done) % BLOCK
@@ -327,8 +327,8 @@ def add_loop_of(bits: int) -> Loop:
                 scale = scratch + SCALES_AT
             else:  # all whole blocks at once
                 n_tokens = (n - done) // BLOCK * BLOCK
-            line = get(int64s(get(x, INDEX.first_plane)), g) * get(x, INDEX.n_blocks) + (t + done) // BLOCK * bits
-            codes, m = get(x, INDEX.codes) + 8 * head_dim * line, 0
+            line = get(int64s(get(x, ARG.first_plane)), g) * get(x, ARG.n_blocks) + (t + done) // BLOCK * bits
+            codes, m = get(x, ARG.codes) + 8 * head_dim * line, 0
             while m < rows:
                 n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
                 row_p, target = p_at + 4 * stride * m, out + 4 * m * head_dim
@@ -346,10 +346,10 @@ def add_loop_of(bits: int) -> Loop:
 
 
 @add_loop
-def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    x = int64s(numbers)
-    loop = get(x, INDEX.add_1 - 1 + get(int64s(get(x, INDEX.bits)), g))
-    call(loop, (numbers, p, stride, rows, g, t, n, out, scratch))
+def _add(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    x = int64s(args)
+    loop = get(x, ARG.add_1 - 1 + get(int64s(get(x, ARG.bits)), g))
+    call(loop, (args, p, stride, rows, g, t, n, out, scratch))
 
 
 @jit
@@ -362,23 +362,23 @@ def _copy_tokens(x: F32 | U16, i: int, n: int, y: F32 | U16, zero: Scalar) -> No
 
 
 @finish_loop
-def _finish(numbers: int, sums: int, out: int, rows: int) -> None:
-    x = int64s(numbers)
-    d, matrix, inverse = get(x, INDEX.head_dim), floats(get(x, INDEX.matrix)), floats(get(x, INDEX.inverse))
+def _finish(args: int, sums: int, out: int, rows: int) -> None:
+    x = int64s(args)
+    d, matrix, inverse = get(x, ARG.head_dim), floats(get(x, ARG.matrix)), floats(get(x, ARG.inverse))
     for m in range(rows):
         row = m * d
-        rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, INDEX.is_hadamard), floats(out), row, d)
+        rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, ARG.is_hadamard), floats(out), row, d)
 
 
-def _numbers(codec: Any) -> ValueNumbers:
+def _args(codec: Any) -> ValueArgs:
     a = codec.arrays
-    return ValueNumbers(
+    return ValueArgs(
         **{name: address_of(a[name]) for name in ("codes", "scale")},
         **{name: address_of(getattr(codec, name)) for name in ("bits", "first_plane")},
         **{"capacity": codec.capacity, "n_blocks": a["codes"].shape[1], "head_dim": codec.head_dim},
         **{f"add_{bits}": add_loop_of(bits).address if bits in codec.bits else 0 for bits in FIELDS},
-        **rotation_numbers(codec.rotation),
+        **rotation_args(codec.rotation),
     )
 
 
-VALUES = CpuCodec(_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=TOKENS_PER_CALL)
+VALUES = CpuCodec(_args, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=TOKENS_PER_CALL)

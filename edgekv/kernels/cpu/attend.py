@@ -76,8 +76,8 @@ class Plan(NamedTuple):
 class SegmentPlan(NamedTuple):
     """The arguments of one segment."""
 
-    key_store: int
-    value_store: int
+    key_args: int
+    value_args: int
     prepare: int  # addresses of loops, 0: none
     score: int
     add: int
@@ -103,7 +103,7 @@ class PairPlan(NamedTuple):
     """The part of a `SegmentPlan` that stays the same from token to token, for a number of query rows."""
 
     keys: BoundCodec
-    values: npt.NDArray[np.int64]  # numbers of the codec
+    values: npt.NDArray[np.int64]  # arguments of the codec
     rows: int
     addresses: dict[str, int]  # of the stores and the loops, and the steps, as `SegmentPlan` names them
     block: int
@@ -206,11 +206,11 @@ def _make_pair_plan(keys: BoundCodec, values: BoundCodec, segment: Segment, rows
     least = max(k.block(segment.keys), v.block(segment.values))
     return PairPlan(
         keys=keys,
-        values=values.numbers,
+        values=values.args,
         rows=rows,
         addresses={
-            "key_store": address_of(keys.numbers),
-            "value_store": address_of(values.numbers),
+            "key_args": address_of(keys.args),
+            "value_args": address_of(values.args),
             **{name: loop.address if loop else 0 for name, loop in loops.items()},
             "score_step": max(k.block(segment.keys), k.at_once),
             "add_step": max(v.block(segment.values), v.at_once),
@@ -271,7 +271,7 @@ def _attend_items(first: int, last: int, thread: int, arguments: int) -> None:
             if first_block < last_block:
                 _attend_blocks(first_block, last_block, g, memory, arguments, i)
                 if s.width:
-                    call(s.finish, (s.value_store, memory + s.sums_at, memory + p.out_at, p.rows))
+                    call(s.finish, (s.value_args, memory + s.sums_at, memory + p.out_at, p.rows))
 
 
 @fast_jit
@@ -281,7 +281,7 @@ def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i
     s = load_tuple(SegmentPlan, p.segments + i * SEGMENT_BYTES)
     prepared = p.queries + 4 * g * p.rows * p.head_dim
     if s.prepare:
-        call(s.prepare, (s.key_store, prepared, p.rows, g, memory + s.prepared_at))
+        call(s.prepare, (s.key_args, prepared, p.rows, g, memory + s.prepared_at))
         prepared = memory + s.prepared_at
     scores, scratch = memory + p.scores_at, memory + p.scratch_at
     sums = memory + (s.sums_at if s.width else p.out_at)
@@ -298,7 +298,7 @@ def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i
         while done < n:
             n_tokens = min(n - done, s.score_step - (t + done) % s.score_step)
             to = scores + 4 * done
-            call(s.score, (s.key_store, prepared, p.rows, g, t + done, n_tokens, to, s.block, scratch))
+            call(s.score, (s.key_args, prepared, p.rows, g, t + done, n_tokens, to, s.block, scratch))
             done += n_tokens
         if p.cap:
             _bound(floats(scores), s.block, n, p.rows, float_of(p.cap))
@@ -317,7 +317,7 @@ def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i
         while done < n:
             n_tokens = min(n - done, s.add_step - (t + done) % s.add_step)
             weights = scores + 4 * done
-            call(s.add, (s.value_store, weights, s.block, p.rows, g, t + done, n_tokens, sums, scratch))
+            call(s.add, (s.value_args, weights, s.block, p.rows, g, t + done, n_tokens, sums, scratch))
             done += n_tokens
 
 
@@ -429,28 +429,28 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     n_groups, rows, head_dim = queries.shape
     prepared = aligned_size(loops.prepared(codec, rows))
     item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
-    numbers, block = state.numbers, loops.block(codec)
+    args, block = state.args, loops.block(codec)
     pieces = -(-t1 // block) - t0 // block
     work = queries.size * (t1 - t0)
     splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
     memory = scratch_memory("ranges.scores", n_groups * splits * item_bytes)
     loop_addresses = loops.prepare.address if loops.prepare else 0, loops.score.address
     _score_items(
-        *(n_groups * splits, work, rows, head_dim, splits, t0, t1, block, numbers, queries, *loop_addresses),
+        *(n_groups * splits, work, rows, head_dim, splits, t0, t1, block, args, queries, *loop_addresses),
         *(address_of(s[0, 0]), s.strides[0] // 4, s.strides[1] // 4, memory, item_bytes, prepared),
     )
 
 
 @RangeKernel
 def _score_items(first: int, last: int, thread: int, arguments: int) -> None:
-    rows, head_dim, splits, t0, t1, block, numbers, queries = load_arguments(arguments, 8)
+    rows, head_dim, splits, t0, t1, block, args, queries = load_arguments(arguments, 8)
     prepare, score, s, head_stride, row_stride, memory, item_bytes, n_bytes = load_arguments(arguments + 8 * 8, 8)
     for item in range(first, last):
         g, split = item // splits, item % splits
         item_memory = memory + item * item_bytes
         prepared = queries + 4 * g * rows * head_dim
         if prepare:
-            call(prepare, (numbers, prepared, rows, g, item_memory))
+            call(prepare, (args, prepared, rows, g, item_memory))
             prepared = item_memory
         base = t0 // block
         n_blocks = (t1 + block - 1) // block - base
@@ -458,7 +458,7 @@ def _score_items(first: int, last: int, thread: int, arguments: int) -> None:
             t = max(t0, b * block)
             n = min(t1, (b + 1) * block) - t
             at = s + 4 * (g * head_stride + t - t0)
-            call(score, (numbers, prepared, rows, g, t, n, at, row_stride, item_memory + n_bytes))
+            call(score, (args, prepared, rows, g, t, n, at, row_stride, item_memory + n_bytes))
 
 
 APPENDED_TOKENS = 8  # up to which one call encodes keys and values
@@ -479,7 +479,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     assert put_value is not None
     n_bytes = aligned_size(max(bound_keys.loops.put_scratch(keys), bound_values.loops.put_scratch(values)))
     _append_heads(
-        *(n_groups, k.size * max(1, n_bytes), bound_keys.numbers, bound_values.numbers),
+        *(n_groups, k.size * max(1, n_bytes), bound_keys.args, bound_values.args),
         *(put_key.address, put_value.address, k, v, n, head_dim, t0),
         *(scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
@@ -495,7 +495,7 @@ def encode(codec: Any, x: F32, t0: int) -> None:
         n_bytes, n_parts = aligned_size(loops.put_scratch(codec)), -(-n // ENCODED_TOKENS)
         memory = scratch_memory("append", n_groups * n_parts * n_bytes)
         x = np.ascontiguousarray(x)
-        arguments = bind(codec).numbers, loops.put.address, x, n, head_dim, t0, memory, n_bytes
+        arguments = bind(codec).args, loops.put.address, x, n, head_dim, t0, memory, n_bytes
         _encode_parts(n_groups * n_parts, x.size, *arguments)
     else:
         codec.encode(x, t0)
@@ -503,19 +503,19 @@ def encode(codec: Any, x: F32, t0: int) -> None:
 
 @exact_kernel
 def _encode_parts(first: int, last: int, thread: int, arguments: int) -> None:
-    numbers, put, x, n, head_dim, t0, memory, n_bytes = load_arguments(arguments, 8)
+    args, put, x, n, head_dim, t0, memory, n_bytes = load_arguments(arguments, 8)
     n_parts = (n + ENCODED_TOKENS - 1) // ENCODED_TOKENS
     for item in range(first, last):
         g, t = item // n_parts, item % n_parts * ENCODED_TOKENS
         row = x + 4 * (g * n + t) * head_dim
-        call(put, (numbers, row, min(ENCODED_TOKENS, n - t), g, t0 + t, memory + item * n_bytes))
+        call(put, (args, row, min(ENCODED_TOKENS, n - t), g, t0 + t, memory + item * n_bytes))
 
 
 @exact_kernel
 def _append_heads(first: int, last: int, thread: int, arguments: int) -> None:
-    key_store, value_store, put_key, put_value, k, v = load_arguments(arguments, 6)
+    key_args, value_args, put_key, put_value, k, v = load_arguments(arguments, 6)
     n, head_dim, t0, memory, n_bytes = load_arguments(arguments + 8 * 6, 5)
     for g in range(first, last):
         row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
-        call(put_key, (key_store, k + row, n, g, t0, scratch))
-        call(put_value, (value_store, v + row, n, g, t0, scratch))
+        call(put_key, (key_args, k + row, n, g, t0, scratch))
+        call(put_value, (value_args, v + row, n, g, t0, scratch))

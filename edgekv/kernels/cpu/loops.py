@@ -1,20 +1,20 @@
 """Loops that are called by address, so that one walk over the tokens serves every codec.
 
 All arguments are whole numbers: addresses, sizes and counts. Keys are read by `prepare` and `score`, values by
-`add` and `finish`. ``numbers`` is the address of a codec's numbers (`CpuCodec.numbers`), ``g`` a KV head,
+`add` and `finish`. ``args`` is the address of a codec's arguments (`CpuCodec.args`), ``g`` a KV head,
 ``rows`` the number of its queries: of each head that shares it, all query tokens.
 
-    prepare(numbers, q, rows, g, prepared)
+    prepare(args, q, rows, g, prepared)
         writes queries (rows, head_dim) float32 to ``prepared`` in the form that `score` reads
-    score(numbers, prepared, rows, g, t, n_tokens, s, stride, scratch)
+    score(args, prepared, rows, g, t, n_tokens, s, stride, scratch)
         sets s[m * stride + i] to the score of row m with token t + i; `CpuCodec.at_once` bounds n_tokens
-    add(numbers, p, stride, rows, g, t, n_tokens, out, scratch)
+    add(args, p, stride, rows, g, t, n_tokens, out, scratch)
         adds p[m * stride + i] times token t + i to row m of out (rows, width)
-    finish(numbers, sums, out, rows)
+    finish(args, sums, out, rows)
         adds sums (rows, width), rotated back, to out (rows, head_dim)
-    decode(numbers, g, t, n, tile, scratch)
+    decode(args, g, t, n, tile, scratch)
         writes tokens t..t + n of head g to tile (n, head_dim) float32, which `edgekv.kernels.cpu.tile` reads
-    put(numbers, x, n, g, t0, scratch)
+    put(args, x, n, g, t0, scratch)
         stores x (n, head_dim) as tokens t0.. of head g, of codecs that take tokens one by one
 """
 
@@ -89,14 +89,14 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 class CpuCodec:
     """The loops of one kind of codec, and the sizes that they need.
 
-    numbers: (codec) -> what loops get, addresses of arrays among them, which live as long as the codec.
+    args: (codec) -> what loops get, addresses of arrays among them, which live as long as the codec.
     block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once: tokens that
     one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64. prepared, scratch:
     (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the sums of ``add``.
     encode: (codec, x (G, n, D), t0), stores x as tokens t0.. in place of `Codec.encode`.
     """
 
-    numbers: Callable[[Any], tuple[int, ...]]
+    args: Callable[[Any], tuple[int, ...]]
     score: Loop | None = None
     add: Loop | None = None
     prepare: Loop | None = None
@@ -127,20 +127,20 @@ def kernels_of(codec: Any) -> CpuCodec:
 
 
 class BoundCodec:
-    """A codec's loops and the numbers that they get, which this backend keeps in ``Codec.backend_state``.
+    """A codec's loops and the arguments that they get, which this backend keeps in ``Codec.backend_state``.
 
     pair: of values, the `PairPlan` of them and their keys (`edgekv.kernels.cpu.attend`).
     """
 
-    __slots__ = ("loops", "numbers", "pair")
+    __slots__ = ("args", "loops", "pair")
 
     def __init__(self, loops: CpuCodec, codec: Any) -> None:
         self.loops, self.pair = loops, cast(Any, None)
-        self.numbers = np.array(loops.numbers(codec), np.int64)
+        self.args = np.array(loops.args(codec), np.int64)
 
 
 def bind(codec: Any) -> BoundCodec:
-    """Returns a codec's loops and numbers, made once for the arrays that it holds."""
+    """Returns a codec's loops and arguments, made once for the arrays that it holds."""
     state: BoundCodec | None = codec.backend_state
     if state is None:
         state = codec.backend_state = BoundCodec(kernels_of(codec), codec)
@@ -200,8 +200,8 @@ def _load_tuple(kind: Any, *arguments: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         start = builder.inttoptr(values[at], ir.IntType(64).as_pointer())
-        numbers = [builder.load(builder.gep(start, [ir.IntType(64)(i)])) for i in range(kind.count)]
-        return context.make_tuple(builder, kind, numbers)
+        loaded = [builder.load(builder.gep(start, [ir.IntType(64)(i)])) for i in range(kind.count)]
+        return context.make_tuple(builder, kind, loaded)
 
     return kind(*arguments), build
 

@@ -25,11 +25,11 @@ def split_rope(
 ) -> None:
     """Splits qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D), rotated by cos, sin (n, rot // 2)."""
     (n_heads, n_tokens, head_dim), n_kv_heads = q.shape, k.shape[0]
-    numbers = n_heads, n_kv_heads, head_dim, cos.shape[1], float(scale), float(eps)
+    args = n_heads, n_kv_heads, head_dim, cos.shape[1], float(scale), float(eps)
     qkv, cos, sin, q_norm, k_norm = (np.ascontiguousarray(x) for x in (qkv, cos, sin, q_norm, k_norm))
     norms = (norm if norm.size else 0 for norm in (q_norm, k_norm))
     outputs = *rows_view(q), *rows_view(k), *rows_view(v)
-    _split_tokens(n_tokens, ELEMENT_WORK * qkv.size, *numbers, qkv, cos, sin, *norms, *outputs)
+    _split_tokens(n_tokens, ELEMENT_WORK * qkv.size, *args, qkv, cos, sin, *norms, *outputs)
 
 
 @RangeKernel
@@ -174,8 +174,8 @@ def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
     return total
 
 
-def rotation_numbers(rotation: Any) -> dict[str, int]:
-    """Returns a store's numbers of a rotation: its kind, and addresses of its signs or matrix and its inverse."""
+def rotation_args(rotation: Any) -> dict[str, int]:
+    """Returns a codec's arguments of a rotation: its kind, and addresses of signs or matrix and inverse."""
     if rotation.flips is None:
         return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
     return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}

@@ -161,23 +161,23 @@ score_singles, add_singles = score_rows(4), add_rows(4)
 
 
 @score_loop
-def _score_f32(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
-    single, capacity, head_dim = rows_at(numbers)
+def _score_f32(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    single, capacity, head_dim = rows_at(args)
     keys = single + 4 * (g * capacity + t) * head_dim
     score_singles(q, rows, keys, head_dim, n, s, stride)
 
 
 @add_loop
-def _add_f32(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    single, capacity, head_dim = rows_at(numbers)
+def _add_f32(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    single, capacity, head_dim = rows_at(args)
     values = single + 4 * (g * capacity + t) * head_dim
     add_singles(p, stride, rows, values, head_dim, n, out)
 
 
 @jit
-def rows_at(numbers: int) -> tuple[int, int, int]:
+def rows_at(args: int) -> tuple[int, int, int]:
     """Returns the address, capacity and head_dim of rows that a codec stores as they are."""
-    x = int64s(numbers)
+    x = int64s(args)
     return get(x, 0), get(x, 1), get(x, 2)
 
 

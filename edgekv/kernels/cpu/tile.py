@@ -28,48 +28,48 @@ from edgekv.kernels.cpu.scalar import as_float, get, put
 
 TILE = 32  # tokens: 16 KiB at 128 channels
 decode_loop = Loop
-HEADER = 8 * 2  # bytes before the numbers that ``decode`` gets: the decode loop's address, head_dim
+HEADER = 8 * 2  # bytes before the arguments that ``decode`` gets: the decode loop's address, head_dim
 
 
 def tiled(
-    numbers: Callable[[Any], tuple[int, ...]],
+    args: Callable[[Any], tuple[int, ...]],
     decode: Loop,
     scratch: Callable[[Any], int] = lambda codec: 0,
     **more: Any,
 ) -> CpuCodec:
     """Returns the kernels of a codec that is read by way of decoded tiles.
 
-    numbers: (codec) -> the numbers that ``decode`` gets. scratch: (codec) -> bytes of scratch that it gets.
+    args: (codec) -> the arguments that ``decode`` gets. scratch: (codec) -> bytes of scratch that it gets.
     """
 
-    def all_numbers(codec: Any) -> tuple[int, ...]:
-        return decode.address, codec.head_dim, *numbers(codec)
+    def all_args(codec: Any) -> tuple[int, ...]:
+        return decode.address, codec.head_dim, *args(codec)
 
     def scratch_bytes(codec: Any, rows: int) -> int:
         return 4 * TILE * int(codec.head_dim) + scratch(codec)
 
     return CpuCodec(
-        all_numbers, tile_scores, tile_sums, decode=decode, scratch=scratch_bytes, at_once=TOKENS_PER_CALL, **more
+        all_args, tile_scores, tile_sums, decode=decode, scratch=scratch_bytes, at_once=TOKENS_PER_CALL, **more
     )
 
 
 @score_loop
-def tile_scores(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, tile: int) -> None:
+def tile_scores(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, tile: int) -> None:
     """s (rows, n) = scores of queries (rows, head_dim) with tokens t..t + n; stride: float32 between rows of s."""
-    decode, head_dim = get(int64s(numbers), 0), get(int64s(numbers), 1)
+    decode, head_dim = get(int64s(args), 0), get(int64s(args), 1)
     for i in range(0, n, TILE):
         n_tokens, scores = min(TILE, n - i), s + 4 * i
-        call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
+        call(decode, (args + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
         score_singles(q, rows, tile, head_dim, n_tokens, scores, stride)
 
 
 @add_loop
-def tile_sums(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, tile: int) -> None:
+def tile_sums(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, tile: int) -> None:
     """out (rows, head_dim) += p (rows, n) times tokens t..t + n; rows of p are ``stride`` float32 apart."""
-    decode, head_dim = get(int64s(numbers), 0), get(int64s(numbers), 1)
+    decode, head_dim = get(int64s(args), 0), get(int64s(args), 1)
     for i in range(0, n, TILE):
         n_tokens, weights = min(TILE, n - i), p + 4 * i
-        call(decode, (numbers + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
+        call(decode, (args + HEADER, g, t + i, n_tokens, tile, tile + 4 * TILE * head_dim))
         add_singles(weights, stride, rows, tile, head_dim, n_tokens, out)
 
 

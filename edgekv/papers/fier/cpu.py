@@ -23,9 +23,9 @@ ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
 
 
 @score_loop
-def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+def _score(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
     """Scores tokens of whole groups: t and n are multiples of the group."""
-    x = int64s(numbers)
+    x = int64s(args)
     head_dim, n_groups, group = get(x, 0), get(x, 1), get(x, 2)
     signs, levels, queries = get(x, 3), halves(get(x, 4)), floats(q)
     per_group = group // WORD_TOKENS
@@ -91,14 +91,14 @@ def _mask(b: Any, bits: Any) -> Any:
     return b.icmp_unsigned("!=", tested, emit.constant(masks.type, 0))
 
 
-def _numbers(index: Any) -> tuple[int, ...]:
+def _args(index: Any) -> tuple[int, ...]:
     addresses = (address_of(index.arrays[name]) for name in ("signs", "levels"))
     return index.head_dim, index.n_blocks, index.block, *addresses
 
 
 KERNELS = {
     "sign_index": CpuCodec(
-        _numbers,
+        _args,
         score=_score,
         block=lambda index: max(BLOCK, index.block),
         scratch=lambda index, rows: 4 * index.head_dim,

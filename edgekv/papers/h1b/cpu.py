@@ -41,9 +41,9 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
 
 
 @prepare_loop
-def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _prepare(args: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Writes the signs of R q, then a scale for each row, then scratch for one row of R q."""
-    x = int64s(numbers)
+    x = int64s(args)
     n_words, n_bits, head_dim, n_tau = get(x, 2), get(x, 4), get(x, 5), get(x, 7)
     codes, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     for m in range(rows):
@@ -55,10 +55,8 @@ def _prepare(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
 
 
 @score_loop
-def _score(
-    numbers: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int
-) -> None:
-    x = int64s(numbers)
+def _score(args: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    x = int64s(args)
     codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
     queries, scale = words(prepared), floats(prepared + 8 * rows * n_words)
     key = (g * n_blocks + t // BLOCK) * n_words * BLOCK + t % BLOCK
@@ -69,8 +67,8 @@ def _score(
 
 
 @put_loop
-def _put(numbers: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
-    x = int64s(numbers)
+def _put(args: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
+    x = int64s(args)
     codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
     n_bits, head_dim, projected = get(x, 4), get(x, 5), floats(scratch)
     centre, centred = floats(get(x, 8)), floats(scratch + 4 * n_bits)
@@ -83,7 +81,7 @@ def _put(numbers: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
             put(codes, index, _pack_word(projected, w * WORD_BITS))
 
 
-def _numbers(codec: Any) -> tuple[int, ...]:
+def _args(codec: Any) -> tuple[int, ...]:
     signs, projection = codec.arrays["signs"], codec.projection
     sizes = codec.bits, codec.head_dim
     return (
@@ -110,7 +108,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 KERNELS = {
     "signs": CpuCodec(
-        _numbers,
+        _args,
         prepare=_prepare,
         score=_score,
         put=_put,

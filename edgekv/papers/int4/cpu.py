@@ -30,28 +30,28 @@ TILE = 32  # tokens that are unpacked together: 4 KiB at 128 channels
 
 
 @score_loop
-def _score(numbers: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
-    _, scale, capacity, head_dim, _ = _fields(numbers)
+def _score(args: int, q: int, rows: int, g: int, t: int, n: int, s: int, stride: int, scratch: int) -> None:
+    _, scale, capacity, head_dim, _ = _fields(args)
     for i in range(0, n, TILE):
         n_tokens, token = min(TILE, n - i), g * capacity + t + i
-        _unpack(numbers, token, n_tokens, scratch)
+        _unpack(args, token, n_tokens, scratch)
         score_levels(q, rows, scratch, halves(scale + 2 * token), head_dim, n_tokens, s + 4 * i, stride)
 
 
 @add_loop
-def _add(numbers: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    _, scale, capacity, head_dim, _ = _fields(numbers)
+def _add(args: int, p: int, stride: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    _, scale, capacity, head_dim, _ = _fields(args)
     for i in range(0, n, TILE):
         n_tokens, token = min(TILE, n - i), g * capacity + t + i
-        _unpack(numbers, token, n_tokens, scratch)
+        _unpack(args, token, n_tokens, scratch)
         values, weights = scratch, scratch + TILE * head_dim
         add_levels(p + 4 * i, stride, rows, values, halves(scale + 2 * token), head_dim, n_tokens, out, weights)
 
 
 @fast_jit
-def _unpack(numbers: int, token: int, n: int, levels: int) -> None:
+def _unpack(args: int, token: int, n: int, levels: int) -> None:
     """Sets levels (n, head_dim) int8 = the codes of n tokens minus their zero point: 8, or each token's own."""
-    codes, _, _, head_dim, zeros = _fields(numbers)
+    codes, _, _, head_dim, zeros = _fields(args)
     half = head_dim // 2
     for i in range(n):
         zero = get(chars(zeros), token + i) if zeros else EIGHT
@@ -79,8 +79,8 @@ def _unpack_token(context: Any, codes: Any, n: Any, zero: Any, levels: Any) -> A
 
 
 @put_loop
-def _put_symmetric(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    codes, scale, capacity, head_dim, _ = _fields(numbers)
+def _put_symmetric(args: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    codes, scale, capacity, head_dim, _ = _fields(args)
     source, to, half = floats(x), chars(codes), head_dim // 2
     for i in range(n):
         token, row = g * capacity + t0 + i, i * head_dim
@@ -92,8 +92,8 @@ def _put_symmetric(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) 
 
 
 @put_loop
-def _put(numbers: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    codes, delta, capacity, head_dim, zeros = _fields(numbers)
+def _put(args: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    codes, delta, capacity, head_dim, zeros = _fields(args)
     for i in range(n):
         token = g * capacity + t0 + i
         _encode_token(floats(x), i * head_dim, head_dim, chars(codes), halves(delta), chars(zeros), token)
@@ -128,20 +128,20 @@ def _code(x: Scalar, step: Scalar, offset: Scalar) -> Scalar:
 
 
 @fast_jit
-def _fields(numbers: int) -> tuple[int, int, int, int, int]:
-    x = int64s(numbers)
+def _fields(args: int) -> tuple[int, int, int, int, int]:
+    x = int64s(args)
     return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
 
 
 def _kernels(codes: str, scale: str, zeros: str | None, put: Loop) -> CpuCodec:
     """Returns the kernels of a codec; codes, scale, zeros: names of its arrays (n_kv_heads, tokens, ...)."""
 
-    def codec_numbers(codec: Any) -> tuple[int, ...]:
+    def codec_args(codec: Any) -> tuple[int, ...]:
         zero_at = address_of(codec.arrays[zeros]) if zeros else 0
         addresses = address_of(codec.arrays[codes]), address_of(codec.arrays[scale])
         return *addresses, codec.capacity, codec.head_dim, zero_at
 
-    return CpuCodec(codec_numbers, _score, _add, put=put, at_once=TOKENS_PER_CALL, scratch=_tile_bytes)
+    return CpuCodec(codec_args, _score, _add, put=put, at_once=TOKENS_PER_CALL, scratch=_tile_bytes)
 
 
 def _tile_bytes(codec: Any, rows: int) -> int:

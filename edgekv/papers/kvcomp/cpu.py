@@ -69,28 +69,28 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
 
 
 @decode_loop
-def _decode_keys(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode_keys(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes keys: low and step are per channel of a block."""
-    _read(True, numbers, g, t, n, tile, scratch)
+    _read(True, args, g, t, n, tile, scratch)
 
 
 @decode_loop
-def _decode_values(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode_values(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes values: low and step are per token."""
-    _read(False, numbers, g, t, n, tile, scratch)
+    _read(False, args, g, t, n, tile, scratch)
 
 
 @fast_jit
-def _read(per_channel: bool, numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _read(per_channel: bool, args: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes n tokens, which may lie in several blocks, into tile (n, head_dim)."""
-    x = int64s(numbers)
+    x = int64s(args)
     head_dim, capacity, block, low_at, step_at = get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
     n_ends = max(TILE, head_dim)
     low, step, codes = scratch, scratch + 4 * n_ends, scratch + 8 * n_ends
     done = 0
     while done < n:
         n_tokens = min(n - done, block - (t + done) % block)
-        n_run = _decode_runs(numbers, g, t + done, n_tokens, chars(codes))
+        n_run = _decode_runs(args, g, t + done, n_tokens, chars(codes))
         first, n_read = g * capacity + t + done, n_tokens
         if per_channel:
             first, n_read = (g * (capacity // block) + (t + done) // block) * head_dim, head_dim
@@ -113,12 +113,12 @@ def run_stride(head_dim: int) -> int:
 
 
 @jit
-def _decode_runs(numbers: int, g: int, t: int, n: int, codes: U8) -> Scalar:
+def _decode_runs(args: int, g: int, t: int, n: int, codes: U8) -> Scalar:
     """Decodes n <= BLOCK tokens of one block of head g, from token t on, in RUNS runs of tokens.
 
     The codes of run r begin at codes[r * run_stride(head_dim)]. Returns how many tokens a run has.
     """
-    x = int64s(numbers)
+    x = int64s(args)
     head_dim, capacity, block = get(x, 0), get(x, 1), get(x, 2)
     stream, offsets, bits = chars(get(x, 5)), words32(get(x, 6)), halves(get(x, 7) + 2 * g * capacity)
     table, plain_bits = words(get(x, 8)), get(x, 10)
@@ -206,7 +206,7 @@ def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
     return types.none(array, types.uint64, types.uint64), build
 
 
-def _numbers(codec: Any) -> tuple[int, ...]:
+def _args(codec: Any) -> tuple[int, ...]:
     pool, offsets, bits, table, plain, plain_bits, low, step = codec.store()
     coded = (address_of(array) for array in (pool, offsets, bits, table, plain))
     return codec.head_dim, codec.capacity, codec.block, address_of(low), address_of(step), *coded, plain_bits
@@ -222,6 +222,6 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
 
 
 KERNELS = {
-    "huffman_keys": tiled(_numbers, _decode_keys, _scratch, encode=_encode),
-    "huffman_values": tiled(_numbers, _decode_values, _scratch, encode=_encode),
+    "huffman_keys": tiled(_args, _decode_keys, _scratch, encode=_encode),
+    "huffman_values": tiled(_args, _decode_values, _scratch, encode=_encode),
 }

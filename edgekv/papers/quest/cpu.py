@@ -10,9 +10,9 @@ ZERO = np.float32(0)
 
 
 @prepare_loop
-def _split(numbers: int, q: int, rows: int, g: int, prepared: int) -> None:
+def _split(args: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Writes each query's positive part, which meets the largest keys, and behind it its negative part."""
-    width, queries, target = get(int64s(numbers), 2), floats(q), floats(prepared)
+    width, queries, target = get(int64s(args), 2), floats(q), floats(prepared)
     head_dim = width // 2
     for m in range(rows):
         for d in range(head_dim):

@@ -62,9 +62,9 @@ _decode_planes, _decode_channel_planes = _plane_decoder(per_channel=False), _pla
 
 
 @decode_loop
-def _decode(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+def _decode(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Decodes low + step * code, with low and step of each token, of all tokens, or of each channel."""
-    x = int64s(numbers)
+    x = int64s(args)
     head_dim, n_bits, capacity = get(x, 0), get(x, 1), get(x, 2)
     head_stride, token_stride, per_channel = get(x, 6), get(x, 7), get(x, 8)
     planes = get(x, 3) + (g * capacity + t) * n_bits * ((head_dim + BYTE_BITS - 1) // BYTE_BITS)
@@ -83,8 +83,8 @@ def _decode(numbers: int, g: int, t: int, n: int, tile: int, scratch: int) -> No
         _decode_planes(planes, n_bits, head_dim, n, low, step, tile)
 
 
-def _numbers(codec: Any) -> tuple[int, ...]:
-    """Returns the numbers of a codec; where heads or tokens share low and step, the distance of these is 0."""
+def _args(codec: Any) -> tuple[int, ...]:
+    """Returns the arguments of a codec; where heads or tokens share low and step, the distance of these is 0."""
     planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
     heads, n = low.shape
     strides = (n, 0, 1) if codec.group == "channel" else (n if heads > 1 else 0, 1 if n > 1 else 0, 0)
@@ -92,4 +92,4 @@ def _numbers(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *strides
 
 
-KERNELS = {"levels": tiled(_numbers, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}
+KERNELS = {"levels": tiled(_args, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}

@@ -136,9 +136,9 @@ def test_every_kind_is_tried() -> None:
 
 def filled(codec: Codec, x: F32) -> Any:
     blank(codec)
-    if hasattr(codec, "set_ends"):
+    if hasattr(codec, "set_range"):
         ends = np.linspace(1, 2, codec.arrays["low"].size, dtype=np.float32).reshape(codec.arrays["low"].shape)
-        codec.set_ends(-ends, ends)
+        codec.set_range(-ends, ends)
     if codec.kind == "token_keys":
         codec.balance = np.linspace(0.5, 2, codec.n_kv_heads * codec.head_dim, dtype=np.float32).reshape(
             codec.n_kv_heads, codec.head_dim

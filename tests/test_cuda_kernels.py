@@ -14,7 +14,7 @@ from test_cuda_attend import PAIRS
 
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CaptureError, Counter, Moves
-from edgekv.kernels.cuda.kernels import CudaKernels, Halves, padded_width
+from edgekv.kernels.cuda.kernels import CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
 from edgekv.papers.fier import SignIndex
@@ -274,7 +274,7 @@ def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
     half_k, half_v = (device.driver.empty((g, n + 3, 16), np.float16) for _ in range(2))
     for keeps in (True, False):
         both = [device.driver.zeros((heads, n, d), np.float32) for heads in (h, g, g)]
-        halves = Halves(half_q, half_k, half_v, 2)
+        halves = HalfQKV(half_q, half_k, half_v, 2)
         queries = both[0] if keeps else None
         device.kernels.split_rope(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
         for x, y in zip(plain[0 if keeps else 1 :], both[0 if keeps else 1 :], strict=True):

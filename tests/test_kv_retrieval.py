@@ -15,7 +15,7 @@ from edgekv.kernels import cpu, reference
 from edgekv.kvcache.cache import KVCache
 from edgekv.papers.fier import SignIndex
 from edgekv.papers.quest import PageIndex
-from edgekv.papers.retrieval import largest
+from edgekv.papers.retrieval import top_k
 
 Summary = Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
@@ -187,7 +187,7 @@ def test_the_largest_are_taken(k: int, columns: int) -> None:
     s += [np.full(columns, x) for x in pool]
     s += [*normal(k, 4, columns).round(1), *(normal(k, 4, columns) * 10.0 ** rng.integers(-40, 30, (4, 1)))]
     k = min(k, columns)
-    found = largest(np.array(s, np.float32), k)
+    found = top_k(np.array(s, np.float32), k)
     for row, got in zip(np.array(s, np.float32), found, strict=True):
         order = np.lexsort((-row, np.isnan(row)))
         assert got.tolist() == sorted(order[:k].tolist())

@@ -223,7 +223,7 @@ def test_embeddings_on_a_device(device: OnDevice, tmp_path: pathlib.Path) -> Non
     rows, xs = np.random.default_rng(0).standard_normal((5, model.config.hidden_size), np.float32), []
     for decoder in (cuda, reference):
         x = decoder.embed(range(9), 20)
-        decoder.place(rows, x, 20, 3)
+        decoder.insert_embeddings(rows, x, 20, 3)
         xs.append(to_host(x))
     np.testing.assert_allclose(*xs, atol=1e-6)
 

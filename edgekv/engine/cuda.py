@@ -21,7 +21,7 @@ from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, Moves, put_inputs
-from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, Halves, padded_width
+from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
@@ -170,7 +170,7 @@ class CudaBackend(Backend):
             self.kernels.split_rope(
                 *(arch.pre_attention(self._half, i, chunk), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, a:b], k[:, a:b], v[:, a:b]),
-                *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),
+                *(c.layer_scales[i], *norms, c.norm_eps, HalfQKV(half_q, half_k, half_v, a)),
             )
             self.kernels.prefill_attention(half_q, half_k, half_v, a, c.layer_windows[i], out)
             result = arch.post_attention(self._half, i, chunk, out)

@@ -242,7 +242,7 @@ class Decoder:
             )
         return self.backend.embed(tokens, start)
 
-    def place(self, rows: F32, x: F32, start: int, at: int) -> None:
+    def insert_embeddings(self, rows: F32, x: F32, start: int, at: int) -> None:
         """Writes embeddings (m, hidden) to x (n, hidden) from row ``at`` on. start: position of x's first row."""
         if self.arch.learned_positions:
             first = start + at

@@ -452,7 +452,7 @@ class Runner:
         with self._undone_on_error(start, len(ids)), self.scheduler.exclusive() as pause:
             x = decoder.embed(ids, start)
             for span in spans:
-                decoder.place(span.rows, x, start, span.start)
+                decoder.insert_embeddings(span.rows, x, start, span.start)
             for cache in state.caches:
                 cache.mark_images([(span.start, span.stop) for span in spans if span.modality == VISUAL])
             state.mark_turn(len(ids))

@@ -158,7 +158,7 @@ def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
     x = logits.astype(np.float64)
     x -= np.max(x)
     x -= np.log(np.sum(np.exp(x)))
-    ids = np.asarray([], np.int64, like=x) if n_top == 0 else _largest_k(x, min(n_top, x.size))
+    ids = np.asarray([], np.int64, like=x) if n_top == 0 else _top_k(x, min(n_top, x.size))
     ids = ids[np.argsort(-x[ids], kind="stable")]
     places, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
     top = zip(map(int, places), map(float, values[1:]), strict=True)
@@ -280,7 +280,7 @@ class Sampler:
             np.divide(scaled, params.temperature, out=scaled)
         ids = None
         if params.top_k is not None and params.top_k < logits.size:
-            ids = _largest_k(scaled, params.top_k)
+            ids = _top_k(scaled, params.top_k)
             scaled = scaled[ids]
         weights = np.exp(scaled, out=scaled)
         if params.top_p < 1:
@@ -318,7 +318,7 @@ def continue_sampler(last: Sampler | None, params: SamplingParams) -> SamplingPa
     return last if last is not None and last.params == params else params
 
 
-def _largest_k(scores: Any, k: int) -> Any:
+def _top_k(scores: Any, k: int) -> Any:
     """Returns the ascending indices (k,) of the k largest scores (n,), of equals the lower ones."""
     border = scores[np.argpartition(scores, -k)[-k]]
     above = np.flatnonzero(scores > border)

@@ -175,7 +175,7 @@ class Session:
         )
         self._report = self._new_report()
         self._prefixes = PrefixStore(self.model, options.prefix_cache) if options.prefix_cache else None
-        self._beginning = threading.Lock()
+        self._start_lock = threading.Lock()
         self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
 
     def __enter__(self) -> Session:
@@ -365,7 +365,7 @@ class Session:
                 runner.end_text()
 
         steps = generated()
-        with self._beginning:
+        with self._start_lock:
             self._idle_runner()  # another thread may have begun a text meanwhile
             self._steps, self._report = weakref.ref(steps), report
         return steps

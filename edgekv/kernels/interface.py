@@ -44,7 +44,7 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-class Stored(Protocol):
+class CodecLike(Protocol):
     """The attributes of every codec (`edgekv.codecs.codec.Codec`) that backends use.
 
     backends, kind: name the module and the loops that read it. backend_state: what a backend has derived from the
@@ -66,8 +66,8 @@ class Segment(NamedTuple):
     (G, capacity) int32 says where each token stands.
     """
 
-    keys: Any  # Stored
-    values: Any  # Stored
+    keys: Any  # CodecLike
+    values: Any  # CodecLike
     first: int
     stop: int
     position: int = 0
@@ -124,13 +124,13 @@ class Kernels(Protocol):
         cap * tanh(score / cap), as in Gemma 2.
         """
 
-    def append(self, keys: Stored, values: Stored, k: F32, v: F32, t0: int) -> None:
+    def append(self, keys: CodecLike, values: CodecLike, k: F32, v: F32, t0: int) -> None:
         """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
 
-    def encode(self, codec: Stored, x: F32, t0: int) -> None:
+    def encode(self, codec: CodecLike, x: F32, t0: int) -> None:
         """Stores x (G, n, D) as tokens t0.. of a codec, as its `encode` does."""
 
-    def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
+    def scores(self, codec: CodecLike, queries: F32, t0: int, t1: int, s: F32) -> None:
         """Fills s (G, M, t1 - t0) with scores of queries (G, M, D) and tokens t0..t1 of a codec of keys.
 
         For an index of keys (Quest's pages, for example) t0 and t1 count its entries.

@@ -27,7 +27,7 @@ MIN_EXACT_SHARE = 0.75  # of the exact window after a rewind: with less, it is c
 MAX_SPARE_TOKENS = 512  # beside a sliding window: so many can be rewound without computing the layer anew
 
 
-class CodecStore(KVCache):
+class CodecCache(KVCache):
     """A cache whose arrays are those of the codecs in `stored`: ``half`` of the codec ``key`` is ``key.half``."""
 
     @abc.abstractmethod
@@ -43,15 +43,15 @@ class CodecStore(KVCache):
 
     def layout(self) -> Layout:
         codecs = self.stored().items()
-        return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}
+        return {f"{prefix}.{name}": spec for prefix, codec in codecs for name, spec in codec.layout().items()}
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         super().allocate(kernels, workspace)
-        for end, codec in self.stored().items():
-            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+        for prefix, codec in self.stored().items():
+            codec.bind({name: self.arrays[f"{prefix}.{name}"] for name in codec.layout()}, kernels)
 
 
-class FullCache(CodecStore):
+class FullCache(CodecCache):
     """A cache with all tokens in one segment."""
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
@@ -141,7 +141,7 @@ class Sizes:
     block: int
 
 
-class SinkWindowCache(CodecStore):
+class SinkWindowCache(CodecCache):
     """A cache of three stores, tokens in order: [sink | packed | recent].
 
     Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block

@@ -176,10 +176,10 @@ class Retrieval(FullCache):
             bound_scores(s, self.geometry.score_cap)
             self.kernels.softmax(s, np.full(n_rep, start), np.full(n_rep, last - first))
         total = s[:, 0] if n_rep == 1 else s.sum(axis=1)
-        return largest(total[:, start:], self.config.k // unit) + (first + start)
+        return top_k(total[:, start:], self.config.k // unit) + (first + start)
 
 
-def largest(s: F32, k: int) -> I64:
+def top_k(s: F32, k: int) -> I64:
     """Returns the columns (G, k), ascending, of the k largest of s (G, n): of equals the lower; NaN is least."""
     x = -s
     is_taken = x <= np.partition(x, k - 1, axis=1)[:, k - 1 : k]

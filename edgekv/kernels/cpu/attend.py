@@ -57,10 +57,10 @@ class Plan(NamedTuple):
     hi: int
     out: int
     sinks: int
-    lowest: int  # positions that some rows see, and that all rows see
-    highest: int
-    lowest_of_all: int
-    highest_of_all: int
+    lo_min: int  # some rows see the positions lo_min..hi_max, all rows lo_max..hi_min
+    hi_max: int
+    lo_max: int
+    hi_min: int
     memory: int
     item_bytes: int
     out_at: int
@@ -171,10 +171,10 @@ def make_plan(
         hi=address_of(hi),
         out=address_of(out),
         sinks=address_of(sink),
-        lowest=int(lo[0]),
-        highest=int(hi[-1]),
-        lowest_of_all=int(lo[-1]),
-        highest_of_all=int(hi[0]),
+        lo_min=int(lo[0]),
+        hi_max=int(hi[-1]),
+        lo_max=int(lo[-1]),
+        hi_min=int(hi[0]),
         memory=scratch_memory("attend.items", n_groups * splits * item_bytes),
         item_bytes=item_bytes,
         out_at=out_at,
@@ -289,7 +289,7 @@ def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i
         t = max(s.first, at * s.block)
         n = min(s.stop, (at + 1) * s.block) - t
         position, column = s.position + t - s.first, s.column + t - s.first
-        if s.positions == 0 and (position + n <= p.lowest or position >= p.highest):
+        if s.positions == 0 and (position + n <= p.lo_min or position >= p.hi_max):
             for row in range(p.rows if p.weights else 0):
                 start = (g * p.rows + row) * p.weights_stride + column
                 fill(floats(p.weights), start, start + n, MINUS_INFINITY)
@@ -302,7 +302,7 @@ def _attend_blocks(block: int, last: int, g: int, memory: int, arguments: int, i
             done += n_tokens
         if p.cap:
             _bound(floats(scores), s.block, n, p.rows, float_of(p.cap))
-        if s.positions or position < p.lowest_of_all or position + n > p.highest_of_all:
+        if s.positions or position < p.lo_max or position + n > p.hi_min:
             _mask(floats(scores), g, t, n, arguments, i)
         for row in range(p.rows if p.weights else 0):
             start = (g * p.rows + row) * p.weights_stride + column

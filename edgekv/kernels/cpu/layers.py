@@ -22,10 +22,10 @@ from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32, I64
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
-LARGE = np.float32(1e30)
+MAX_SQUARE = np.float32(1e30)
 SIGMOIDS = {"silu": (1.0, 0.0), "gelu_tanh": (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)}
 """a and b of activations x * sigmoid(x * (a + b * x * x))."""
-WORK = 8  # multiply-adds that an element's exponential is worth
+ACTIVATION_WORK = 8  # multiply-adds that an element's exponential is worth
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -43,10 +43,10 @@ def activation(x: F32, kind: str) -> F32:
     x = np.ascontiguousarray(x)
     out = np.empty_like(x)
     if kind == "gelu":
-        _gelu_rows(len(x), WORK * x.size, x, out, x.shape[1])
+        _gelu_rows(len(x), ACTIVATION_WORK * x.size, x, out, x.shape[1])
     else:
         a, b = SIGMOIDS[kind]
-        _sigmoid_rows(len(x), WORK * x.size, x, out, x.shape[1], False, a, b)
+        _sigmoid_rows(len(x), ACTIVATION_WORK * x.size, x, out, x.shape[1], False, a, b)
     return out
 
 
@@ -54,7 +54,7 @@ def apply_gate(x: F32, kind: str) -> F32:
     """Returns an activation of SIGMOIDS of the first half of x (n, 2 * m), times the second half: (n, m)."""
     n, m = x.shape[0], x.shape[1] // 2
     out, (a, b) = np.empty((n, m), np.float32), SIGMOIDS[kind]
-    _sigmoid_rows(n, WORK * x.size, np.ascontiguousarray(x), out, m, True, a, b)
+    _sigmoid_rows(n, ACTIVATION_WORK * x.size, np.ascontiguousarray(x), out, m, True, a, b)
     return out
 
 
@@ -62,7 +62,7 @@ def clamped_gate(x: F32, alpha: float, limit: float) -> F32:
     """Returns `edgekv.weights.ops.clamped_gate` of the two halves of the channels of x (n, 2 * m): (n, m)."""
     n, m = x.shape[0], x.shape[1] // 2
     out = np.empty((n, m), np.float32)
-    _clamped_rows(n, WORK * x.size, np.ascontiguousarray(x), out, m, float(alpha), float(limit))
+    _clamped_rows(n, ACTIVATION_WORK * x.size, np.ascontiguousarray(x), out, m, float(alpha), float(limit))
     return out
 
 
@@ -104,7 +104,7 @@ def _sigmoid_rows(first: int, last: int, thread: int, arguments: int) -> None:
         for i in range(m):
             gate = get(x, start + i)
             square = gate * gate
-            square = LARGE if square > LARGE else square  # times b = 0 it is to be 0
+            square = MAX_SQUARE if square > MAX_SQUARE else square  # times b = 0 it is to be 0
             put(out, row * m + i, gate * sigmoid(gate * (a + b * square)))
         if is_gated:
             for i in range(m):
@@ -167,24 +167,24 @@ def _route(
 ) -> None:
     """Fills experts, tokens and weights; memory: each token's experts, each expert's next pair, weights."""
     m = n * per_token
-    chosen, places, own_weights = int64s(memory), int64s(memory + 8 * m), floats(memory + 8 * (m + count))
+    chosen, places, unsorted = int64s(memory), int64s(memory + 8 * m), floats(memory + 8 * (m + count))
     for e in range(count):
         put(places, e, 0)
     for token in range(n):
         row, first, last = floats(logits + 4 * token * count), token * per_token, (token + 1) * per_token
-        _put_largest(row, count, int64s(memory + 8 * first), per_token)
+        _top_k(row, count, int64s(memory + 8 * first), per_token)
         largest, total = get(row, get(chosen, first)), ZERO
         for i in range(first, last):
             e = get(chosen, i)
             put(places, e, get(places, e) + 1)
-            put(own_weights, i, np.exp(get(row, e) - largest))
-            total += get(own_weights, i)
+            put(unsorted, i, np.exp(get(row, e) - largest))
+            total += get(unsorted, i)
         if not renormalized:
             total = ZERO
             for e in range(count):
                 total += np.exp(get(row, e) - largest)
         for i in range(first, last):
-            put(own_weights, i, get(own_weights, i) / total)
+            put(unsorted, i, get(unsorted, i) / total)
     before = 0
     for e in range(count):
         n_pairs = get(places, e)
@@ -196,11 +196,11 @@ def _route(
         put(places, e, place + 1)
         put(int64s(experts), place, e)
         put(int64s(tokens), place, i // per_token)
-        put(floats(weights), place, get(own_weights, i))
+        put(floats(weights), place, get(unsorted, i))
 
 
 @jit
-def _put_largest(row: F32, count: int, chosen: I64, k: int) -> None:
+def _top_k(row: F32, count: int, chosen: I64, k: int) -> None:
     """Fills chosen (k,) with the places of the k largest of row (count,), descending; NaN is below all numbers."""
     for e in range(count):
         i = min(e, k)

@@ -29,9 +29,9 @@ LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # Cody 
 # exp(x) = 1 + x + x^2 * (C2 + x * (C3 + ...)), least relative error over |x| <= ln(2) / 2: 1e-7
 C2, C3, C4, C5 = np.array([0.49999231, 0.16667114, 0.041890144, 0.0083125187], np.float32)
 # 2 ** f = 1 + f * (...), least relative error: 9e-8 over |f| <= 1 / 2, and over 0 <= f <= 1
-POWERS = 1.0, 0.693146978, 0.240222421, 0.0555073374, 0.00967151264, 0.00132647271
-POWERS_ABOVE = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.0090170303, 0.00186713008
-MIN_POWER = -127.0  # 2 to it has no bits: 0
+EXP2_COEFFS = 1.0, 0.693146978, 0.240222421, 0.0555073374, 0.00967151264, 0.00132647271
+EXP2_COEFFS_ABOVE = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.0090170303, 0.00186713008
+MIN_EXPONENT = -127.0  # 2 to it has no bits: 0
 SCALES, DOWN = {"+avx512f", "+avx512dq"} <= set(CPU_FEATURES.split(",")), 9  # what is left above the whole number
 ZERO, HALF, ONE, MINUS_INFINITY = np.array([0, 0.5, 1, -np.inf], np.float32)
 EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
@@ -135,18 +135,18 @@ def _exp_of_negative(b: Any, x: Any) -> Any:
     y = b.fmul(x, emit.constant(kind, float(LOG2_E)))
     if SCALES and kind == WIDE:
         f = _in_lanes(b, "reduce", y, emit.I32(DOWN))
-        return _in_lanes(b, "scalef", _power(b, f, POWERS_ABOVE), y)
-    y = emit.maximum(b, y, emit.constant(kind, MIN_POWER))
+        return _in_lanes(b, "scalef", _exp2(b, f, EXP2_COEFFS_ABOVE), y)
+    y = emit.maximum(b, y, emit.constant(kind, MIN_EXPONENT))
     rounded = b.fadd(y, emit.constant(kind, ROUND), flags=emit.CONTRACT)
     f = emit.subtract(b, y, emit.subtract(b, rounded, emit.constant(kind, ROUND)))
     exponent = b.shl(b.bitcast(rounded, whole), emit.constant(whole, int(EXPONENT_SHIFT)))  # ROUND's bits leave
-    return b.bitcast(b.add(b.bitcast(_power(b, f, POWERS), whole), exponent), kind)
+    return b.bitcast(b.add(b.bitcast(_exp2(b, f, EXP2_COEFFS), whole), exponent), kind)
 
 
-def _power(b: Any, f: Any, powers: tuple[float, ...]) -> Any:
+def _exp2(b: Any, f: Any, coeffs: tuple[float, ...]) -> Any:
     """Returns 2 ** f."""
-    result = emit.constant(f.type, powers[-1])
-    for c in powers[-2::-1]:
+    result = emit.constant(f.type, coeffs[-1])
+    for c in coeffs[-2::-1]:
         result = emit.multiply_add(b, result, f, emit.constant(f.type, c))
     return result
 

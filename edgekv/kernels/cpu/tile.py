@@ -88,9 +88,9 @@ def decode_tokens(
     """
     several = b.icmp_signed("<", b.mul(span, n_bits), b.mul(n_bytes, emit.I64(8)))
     with b.if_else(several) as (spans, tokens):
-        for ends_of, way in (("spans", spans), ("tokens", tokens)):
+        for per, way in (("spans", spans), ("tokens", tokens)):
             with way:
-                _switch_bits(b, n_bits, ends_of, (codes, n_bytes, n, low, step, span, tile))
+                _switch_bits(b, n_bits, per, (codes, n_bytes, n, low, step, span, tile))
 
 
 @emit.procedure
@@ -99,40 +99,40 @@ def decode_channels(b: Any, codes: Any, n_bytes: Any, n_bits: Any, n: Any, low: 
     _switch_bits(b, n_bits, "channels", (codes, n_bytes, n, low, step, n_bytes, tile))
 
 
-def _switch_bits(b: Any, n_bits: Any, ends_of: str, args: tuple[Any, ...]) -> None:
-    """Decodes codes of n_bits (of BITS, known when it runs); ends_of: what has its own low and step."""
+def _switch_bits(b: Any, n_bits: Any, per: str, args: tuple[Any, ...]) -> None:
+    """Decodes codes of n_bits (of BITS, known when it runs); per: what has its own low and step."""
     for bits in BITS:
         with b.if_then(b.icmp_signed("==", n_bits, emit.I64(bits))):
-            emit.call_internal(b, f"decode_{ends_of}_{bits}", functools.partial(_decode, bits, ends_of), *args)
+            emit.call_internal(b, f"decode_{per}_{bits}", functools.partial(_decode, bits, per), *args)
 
 
 def _decode(
-    n_bits: int, ends_of: str, b: Any, codes: Any, n_bytes: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
+    n_bits: int, per: str, b: Any, codes: Any, n_bytes: Any, n: Any, low: Any, step: Any, span: Any, tile: Any
 ) -> None:
     """Decodes WIDE bytes of all tokens at a time, then those left over one by one.
 
-    ends_of: "tokens" (low, step (TILE,)), "spans" ((spans, TILE)) or "channels" ((head_dim,)).
+    per: "tokens" (low, step (TILE,)), "spans" ((spans, TILE)) or "channels" ((head_dim,)).
     """
     parts, done = range(8 // n_bits), emit.I64(0)  # codes of a byte
     whole = b.sub(n_bytes, b.urem(n_bytes, emit.I64(WIDE)))
-    if ends_of == "spans":  # a vector's channels have the same ends, or there are none
+    if per == "spans":  # a vector's channels share low and step, or there are none
         left = b.or_(b.urem(span, emit.I64(WIDE)), b.urem(n_bytes, emit.I64(WIDE)))
         whole = b.select(b.icmp_signed("==", left, emit.I64(0)), n_bytes, emit.I64(0))
     for width, stop in ((WIDE, whole), (1, n_bytes)):
         byte = emit.vector(emit.I8, width) if width > 1 else emit.I8
         with emit.loop(b, done, stop, width) as loop:
             channels = [at(b, loop.i, (n_bytes, part)) for part in parts]
-            ends = [channel_ends(b, low, step, channel, width) for channel in channels if ends_of == "channels"]
-            rows = [b.mul(b.udiv(channel, span), emit.I64(TILE)) for channel in channels if ends_of == "spans"]
+            affine = [channel_affine(b, low, step, channel, width) for channel in channels if per == "channels"]
+            rows = [b.mul(b.udiv(channel, span), emit.I64(TILE)) for channel in channels if per == "spans"]
             with emit.loop(b, 0, n, 1) as token:
                 raw = emit.load(b, byte, at(b, codes, loop.i, (token.i, n_bytes)))
                 word = b.zext(raw, emit.like(raw, emit.I32))
-                if ends_of == "tokens":
-                    ends = [token_ends(b, low, step, token.i, width)] * len(parts)
-                elif ends_of == "spans":
-                    ends = [token_ends(b, low, step, b.add(row, token.i), width) for row in rows]
+                if per == "tokens":
+                    affine = [token_affine(b, low, step, token.i, width)] * len(parts)
+                elif per == "spans":
+                    affine = [token_affine(b, low, step, b.add(row, token.i), width) for row in rows]
                 row_at = at(b, tile, (token.i, n_bytes, 4 * len(parts)))
-                for part, (channel, (least, size)) in enumerate(zip(channels, ends, strict=True)):
+                for part, (channel, (least, size)) in enumerate(zip(channels, affine, strict=True)):
                     code = b.lshr(word, emit.constant(word.type, part * n_bits)) if part else word
                     if part < len(parts) - 1:
                         code = b.and_(code, emit.constant(word.type, (1 << n_bits) - 1))
@@ -141,20 +141,20 @@ def _decode(
         done = loop.i
 
 
-def channel_ends(b: Any, low: Any, step: Any, start: Any, width: int) -> tuple[Any, Any]:
+def channel_affine(b: Any, low: Any, step: Any, start: Any, width: int) -> tuple[Any, Any]:
     """Returns low and step (head_dim,) float32 of ``width`` channels from ``start`` on, inside a kernel."""
     kind = emit.vector(emit.F32, width) if width > 1 else emit.F32
     return emit.load(b, kind, at(b, low, (start, 4))), emit.load(b, kind, at(b, step, (start, 4)))
 
 
-def token_ends(b: Any, low: Any, step: Any, i: Any, width: int) -> tuple[Any, Any]:
+def token_affine(b: Any, low: Any, step: Any, i: Any, width: int) -> tuple[Any, Any]:
     """Returns low[i] and step[i], float32, in each of ``width`` lanes, inside a kernel."""
     least, size = (emit.load(b, emit.F32, at(b, end, (i, 4))) for end in (low, step))
     return (emit.splat(b, least, width), emit.splat(b, size, width)) if width > 1 else (least, size)
 
 
 @fast_jit
-def widen_ends(bits: int, n: int, to: int) -> None:
+def load_halves(bits: int, n: int, to: int) -> None:
     """to (n,) float32 = n float16 at an address."""
     source, target = halves(bits), floats(to)
     for i in range(n):

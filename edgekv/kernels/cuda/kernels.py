@@ -44,7 +44,7 @@ ATTEND_BLOCKS = {1: 4}  # blocks of attend.cu on a multiprocessor, by query rows
 MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
 MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
 EXACT_TILES = 3  # tiles at most of a block with float16 tokens beside a fused kernel
-SEES_ALL = np.zeros(1, np.int64), np.full(1, 1 << 30)
+ALL_VISIBLE = np.zeros(1, np.int64), np.full(1, 1 << 30)
 PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prefill_attention.cu, and channels of a head
 LAYERS = Program(("layers",))
 
@@ -54,7 +54,7 @@ def padded_width(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-class Halves(NamedTuple):
+class HalfQKV(NamedTuple):
     """Float16 copies of queries, keys and values that `split_rope` writes, with zeros behind head_dim channels.
 
     q: (n_heads, n, width). k, v: (n_kv_heads, capacity, width), written from token ``first`` on.
@@ -345,7 +345,7 @@ class CudaKernels:
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """Sets s (G, M, t1 - t0) to the scores of queries (G, M, D) with a codec's tokens t0..t1."""
         segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
-        self.launch_scores(read_keys(codec), prepared, s, segment, SEES_ALL)
+        self.launch_scores(read_keys(codec), prepared, s, segment, ALL_VISIBLE)
 
     def _input(self, segment: Segment, q: Array, cap: float | None) -> KVInput:
         keys = read_keys(segment.keys)
@@ -508,7 +508,7 @@ class CudaKernels:
         q_norm: Array,
         k_norm: Array,
         eps: float,
-        halves: Halves | None = None,
+        halves: HalfQKV | None = None,
     ) -> None:
         """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), q and k rotated by position.
 
@@ -519,10 +519,10 @@ class CudaKernels:
         rope = Struct("Rope", cos=cos, sin=sin, half=cos.shape[1], shift=self.driver.shift)
         heads = (Struct("Heads", x=x, stride=0 if x is None else x.strides[0] // x.itemsize) for x in (q, k, v))
         norms = Struct("HeadNorms", q=q_norm if q_norm.size else None, k=k_norm if k_norm.size else None, eps=eps)
-        copies = Struct("Halves")
+        copies = Struct("HalfQKV")
         if halves is not None:
             _, capacity, width = halves.k.shape
-            copies = Struct("Halves", **halves._asdict(), width=width, capacity=capacity)
+            copies = Struct("HalfQKV", **halves._asdict(), width=width, capacity=capacity)
         grid = n, n_heads + 2 * n_kv_heads
         launch = Launch(LAYERS, "split_rope", grid, THREADS, early=halves is None)
         sizes = n_heads, n_kv_heads, head_dim, float(scale)

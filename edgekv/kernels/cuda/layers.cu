@@ -80,7 +80,7 @@ struct Heads {
 };
 
 // Queries (H, n, width) and keys and values (G, capacity, width) from token `first` on, all in halves.
-struct Halves {
+struct HalfQKV {
     u16 *q, *k, *v;
     int width, capacity, first;
 };
@@ -96,7 +96,7 @@ struct HeadNorms {
 // from D on. Grid (n, H + 2 G).
 extern "C" __global__ void __launch_bounds__(THREADS)
 split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_heads, int n_kv_heads, int head_dim, float scale,
-           const HeadNorms norms, const Halves halves)
+           const HeadNorms norms, const HalfQKV halves)
 {
     int token = blockIdx.x, head = blockIdx.y, half = rope.half, width = halves.width;
     if (!width) {  // a step, which is launched early

@@ -5,7 +5,7 @@ from typing import Any
 from edgekv.kernels.cpu.compile import fast_jit, jit
 from edgekv.kernels.cpu.loops import address_of, floats, int64s
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
+from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, load_halves, tiled
 
 
 @decode_loop
@@ -15,8 +15,8 @@ def _decode_keys(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> 
     while done < n:
         n_tokens, token = min(n - done, group - (t + done) % group), g * capacity + t + done
         first = (g * (capacity // group) + (t + done) // group) * head_dim
-        widen_ends(low + 2 * first, head_dim, scratch)
-        widen_ends(step + 2 * first, head_dim, steps)
+        load_halves(low + 2 * first, head_dim, scratch)
+        load_halves(step + 2 * first, head_dim, steps)
         to = tile + 4 * done * head_dim
         decode_channels(codes + token * n_bytes, n_bytes, n_bits, n_tokens, scratch, steps, to)
         done += n_tokens
@@ -43,8 +43,8 @@ def _read_values(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> 
     n_bytes, steps = head_dim * n_bits // 8, scratch + 4 * TILE * n_spans
     for k in range(n_spans):
         first = (g * n_spans + k) * capacity + t
-        widen_ends(low + 2 * first, n, scratch + 4 * TILE * k)
-        widen_ends(step + 2 * first, n, steps + 4 * TILE * k)
+        load_halves(low + 2 * first, n, scratch + 4 * TILE * k)
+        load_halves(step + 2 * first, n, steps + 4 * TILE * k)
     start = codes + (g * capacity + t) * n_bytes
     decode_tokens(start, n_bytes, n_bits, n, scratch, steps, head_dim // n_spans, tile)
 

@@ -15,7 +15,7 @@ from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import exact_kernel
 from edgekv.kernels.cpu.loops import address_of, chars, halves, int64s, load_arguments, words, words32
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
+from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, load_halves, tiled
 from edgekv.kernels.interface import BLOCK
 from edgekv.papers.kvcomp.reference import TABLE_BITS
 from edgekv.types import F32, U8, U16, U32, U64
@@ -94,8 +94,8 @@ def _read(per_channel: bool, args: int, g: int, t: int, n: int, tile: int, scrat
         first, n_read = g * capacity + t + done, n_tokens
         if per_channel:
             first, n_read = (g * (capacity // block) + (t + done) // block) * head_dim, head_dim
-        widen_ends(low_at + 2 * first, n_read, low)
-        widen_ends(step_at + 2 * first, n_read, step)
+        load_halves(low_at + 2 * first, n_read, low)
+        load_halves(step_at + 2 * first, n_read, step)
         for i in range(0, n_tokens, n_run):
             source, to = codes + i // n_run * run_stride(head_dim), tile + 4 * (done + i) * head_dim
             length = min(n_run, n_tokens - i)

@@ -42,7 +42,7 @@ class LevelSpan(Codec):
         ends = 4 * self.n_kv_heads if self.group == "head+token" else 0
         return self.n_kv_heads * self.bits * -(-self.head_dim // 8) + ends
 
-    def set_ends(self, lowest: F32, highest: F32) -> None:
+    def set_range(self, lowest: F32, highest: F32) -> None:
         """Stores the lowest level, and the step to the highest; both broadcast to ``low`` (n_kv_heads, ...)."""
         step = (highest - lowest) / np.float32(2**self.bits - 1)
         self.arrays["low"][:], self.arrays["step"][:] = to_half(lowest), to_half(step)
@@ -96,5 +96,5 @@ def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, quantile: float, ra
             middle, reach = (lowest + highest) / 2, np.float32(share / 2) * (highest - lowest)
             lowest, highest = middle - reach, middle + reach
         shape = codec.arrays["low"].shape
-        codec.set_ends(lowest.reshape(shape), highest.reshape(shape))
+        codec.set_range(lowest.reshape(shape), highest.reshape(shape))
         codec.encode(x, 0)

@@ -10,7 +10,7 @@ from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.loops import address_of, floats, halves, int64s
 from edgekv.kernels.cpu.scalar import as_float, get
 from edgekv.kernels.cpu.softmax import fill
-from edgekv.kernels.cpu.tile import TILE, WIDE, channel_ends, decode_loop, tiled, token_ends, widen_ends
+from edgekv.kernels.cpu.tile import TILE, WIDE, channel_affine, decode_loop, load_halves, tiled, token_affine
 
 BYTE_BITS = 8
 ZERO = np.float32(0)
@@ -29,7 +29,7 @@ def _plane_decoder(per_channel: bool) -> Any:
             for width in (WIDE, 1):
                 code = emit.vector(emit.I32, width) if width > 1 else emit.I32
                 with emit.loop(b, done, head_dim, width) as loop:
-                    ends = channel_ends(b, low, step, loop.i, width) if per_channel else None
+                    affine = channel_affine(b, low, step, loop.i, width) if per_channel else None
                     byte = b.add(planes, b.udiv(loop.i, emit.I64(8)))
                     with emit.loop(b, emit.I64(0), n, 1) as token:
                         first = b.add(byte, b.mul(token.i, b.mul(n_bits, n_bytes)))
@@ -38,7 +38,7 @@ def _plane_decoder(per_channel: bool) -> Any:
                             shift = b.trunc(plane.i, emit.I32)
                             weight = b.shl(b.zext(bits, code), emit.splat(b, shift, width) if width > 1 else shift)
                             plane.next = [b.or_(plane.values[0], weight)]
-                        least, size = ends or token_ends(b, low, step, token.i, width)
+                        least, size = affine or token_affine(b, low, step, token.i, width)
                         x = emit.multiply_add(b, b.sitofp(plane.values[0], least.type), size, least)
                         element = b.add(b.mul(token.i, head_dim), loop.i)
                         emit.store(b, x, b.add(tile, b.mul(element, emit.I64(4))))
@@ -72,8 +72,8 @@ def _decode(args: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     low, step = scratch, scratch + 4 * n_ends
     if per_channel or token_stride:
         n_read = head_dim if per_channel else n
-        widen_ends(get(x, 4) + 2 * first, n_read, low)
-        widen_ends(get(x, 5) + 2 * first, n_read, step)
+        load_halves(get(x, 4) + 2 * first, n_read, low)
+        load_halves(get(x, 5) + 2 * first, n_read, step)
     else:
         fill(floats(low), 0, n, as_float(get(halves(get(x, 4)), first)))
         fill(floats(step), 0, n, as_float(get(halves(get(x, 5)), first)))
@@ -88,8 +88,8 @@ def _args(codec: Any) -> tuple[int, ...]:
     planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
     heads, n = low.shape
     strides = (n, 0, 1) if codec.group == "channel" else (n if heads > 1 else 0, 1 if n > 1 else 0, 0)
-    ends = address_of(low), address_of(step)
-    return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *strides
+    affine = address_of(low), address_of(step)
+    return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *affine, *strides
 
 
 KERNELS = {"levels": tiled(_args, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}

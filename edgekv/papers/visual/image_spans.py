@@ -14,7 +14,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.interface import Segment
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.policies import CodecStore
+from edgekv.kvcache.policies import CodecCache
 from edgekv.machine import format_bytes
 from edgekv.types import F32
 
@@ -54,10 +54,10 @@ def runs(spans: Sequence[ImageSpan], start: int, stop: int) -> Iterator[Run]:
         yield Run(start, stop, start - n_image, None)
 
 
-ENDS = ("key", "value")
+SIDES = ("key", "value")
 
 
-class ImageSpans(CodecStore):
+class ImageSpans(CodecCache):
     """Base class of caches that pack each span that `mark_images` names; without a span this is `dense`.
 
     A scheme defines `span_codecs`, and `pack` where it encodes in another way. block: only whole blocks of so many
@@ -101,7 +101,7 @@ class ImageSpans(CodecStore):
             pairs[f"span{i}"] = span.packed
             if span.exact:
                 pairs[f"span{i}.exact"] = span.exact
-        return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
+        return {f"{name}.{side}": pair[i] for name, pair in pairs.items() for i, side in enumerate(SIDES)}
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         """Takes the text's memory; a span's is taken when it is marked."""
@@ -211,8 +211,8 @@ class ImageSpans(CodecStore):
         """Stores keys and values (n_kv_heads, n, head_dim) of new tokens."""
         before = self.n_seen
         for run in self._runs(before, before + keys.shape[1]):
-            part = slice(run.start - before, run.stop - before)
-            self._append(run, keys[:, part], values[:, part])
+            new = slice(run.start - before, run.stop - before)
+            self._append(run, keys[:, new], values[:, new])
 
     def segments(self) -> list[Segment]:
         return [

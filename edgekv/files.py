@@ -89,11 +89,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"is not UTF-8 (byte {error.start})") from None
 
 
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError where `atomic_write` could not write; for use before work that ends with it."""
+def require_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
+    """Raises CheckpointError where ``nbytes`` could not be written; for use before work that ends with it."""
     target = user_path(path)
     if not _is_special(target):
-        PartialFile(target, 0).discard()
+        PartialFile(target, nbytes).discard()
     elif not os.access(target, os.W_OK):
         raise _unwritable(target, 0, PermissionError(0, "Permission denied"))
 

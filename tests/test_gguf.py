@@ -250,17 +250,22 @@ def test_blocks_are_kept(kind: str, device: OnDevice, tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize(("kind", "place"), [("Q4_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("IQ3_S", 0)])
 def test_a_scale_that_is_not_finite_is_named(kind: str, place: int, tmp_path: pathlib.Path) -> None:
-    """place: of a float16 scale in a block, which is taken over or kept."""
+    """place: of a float16 scale in a block, which is taken over or kept, or of the embedding table."""
     path, _ = write_k_quants(tmp_path, kind)
-    tensor = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.0.ffn_down.weight")
-    data = bytearray(path.read_bytes())
-    at = int(tensor.data_offset) + place
-    data[at : at + 2] = b"\0\x7c"  # infinity
-    path.write_bytes(data)
-    for weights in ("auto", "q4"):
-        model = Model.open(path)
-        with pytest.raises(CheckpointError, match=r"down_proj.* not finite"):
-            model.store(model.weight_format(weights))
+    offsets = {str(each.name): int(each.data_offset) for each in gguf.GGUFReader(path).tensors}
+    whole = path.read_bytes()
+    for name, scale, ours in (
+        ("blk.0.ffn_down", np.inf, "down_proj"),
+        ("token_embd", np.nan, "embed_tokens"),
+        ("token_embd", 6e4, "embed_tokens"),  # too large for the half floats of tables
+    ):
+        data, at = bytearray(whole), offsets[f"{name}.weight"] + place
+        data[at : at + 2] = np.float16(scale).tobytes()
+        path.write_bytes(data)
+        for weights in ("auto", "q4"):
+            model = Model.open(path)
+            with pytest.raises(CheckpointError, match=f"{ours}.* not finite"):
+                model.store(model.weight_format(weights))
 
 
 def test_experts_are_read(tmp_path: pathlib.Path) -> None:

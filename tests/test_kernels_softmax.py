@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import pytest
 from kernel_cases import EITHER_WAY, assert_close, pairs
 
-from edgekv.kernels import cpu, reference
+from edgekv.kernels import cpu, kernel_cache, reference
+from edgekv.kernels.cpu.launch import RangeKernel
+from edgekv.kernels.cpu.softmax import softmax
 from edgekv.types import I64
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
@@ -70,3 +74,17 @@ def test_numba_exponential_is_accurate() -> None:
     cpu.softmax(s, np.zeros(1, np.int64), np.array([x.size]))
     exact = np.exp(x.astype(np.float64))
     np.testing.assert_allclose(s[0, 0], exact / exact.sum(), rtol=1e-6, atol=1e-37)
+
+
+def test_compiled_and_loaded_code_has_the_same_bits(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "kernel_file", lambda function, options: tmp_path / "softmax")
+    s, results = np.random.default_rng(0).standard_normal((1, 40, 777), np.float32) * 3, []
+    for _ in ("compiled", "loaded"):
+        kernel = RangeKernel(softmax.__globals__["_softmax_rows"].function)
+        monkeypatch.setitem(softmax.__globals__, "_softmax_rows", kernel)
+        results.append(s.copy())
+        softmax(results[-1], *ranges(40, 777))
+    assert (tmp_path / "softmax").exists()
+    np.testing.assert_array_equal(*results)

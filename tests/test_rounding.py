@@ -402,7 +402,9 @@ def test_a_weight_that_is_not_finite_of_an_idle_expert_is_named(tmp_path: pathli
         ops.add_experts(y, y, 0)
 
 
-def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_calibrated(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "out"
     texts = {"short": b"Too short.", "bytes": b"\xff\xfe" * 9000, "long": PROSE.encode()}
     for name, data in texts.items():
@@ -432,6 +434,12 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     command = ["quantize", str(DEMO), "--calibrate", "--output", str(output)]
     assert main([*command, "--weights", "q3.6,head=q5"]) == 2
     assert "a text decides the head's bits, too; leave ,head=NAME out" in capsys.readouterr().err
+    monkeypatch.delattr(
+        calibration, "format_by_need"
+    )  # minutes of work, before which the disk is known to be full
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7_000_000))
+    assert main([*command, "--weights", "q3.6"]) == 2
+    assert "needs 7,779,840 bytes, 7,000,000 are free" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", ["int4,head=int8", "auto,head=int8-32"])

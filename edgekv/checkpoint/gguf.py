@@ -75,8 +75,10 @@ class GgufTensor(MappedTensor):
             self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
 
     def read(self) -> Array:
-        """Returns all values (rows, columns), dequantized."""
-        values = self.rows(0, self._entry["rows"]).astype(DTYPES[self.dtype], copy=False)
+        """Returns all values (rows, columns), dequantized. Raises CheckpointError where they are not finite."""
+        with np.errstate(over="ignore"):
+            values = self.rows(0, self._entry["rows"]).astype(DTYPES[self.dtype], copy=False)
+        self.require_finite(values if self.kind else None)
         return (values.T if self._entry["transposed"] else values).reshape(self.shape)
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:

@@ -101,6 +101,11 @@ class Tensor(abc.ABC):
         if self.dtype not in DTYPES:
             raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
 
+    def require_finite(self, *arrays: Array | None) -> None:
+        """Raises CheckpointError where an array of any shape, read from this tensor, is not finite."""
+        if not all(array is None or np.isfinite(array).all() for array in arrays):
+            raise self.error("has a number that is not finite; download the checkpoint again")
+
     def error(self, problem: str) -> CheckpointError:
         """Returns an error about this tensor. problem: what is wrong with it."""
         return CheckpointError(f"{self.path}: tensor {self.name!r} {problem}")

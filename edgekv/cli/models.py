@@ -48,7 +48,7 @@ from edgekv.engine.loading import Options, SessionPlan, default_ctx, open_model
 from edgekv.engine.model import Model
 from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import CheckpointError
-from edgekv.files import cache_root, read_object, user_path
+from edgekv.files import cache_root, read_object, require_writable, user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO, default_scheme, packed_presets, size_text
 from edgekv.kvcache.registry import select_specs
@@ -338,7 +338,8 @@ def quantize_command(arguments: argparse.Namespace) -> int:
     from edgekv.vision.model import copy_vision
     from edgekv.weights.store import build
 
-    if arguments.output is not None and os.path.lexists(user_path(arguments.output)):
+    folder = user_path(arguments.output or "")
+    if arguments.output is not None and os.path.lexists(folder):
         raise CheckpointError(f"--output {arguments.output} exists; give a new folder or remove it")
     model = Model.open(
         model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
@@ -350,6 +351,8 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
             raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
         text = source and read_text_option(str(source), "--calibrate", "; MODEL stands before --calibrate")
+        if text is not None and (mean := mean_bits(arguments.weights)) and folder.parent.is_dir():
+            require_writable(folder, model.weights_bytes(ModelFormat(f"q{int(mean)}")))  # before minutes of work
         rounding = None if text is None else Calibration.choose(model, arguments.weights, text, bars.update)
         form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:
@@ -357,7 +360,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         elif isinstance(model.weights, WeightStore):
             raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
         else:
-            folder, weights = user_path(arguments.output), rounding.weights if rounding else model.weights
+            weights = rounding.weights if rounding else model.weights
             build(weights, form, folder, bars.update, lambda store: copy_vision(model, store), rounding)
             store = WeightStore(folder)
     print(f"{store.folder}: {store.form.name}, {bytes_text(store.nbytes)}")

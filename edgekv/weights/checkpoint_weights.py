@@ -165,7 +165,7 @@ class CheckpointWeights:
                 raw = list[U8]()
                 for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
                     raw.append(self._tensors[part.tensor].raw_rows(lo, hi))
-                    self._check_finite(part.tensor, *BLOCKS[piece.form.name].decode(raw[-1])[1:])
+                    self._tensors[part.tensor].require_finite(*BLOCKS[piece.form.name].decode(raw[-1])[1:])
                 yield f"{piece.prefix}blocks", np.concatenate(raw)
                 continue
             specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
@@ -189,7 +189,7 @@ class CheckpointWeights:
             return
         for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
             codes, scales, added = self._tensors[part.tensor].blocks(lo, hi)
-            self._check_finite(part.tensor, scales, added)
+            self._tensors[part.tensor].require_finite(scales, added)
             finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
             codes = codes.reshape(hi - lo, -1, form.block)[:, :n]
             scales = np.repeat(scales, finer, axis=1)[:, :n]
@@ -212,7 +212,7 @@ class CheckpointWeights:
         for part, lo, hi in spans(parts, max_elements):
             rows = self._part_rows(part, lo, hi)
             if part.tensor not in self._finite:
-                self._check_finite(part.tensor, rows)
+                self._tensors[part.tensor].require_finite(rows)
             if hi == part.rows:
                 self._finite.add(part.tensor)
             yield rows
@@ -234,11 +234,7 @@ class CheckpointWeights:
     def require_finite(self) -> None:
         """Reads all tensors. Raises CheckpointError for one with a number that is not finite."""
         for name in self.arch.tensors():
-            self._check_finite(name, to_float32(self._tensors[name].read()))
-
-    def _check_finite(self, tensor: str, *arrays: Array | None) -> None:
-        if not all(array is None or np.isfinite(array).all() for array in arrays):
-            raise self._tensors[tensor].error("has a number that is not finite; download the checkpoint again")
+            self._tensors[name].require_finite(to_float32(self._tensors[name].read()))
 
     def release(self, name: str) -> None:
         """Gives back the pages of a linear layer's tensors; the next access reads them again."""

@@ -7,7 +7,6 @@ alone, so that its machine code is loaded without Numba's types. What loops call
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -78,18 +77,18 @@ def loop_address(function: Callable[..., None], fastmath: Any = False, parallel:
             return _load(*saved)
         with kernel_cache.timed_compilation():
             compiled = compile_loop(function, fastmath, parallel)
-        _compiled.append(compiled)
+        _kept.append(compiled)
         library = compiled._library
+        machine_code = compiled.native_name, library._get_compiled_object()
         if file is not None and not library.has_dynamic_globals:
-            kernel_cache.save(file, compiled.native_name, library._get_compiled_object())
-        return int(compiled.address)
+            kernel_cache.save(file, *machine_code)
+        return _load(*machine_code)  # `compiled.address` may sum in another order than what the next process loads
 
 
-_compiled: list[Any] = []  # keeps the machine code of this process's compilations
+_kept: list[Any] = []  # machine code, and what that of this process's compilations points to
 
 
-@functools.cache
-def _engine() -> Any:
+def _new_engine() -> Any:
     """Returns LLVM's linker of machine code, told where the functions are that Numba's error paths call."""
     assert cpu_target.target_context  # made here, it tells LLVM of most
     for name, address in c_helpers.items():
@@ -99,7 +98,8 @@ def _engine() -> Any:
 
 
 def _load(symbol: str, code: bytes) -> int:
-    engine = _engine()
+    """Links machine code by itself: beside other code LLVM would take functions of the same names from there."""
+    _kept.append(engine := _new_engine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return int(engine.get_function_address(symbol))

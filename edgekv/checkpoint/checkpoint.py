@@ -68,20 +68,20 @@ def open_checkpoint(
 
     Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
     """
-    place = user_path(path)
-    folder = place if os.path.isdir(place) else None
-    if place.suffix == GGUF:
+    source = user_path(path)
+    folder = source if os.path.isdir(source) else None
+    if source.suffix == GGUF:
         from edgekv.checkpoint.gguf import import_gguf, open_gguf
 
-        nearby, index = import_gguf(place)
-        tensors = readable = open_gguf(place, index)
+        nearby, index = import_gguf(source)
+        tensors = readable = open_gguf(source, index)
         config_path = None if config is None else user_path(config)
         values = index["config"] if config_path is None else read_config(config_path)
     else:
-        if not folder and place.name.endswith(FOREIGN_SUFFIXES):
-            raise _unreadable_weights(place, [place.name])
-        nearby, tensors = folder or place.parent, _open_folder(folder) if folder else Tensors.open(place)
-        values, config_path = _find_config(place, nearby, tensors, config)
+        if not folder and source.name.endswith(FOREIGN_SUFFIXES):
+            raise _unreadable_weights(source, [source.name])
+        nearby, tensors = folder or source.parent, _open_folder(folder) if folder else Tensors.open(source)
+        values, config_path = _find_config(source, nearby, tensors, config)
         readable = unpack_tensors(tensors.unstacked() if stacks_experts(values) else tensors, values)
 
     def identify(progress: TaskProgress | None) -> str:
@@ -150,7 +150,7 @@ def _unreadable_weights(path: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def _find_config(
-    place: Path, nearby: Path, tensors: Tensors, explicit: str | os.PathLike[str] | None
+    source: Path, nearby: Path, tensors: Tensors, explicit: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], Path | None]:
     """Returns the config and the path of its file, if it is in one."""
     path = user_path(explicit) if explicit is not None else nearby / "config.json"
@@ -163,7 +163,7 @@ def _find_config(
             except ValueError as error:
                 raise ConfigError(f"{file.path}: config in __metadata__ {error}; download it again") from None
     raise ConfigError(
-        f"{place}: no config.json in {nearby} and no 'config' in the file's __metadata__",
+        f"{source}: no config.json in {nearby} and no 'config' in the file's __metadata__",
         field="config",
         advice="give the model's shape with {config:models/NAME.json}",
     )

@@ -116,9 +116,9 @@ def find_cached(name: HubName) -> pathlib.Path | None:
         folder, revision = _folder(_hub(), name), name.revision or "main"
         with contextlib.suppress(OSError):
             revision = (folder / "refs" / revision).read_text().strip()
-        place = folder / "snapshots" / revision
-        found = name.of_quantization(str(path.relative_to(place)) for path in place.rglob(f"*{GGUF}"))
-        return place / found[0] if len(found) == 1 else None
+        snapshot = folder / "snapshots" / revision
+        found = name.of_quantization(str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{GGUF}"))
+        return snapshot / found[0] if len(found) == 1 else None
     path = _in_cache(name, name.file or CONFIG, name.revision)
     if path is None or name.file:
         return path
@@ -227,20 +227,20 @@ def cached_models() -> list[CachedEntry]:
     """Returns the models in the Hub's cache that edgekv reads, each GGUF file by itself, and parts of them."""
     found = list[CachedEntry]()
     for folder in pathlib.Path(_hub().constants.HF_HUB_CACHE).glob("models--*"):
-        match, places = _FOLDER.fullmatch(folder.name), [*folder.glob("snapshots/*")]
+        match, snapshots = _FOLDER.fullmatch(folder.name), [*folder.glob("snapshots/*")]
         if match is None or folder.is_symlink():
             continue
         name, part = f"{match[1]}/{match[2]}", "not whole; `edgekv pull` goes on"
         with contextlib.suppress(OSError, EdgeKVError):  # damaged, or no model that edgekv knows
-            files = {f"{name}:{file.relative_to(p)}": file for p in places for file in p.rglob(f"*{GGUF}")}
+            files = {f"{name}:{file.relative_to(p)}": file for p in snapshots for file in p.rglob(f"*{GGUF}")}
             partial = [*folder.glob("blobs/*partial")]
-            configs = [read_config(place / CONFIG) for place in places if (place / CONFIG).is_file()]
+            configs = [read_config(snapshot / CONFIG) for snapshot in snapshots if (snapshot / CONFIG).is_file()]
             if files:
                 found += [CachedEntry.of(name, "GGUF", file) for name, file in files.items()]
                 found += [CachedEntry.of(name, part, file) for file in partial]
             elif configs or partial:
                 families = [architecture(config).config.model_type for config in configs]
-                is_whole = any(_has_weights(place) for place in places)
+                is_whole = any(_has_weights(snapshot) for snapshot in snapshots)
                 found.append(CachedEntry.of(name, families[0] if is_whole and families else part, folder))
     return found
 
@@ -439,8 +439,8 @@ def shipped_model(name: str) -> pathlib.Path | None:
 
 def shipped_note(path: pathlib.Path) -> tuple[str, list[str]]:
     """Returns what a shipped model is for, and prompts that suit it; "" and none for a model of another path."""
-    places = {name: shipped_model(name) for name in SHIPPED_NOTES}
-    found = (SHIPPED_NOTES[name] for name, place in places.items() if place and os.path.samefile(path, place))
+    paths = {name: shipped_model(name) for name in SHIPPED_NOTES}
+    found = (SHIPPED_NOTES[name] for name, local in paths.items() if local and os.path.samefile(path, local))
     return next(found, ("", []))
 
 
@@ -451,8 +451,8 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
     such model, or the download fails.
     """
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
-        place, name = user_path(path), parse_model_name(path)
-        found = place if os.path.exists(place) else find_or_pull(name) if name else shipped_model(os.fspath(path))
+        local, name = user_path(path), parse_model_name(path)
+        found = local if os.path.exists(local) else find_or_pull(name) if name else shipped_model(os.fspath(path))
         if found is not None:
             return found
     raise no_such_model(path)

@@ -14,8 +14,8 @@ ROW_COST = 0.2  # that a further row adds to a pass, in passes of one row: .05 t
 PRIOR = 0.6  # acceptance rate before any draft was checked
 SMOOTHING = 0.2  # weight of the latest draft in the running acceptance rate
 RECOVERY = 0.005  # of the way back to PRIOR that the rate takes whenever nothing is drafted
-MAX_CANDIDATES = 256  # latest places after the same token that are compared
-MAX_RARE = 3  # places at most, where a match of one token counts
+MAX_CANDIDATES = 256  # latest positions after the same token that are compared
+MAX_RARE = 3  # positions at most, where a match of one token counts
 MAX_MATCH = 8
 NONE, NGRAM = "none", "ngram"
 DRAFTS = NONE, NGRAM, AUTO
@@ -37,8 +37,8 @@ class DraftCounts:
 class NGramDrafts:
     """Prompt lookup: guesses what followed the latest tokens where they stood before, in the prompt or the text.
 
-    Of the latest places after the same token, the one with the longest match is taken. A match of one token counts
-    where that token is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have a running acceptance rate each.
+    Of the latest positions after the same token, the one with the longest match is taken. A match of one token
+    counts where that token is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have a running acceptance rate each.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class NGramDrafts:
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Begins a text after these tokens, and forgets what was learned before."""
-        self._latest: dict[int, int] = {}  # token -> the latest place after it
-        self._earlier: list[int] = []  # place -> the one before it after the same token, or 0
+        self._latest: dict[int, int] = {}  # token -> the latest position after it
+        self._earlier: list[int] = []  # position -> the one before it after the same token, or 0
         self._rates = dict.fromkeys((1, 2, 3, 4, MAX_MATCH), PRIOR)  # acceptance rates, by the match's length
         self._matched = 1
         self._index(tokens)
@@ -55,13 +55,13 @@ class NGramDrafts:
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Returns at most ``limit`` tokens to follow ``tokens``; fewer, or none, where they would not pay."""
         self._index(tokens)
-        place, length = self._longest_match(tokens)
-        if not place:
+        position, length = self._longest_match(tokens)
+        if not position:
             return []
         self._matched = max(known for known in self._rates if known <= length)
         n = self._best_length(limit)
-        period = len(tokens) - place  # a repetition shorter than the draft goes on repeating
-        return [tokens[place + i % period] for i in range(n)]
+        period = len(tokens) - position  # a repetition shorter than the draft goes on repeating
+        return [tokens[position + i % period] for i in range(n)]
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
         """Learns that of the latest ``n_proposed`` drafts the first ``n_accepted`` were accepted."""
@@ -87,24 +87,24 @@ class NGramDrafts:
 
     def _index(self, tokens: Sequence[int]) -> None:
         latest, earlier = self._latest, self._earlier
-        for place in range(len(earlier), len(tokens)):
-            before = tokens[place - 1] if place else -1
+        for position in range(len(earlier), len(tokens)):
+            before = tokens[position - 1] if position else -1
             earlier.append(latest.get(before, 0))
-            latest[before] = place
+            latest[before] = position
 
     def _longest_match(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns the place with the longest match of the tokens before it, and its length; 0, 0: none."""
-        best = best_length = n_places = 0
-        place = self._latest.get(tokens[-1], 0) if tokens else 0
-        while place and n_places < MAX_CANDIDATES and best_length < MAX_MATCH:
-            n_places += 1
+        """Returns the position with the longest match of the tokens before it, and its length; 0, 0: none."""
+        best = best_length = n_positions = 0
+        position = self._latest.get(tokens[-1], 0) if tokens else 0
+        while position and n_positions < MAX_CANDIDATES and best_length < MAX_MATCH:
+            n_positions += 1
             length = 1
-            while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
+            while length < min(position, MAX_MATCH) and tokens[position - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > best_length:
-                best, best_length = place, length
-            place = self._earlier[place]
-        return (0, 0) if best_length == 1 and n_places > MAX_RARE else (best, best_length)
+                best, best_length = position, length
+            position = self._earlier[position]
+        return (0, 0) if best_length == 1 and n_positions > MAX_RARE else (best, best_length)
 
 
 def open_drafts(draft: str, config: ModelConfig, device: str, slots: int) -> NGramDrafts | None:

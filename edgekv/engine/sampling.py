@@ -140,8 +140,8 @@ def adjust_logits(logits: Any, params: SamplingParams, history: Sequence[int], c
 
 
 def _add(logits: Any, ids: Sequence[int], values: Any) -> None:
-    places = np.asarray(np.asarray(ids, np.int64), like=logits)
-    logits[places] = logits[places] + np.asarray(np.asarray(values, np.float32), like=logits)
+    index = np.asarray(np.asarray(ids, np.int64), like=logits)
+    logits[index] = logits[index] + np.asarray(np.asarray(values, np.float32), like=logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +160,8 @@ def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
     x -= np.log(np.sum(np.exp(x)))
     ids = np.asarray([], np.int64, like=x) if n_top == 0 else _top_k(x, min(n_top, x.size))
     ids = ids[np.argsort(-x[ids], kind="stable")]
-    places, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
-    top = zip(map(int, places), map(float, values[1:]), strict=True)
+    top_ids, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
+    top = zip(map(int, top_ids), map(float, values[1:]), strict=True)
     return TokenLogprob(token, float(values[0]), tuple(top))
 
 
@@ -239,10 +239,10 @@ class Sampler:
         chosen = int(np.argmax(logits))  # NaN counts as the largest
         _require_finite(float(logits[chosen]))
         if self.params.temperature:
-            places, weights = self._candidates(logits, float(logits[chosen]))
+            candidates, weights = self._candidates(logits, float(logits[chosen]))
             sums = np.cumsum(weights)
             chosen = int(np.searchsorted(sums, self._rng.random() * sums[-1], side="right"))
-            chosen = chosen if places is None else int(places[chosen])
+            chosen = chosen if candidates is None else int(candidates[chosen])
         return chosen if ids is None else int(ids[chosen])
 
     def settings(self) -> dict[str, Any]:
@@ -284,11 +284,11 @@ class Sampler:
             scaled = scaled[ids]
         weights = np.exp(scaled, out=scaled)
         if params.top_p < 1:
-            places = _nucleus(weights, params.top_p)
-            ids, weights = places if ids is None else ids[places], weights[places]
+            kept = _nucleus(weights, params.top_p)
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
         if params.min_p > 0:
-            places = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
-            ids, weights = places if ids is None else ids[places], weights[places]
+            kept = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
         return ids, weights
 
 

@@ -116,8 +116,8 @@ class Prose:
         row, owners = [np.array(self.start, self.tokens.dtype)], [np.full(len(self.start), -1)]
         done = 0
         for i in sorted(range(len(pieces)), key=lambda i: pieces[i][0]):
-            place, ids = pieces[i]
-            cut = int(cuts[np.searchsorted(cuts, min(place, 1.0) * room)])
+            depth, ids = pieces[i]
+            cut = int(cuts[np.searchsorted(cuts, min(depth, 1.0) * room)])
             row += [text[done:cut], np.array(ids, self.tokens.dtype)]
             owners += [np.full(cut - done, -1), np.full(len(ids), i)]
             done = cut

@@ -89,12 +89,12 @@ def _is_private(folder: pathlib.Path) -> bool:
 
 def _path(name: str, *properties: str) -> pathlib.Path | None:
     """Returns the file for a name, the sources, the processor, the compiler's version and other properties."""
-    place = folder()
-    if place is None:
+    parent = folder()
+    if parent is None:
         return None
     compiler = numba.__version__, llvmlite.__version__, platform.python_version()
     key = name, properties, compiler, config.CPU_NAME or codegen.ll.get_host_cpu_name(), CPU_FEATURES, sources()
-    return place / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
+    return parent / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
 
 
 def kernel_file(function: Callable[..., Any], options: str) -> pathlib.Path | None:

@@ -134,7 +134,7 @@ class AnswerFormat:
         """Returns the text of an answer as part of a choice."""
         raise NotImplementedError
 
-    def place(self, offset: int) -> Json:
+    def text_at(self, offset: int) -> Json:
         """Returns the position of a token in its answer, for its log probability."""
         return {}
 
@@ -153,7 +153,7 @@ class AnswerFormat:
         """Yields the log probabilities of a piece's tokens. offset: the position of its text in the answer."""
         for entry_data in piece.logprobs:
             entry = self._entry(entry_data.token, entry_data.logprob)
-            yield entry | {"top_logprobs": [self._entry(*pair) for pair in entry_data.top], **self.place(offset)}
+            yield entry | {"top_logprobs": [self._entry(*pair) for pair in entry_data.top], **self.text_at(offset)}
             offset += len(entry["token"])
 
     def _entry(self, token: int, logprob: float) -> Json:
@@ -176,7 +176,7 @@ class CompletionFormat(AnswerFormat):
     def text(self, answer: Answer) -> Json:
         return {"text": answer.content}
 
-    def place(self, offset: int) -> Json:
+    def text_at(self, offset: int) -> Json:
         return {"text_offset": offset}
 
     def logprobs(self, entries: Sequence[Json]) -> Json:

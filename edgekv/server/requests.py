@@ -145,16 +145,16 @@ class Message(StrictStruct):
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if part.image_url]
 
-    def as_turn(self, place: str) -> dict[str, Any]:
+    def as_turn(self, field: str) -> dict[str, Any]:
         """Returns the message for chat templates: one text, with a mark for each image, and calls as objects.
 
-        place: the name of the message in errors. Raises RequestError.
+        field: the name of the message in errors. Raises RequestError.
         """
         role = "system" if self.role == "developer" else self.role
         if self.content is None and role != "assistant":
-            raise RequestError(400, f"'{place}.content' is missing", param=f"{place}.content")
+            raise RequestError(400, f"'{field}.content' is missing", param=f"{field}.content")
         if self.tool_calls and role != "assistant":
-            raise RequestError(400, f"{place} has 'tool_calls'; only an assistant's has", param=place)
+            raise RequestError(400, f"{field} has 'tool_calls'; only an assistant's has", param=field)
         turn: dict[str, Any] = {"role": role, "content": self._text()}
         if self.images:
             turn["images"] = True

@@ -74,12 +74,12 @@ class ChatTemplate:
             raise ConfigError(str(error), field="chat_template", value=given, accepted=accepted) from None
 
     @classmethod
-    def open(cls, tokenizer: Tokenizer, place: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
-        """Opens the template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
+    def open(cls, tokenizer: Tokenizer, path: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
+        """Opens the template in the file ``given``, else that of the tokenizer at ``path``, else the plain one.
 
         Raises ConfigError for a file that can't be read or is no Jinja.
         """
-        source = place and find_template(place) if given is None else cls.read(given)
+        source = path and find_template(path) if given is None else cls.read(given)
         return cls(source, tokenizer) if source else cls.plain(tokenizer)
 
     def render(

@@ -285,8 +285,8 @@ def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int |
 
 def place_images(prompt: Prompt, image_token: int, images: Sequence[Embeddings], n_first: int) -> Prompt:
     """Puts an image at each placeholder of a prompt; without any, all come after its first ``n_first`` pieces."""
-    places = [i for i, piece in enumerate(prompt) if not isinstance(piece, Embeddings) and piece == image_token]
-    if not places:
+    positions = [i for i, piece in enumerate(prompt) if not isinstance(piece, Embeddings) and piece == image_token]
+    if not positions:
         return [*prompt[:n_first], *images, *prompt[n_first:]]
-    placed = dict(zip(places, images, strict=True))
-    return [placed.get(i, piece) for i, piece in enumerate(prompt)]
+    images_at = dict(zip(positions, images, strict=True))
+    return [images_at.get(i, piece) for i, piece in enumerate(prompt)]

@@ -71,13 +71,13 @@ def _put(args: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
 
 
 @jit
-def put_scale(x: int, n: int, top: Scalar, place: int) -> Scalar:
+def put_scale(x: int, n: int, top: Scalar, address: int) -> Scalar:
     """Stores and returns the step of n elements: not 0, also where all of them are (nearly) zero."""
     largest = ZERO
     for d in range(n):
         largest = maximum(largest, abs(get(floats(x), d)))
     bits = round_up_to_half(largest / top)
-    put(halves(place), 0, bits)
+    put(halves(address), 0, bits)
     step = as_float(bits)
     return step if step != ZERO else ONE
 

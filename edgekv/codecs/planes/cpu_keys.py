@@ -397,14 +397,14 @@ def _emit_block_scores(
             tables = at(b, queries.tables, (chunk.i, 4))
             sums = _emit_plane_sums(b, n_rows, VECTORS_AT_ONCE[n_rows], tables, width, first, bits, channels)
             for v in range(VECTORS_AT_ONCE[n_rows]):
-                place = at(b, vector.i, v)
-                scales_at = at(b, scale, (place, 2 * TOKENS))
+                vector_index = at(b, vector.i, v)
+                scales_at = at(b, scale, (vector_index, 2 * TOKENS))
                 scales = [
                     widen(b, emit.load(b, emit.vector(emit.I16, TOKENS), scales_at, 2 * RUN * run))
                     for run in range(N_RUNS)
                 ]
                 for m in range(n_rows):
-                    target = at(b, s, (stride, 4, m), (place, 4 * TOKENS))
+                    target = at(b, s, (stride, 4, m), (vector_index, 4 * TOKENS))
                     acc = emit.branch(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),

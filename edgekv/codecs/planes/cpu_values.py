@@ -148,10 +148,10 @@ def _emit_sums(bits: int, n_rows: int, b: Any, tokens: Tokens, channels: Channel
         for m in range(0, n_rows, n_weight_rows):
             p = at(b, tokens.p, (first.i, 4 * BLOCK), (tokens.stride, 4 * m))
             chunk = Tokens(p, tokens.stride, scale, n_blocks)
-            places = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
+            targets = at(b, scratch, m * BLOCK), at(b, scratch, STEPS_AT + 4 * m)
             write = functools.partial(_emit_weights, n_weight_rows, together)
             emit.call_internal(
-                b, f"round_weights_{n_weight_rows}", write, chunk, emit.F32(float(MIDDLE_CODE[bits])), *places
+                b, f"round_weights_{n_weight_rows}", write, chunk, emit.F32(float(MIDDLE_CODE[bits])), *targets
             )
         with emit.loop(b, 0, n_blocks, 1) as block:
             weights, steps = at(b, scratch, (block.i, BLOCK)), at(b, scratch, STEPS_AT, (block.i, 4))

@@ -127,15 +127,15 @@ def make_plan(
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
     lo, hi = visible
-    out_at = place = aligned_size(4 * STATE * rows)  # behind each row's softmax state
-    place += aligned_size(4 * rows * head_dim)
+    out_at = offset = aligned_size(4 * STATE * rows)  # behind each row's softmax state
+    offset += aligned_size(4 * rows * head_dim)
     segment_plans = np.empty((len(segments), len(SegmentPlan._fields)), np.int64)
     pairs: list[PairPlan] = []
     n_blocks = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
         _, _, first, stop, position, positions = segment
         pair = _pair_plan(segment, rows)
-        block, sums_at = pair.block, place + pair.prepared_bytes
+        block, sums_at = pair.block, offset + pair.prepared_bytes
         segment_plans[i] = SegmentPlan(
             **pair.addresses,
             first=first,
@@ -145,18 +145,18 @@ def make_plan(
             positions_stride=0 if positions is None else positions.shape[1],
             block=block,
             width=pair.width,
-            prepared_at=place,
+            prepared_at=offset,
             sums_at=sums_at,
             column=n_tokens,
         )
         pairs.append(pair)
-        place = sums_at + pair.sums_bytes
+        offset = sums_at + pair.sums_bytes
         n_tokens += stop - first
         n_blocks += -(-stop // block) - first // block
         longest = max(longest, block)
         scratch_bytes = max(scratch_bytes, pair.scratch_bytes)
     splits = launch.token_splits(n_groups, n_groups * rows * head_dim * n_tokens)
-    scratch_at = place + aligned_size(4 * rows * longest)
+    scratch_at = offset + aligned_size(4 * rows * longest)
     item_bytes = scratch_at + scratch_bytes
     sink = np.full(n_heads * n, -np.inf, np.float32) if sinks is None else np.repeat(sinks, n).astype(np.float32)
     plan = Plan(
@@ -178,7 +178,7 @@ def make_plan(
         memory=scratch_memory("attend.items", n_groups * splits * item_bytes),
         item_bytes=item_bytes,
         out_at=out_at,
-        scores_at=place,
+        scores_at=offset,
         scratch_at=scratch_at,
         weights=0 if weights is None else address_of(weights),
         weights_stride=0 if weights is None else n_tokens,

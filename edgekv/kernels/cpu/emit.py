@@ -326,8 +326,8 @@ def look_up(builder: Any, table: Value, index: Value) -> Value:
         return call(builder, _LOOK_UP, index.type, table, index)
     result = index  # x86 without AVX2: one by one
     for i in range(n):
-        place = builder.add(builder.zext(builder.extract_element(index, I32(i)), I32), I32(i // 16 * 16))
-        result = builder.insert_element(result, builder.extract_element(table, place), I32(i))
+        lane = builder.add(builder.zext(builder.extract_element(index, I32(i)), I32), I32(i // 16 * 16))
+        result = builder.insert_element(result, builder.extract_element(table, lane), I32(i))
     return result
 
 

@@ -379,11 +379,11 @@ def _emit_unpack_unit(
     size = layout.vectors * VECTOR * PANEL // layout.blocks  # of a block's codes
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
-        places = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
-        for place in places:  # of the next PANEL_K, which then wait for no memory
-            ahead = at(b, place, PANEL_K * layout.bits // 8)
+        addresses = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
+        for address in addresses:  # of the next PANEL_K, which then wait for no memory
+            ahead = at(b, address, PANEL_K * layout.bits // 8)
             emit.prefetch(b, ahead, layout.block_bytes * layout.blocks, locality=2)
-        for index, some in _emit_transposed_codes(layout, b, places, n_blocks):
+        for index, some in _emit_transposed_codes(layout, b, addresses, n_blocks):
             emit.store(b, some, target, (index * PANEL_VECTORS + i) * VECTOR)
     with emit.loop(b, 0, PANEL, 1) as output:
         first = b.add(block, b.mul(outputs.blocks, output.i))
@@ -394,7 +394,7 @@ def _emit_unpack_unit(
 
 
 def _emit_transposed_codes(
-    layout: CodeLayout, b: Any, places: Sequence[Value], n_blocks: Value | None
+    layout: CodeLayout, b: Any, addresses: Sequence[Value], n_blocks: Value | None
 ) -> Iterator[tuple[int, Value]]:
     """Yields, of the units at LANES addresses, four codes each side by side, and which four elements they are."""
     n, of_unit = layout.vectors * LANES, layout.bit_bytes * layout.bits // 4
@@ -403,7 +403,7 @@ def _emit_transposed_codes(
     def words(start: int) -> list[Value]:
         is_whole = start + LANES <= of_unit
         some, width = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
-        return transposed(b, [emit.masked_load(b, INTS, place, 4 * start, some, width) for place in places])
+        return transposed(b, [emit.masked_load(b, INTS, address, 4 * start, some, width) for address in addresses])
 
     @functools.cache
     def code(four: int) -> Value:
@@ -472,8 +472,8 @@ def _emit_block_products(
                 words = [emit.load(b, INTS, lane_codes, offset + VECTOR * i) for i in range(PANEL_VECTORS)]
                 updated = []
                 for m, unit in enumerate(units):
-                    place = at(b, unit, (loop.i, 4))
-                    four = emit.splat(b, emit.load(b, emit.I32, place, vector * VECTOR + 4 * j), LANES)
+                    address = at(b, unit, (loop.i, 4))
+                    four = emit.splat(b, emit.load(b, emit.I32, address, vector * VECTOR + 4 * j), LANES)
                     for i, word in enumerate(words):
                         acc = loop.next[m * PANEL_VECTORS + i]
                         updated.append(add_products(b, layout.bits, word, four, acc))
@@ -542,9 +542,9 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: Rows, outputs: Ou
     if n == 1:  # waits for memory, which is fastest in order
         sums, write = [], functools.partial(_emit_row_product, layout)
         for o in range(OUTPUTS):
-            places = at(b, outputs.codes, (outputs.code_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
+            addresses = at(b, outputs.codes, (outputs.code_bytes, o)), at(b, outputs.scales, (scale_bytes, o))
             sums.append(
-                emit.call_internal(b, "multiply_row", write, x.first, *places, outputs.blocks, result=FLOATS)
+                emit.call_internal(b, "multiply_row", write, x.first, *addresses, outputs.blocks, result=FLOATS)
             )
     else:  # share what is loaded of rows
         unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)

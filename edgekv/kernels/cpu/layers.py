@@ -167,16 +167,16 @@ def _route(
 ) -> None:
     """Fills experts, tokens and weights; memory: each token's experts, each expert's next pair, weights."""
     m = n * per_token
-    chosen, places, unsorted = int64s(memory), int64s(memory + 8 * m), floats(memory + 8 * (m + count))
+    chosen, starts, unsorted = int64s(memory), int64s(memory + 8 * m), floats(memory + 8 * (m + count))
     for e in range(count):
-        put(places, e, 0)
+        put(starts, e, 0)
     for token in range(n):
         row, first, last = floats(logits + 4 * token * count), token * per_token, (token + 1) * per_token
         _top_k(row, count, int64s(memory + 8 * first), per_token)
         largest, total = get(row, get(chosen, first)), ZERO
         for i in range(first, last):
             e = get(chosen, i)
-            put(places, e, get(places, e) + 1)
+            put(starts, e, get(starts, e) + 1)
             put(unsorted, i, np.exp(get(row, e) - largest))
             total += get(unsorted, i)
         if not renormalized:
@@ -187,16 +187,16 @@ def _route(
             put(unsorted, i, get(unsorted, i) / total)
     before = 0
     for e in range(count):
-        n_pairs = get(places, e)
-        put(places, e, before)
+        n_pairs = get(starts, e)
+        put(starts, e, before)
         before += n_pairs
     for i in range(m):
         e = get(chosen, i)
-        place = get(places, e)
-        put(places, e, place + 1)
-        put(int64s(experts), place, e)
-        put(int64s(tokens), place, i // per_token)
-        put(floats(weights), place, get(unsorted, i))
+        pair = get(starts, e)
+        put(starts, e, pair + 1)
+        put(int64s(experts), pair, e)
+        put(int64s(tokens), pair, i // per_token)
+        put(floats(weights), pair, get(unsorted, i))
 
 
 @jit

@@ -156,17 +156,17 @@ def _emit_quantized_block(
     rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
     unit, run = b.sdiv(block, emit.I64(layout.blocks)), layout.run
     inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
-    place = emit.at(b, row, (unit, layout.unit_bytes), inside)
+    address = emit.at(b, row, (unit, layout.unit_bytes), inside)
     for v in range(layout.vectors):
         some = emit.shuffle(b, rounded, layout.elements(v))
-        emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), place, v * VECTOR)
+        emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), address, v * VECTOR)
     total = emit.reduce_sum(b, rounded)
     if layout.has_corrections:
         emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), sum_at)
     sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
     first = b.mul(total, b.neg(zero))
-    emit.store(b, b.insert_element(sums, first, emit.I32(0)), place, layout.sums_at)
-    emit.store(b, emit.splat(b, scale, run // 4), place, layout.scales_at)
+    emit.store(b, b.insert_element(sums, first, emit.I32(0)), address, layout.sums_at)
+    emit.store(b, emit.splat(b, scale, run // 4), address, layout.scales_at)
 
 
 # Kernels get the number of products, and of their tiles (or panels) together, then each product.

@@ -188,13 +188,13 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
 
         def row_after(d: Any, query: Any, before: list[Any]) -> list[Any]:
             """Row d of the columns, written behind the token whose query lies at an address."""
-            place = b.add(rows, b.mul(d, row_bytes))
+            address = b.add(rows, b.mul(d, row_bytes))
             k = splat(b.add(query, b.mul(b.add(n_keys, d), emit.I64(4))))
             row = []
             for part, change in zip(parts, before[1:], strict=True):
-                x = emit.load(b, VECTOR, place, 4 * LANES * part)
+                x = emit.load(b, VECTOR, address, 4 * LANES * part)
                 row.append(emit.multiply_add(b, x, before[0], b.fmul(k, change)))
-                emit.store(b, row[-1], place, 4 * LANES * part)
+                emit.store(b, row[-1], address, 4 * LANES * part)
             return row
 
         def token(t: Any, before: list[Any]) -> list[Any]:
@@ -204,8 +204,8 @@ def _columns(context: Any, n: Any, first: Any, y: Any, matrix: Any, rates: Any, 
                 if before:
                     row = row_after(loop.i, b.sub(query, token_bytes), before)
                 else:
-                    place = b.add(rows, b.mul(loop.i, row_bytes))
-                    row = [emit.load(b, VECTOR, place, 4 * LANES * part) for part in parts]
+                    address = b.add(rows, b.mul(loop.i, row_bytes))
+                    row = [emit.load(b, VECTOR, address, 4 * LANES * part) for part in parts]
                 q = splat(b.add(query, b.mul(loop.i, emit.I64(4))))
                 k = splat(b.add(query, b.mul(b.add(n_keys, loop.i), emit.I64(4))))
                 pairs = [(x, k) for x in row] + [(x, q) for x in row]

@@ -225,9 +225,9 @@ def _transform_vector(context: Any, x: Any, i: Any, scale: Any) -> Any:
     """Multiplies the vector at x[i:] by scale * H."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        place = emit.address(context, b, x, args)
-        value = transformed(b, emit.load(b, VECTOR, place))
-        emit.store(b, b.fmul(emit.splat(b, args[2], LANES), value), place)
+        address = emit.address(context, b, x, args)
+        value = transformed(b, emit.load(b, VECTOR, address))
+        emit.store(b, b.fmul(emit.splat(b, args[2], LANES), value), address)
         return context.get_dummy_value()
 
     return types.none(x, types.intp, types.float32), build

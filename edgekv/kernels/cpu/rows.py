@@ -43,12 +43,12 @@ def score_rows(size: int, batch_invariant: bool = False, adds: bool = False) -> 
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, rows, keys, head_dim, n, s, stride = args
             done = emit.I64(0)
-            for together in row_counts:
-                with emit.loop(b, done, rows, together) as loop:
+            for n_rows in row_counts:
+                with emit.loop(b, done, rows, n_rows) as loop:
                     queries = b.add(q, b.mul(loop.i, b.mul(head_dim, emit.I64(4))))
                     target = b.add(s, b.mul(loop.i, b.mul(stride, emit.I64(4))))
-                    write = functools.partial(_score, size, adds, together, tokens[together])
-                    emit.call_internal(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, stride)
+                    write = functools.partial(_score, size, adds, n_rows, tokens[n_rows])
+                    emit.call_internal(b, f"{name}_{n_rows}", write, queries, keys, head_dim, n, target, stride)
                 done = loop.i
             return context.get_dummy_value()
 
@@ -67,13 +67,13 @@ def add_rows(size: int) -> Any:
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, stride, rows, values, head_dim, n, out = args
             done = emit.I64(0)
-            for together in ROW_COUNTS:
-                with emit.loop(b, done, rows, together) as loop:
+            for n_rows in ROW_COUNTS:
+                with emit.loop(b, done, rows, n_rows) as loop:
                     weights = b.add(p, b.mul(loop.i, b.mul(stride, emit.I64(4))))
                     target = b.add(out, b.mul(loop.i, b.mul(head_dim, emit.I64(4))))
-                    write = functools.partial(_add, size, together)
+                    write = functools.partial(_add, size, n_rows)
                     emit.call_internal(
-                        b, f"add_rows_{size}_{together}", write, weights, stride, values, head_dim, n, target
+                        b, f"add_rows_{size}_{n_rows}", write, weights, stride, values, head_dim, n, target
                     )
                 done = loop.i
             return context.get_dummy_value()
@@ -116,10 +116,10 @@ def _score(size: int, adds: bool, n_rows: int, tokens: int, b: Any, *args: Any) 
                 rest.next = add_channels(rest.i, rest.values, b.sub(head_dim, rest.i), n_tokens, first)
             for m in range(n_rows):
                 scores = emit.lane_sums(b, rest.values[m * n_tokens : (m + 1) * n_tokens])
-                place = at(b, s, (tile.i, 4), (stride, 4 * m))
+                target = at(b, s, (tile.i, 4), (stride, 4 * m))
                 if adds:
-                    scores = b.fadd(emit.load(b, scores.type, place), scores)
-                emit.store(b, scores, place)
+                    scores = b.fadd(emit.load(b, scores.type, target), scores)
+                emit.store(b, scores, target)
         done = tile.i
 
 
@@ -132,12 +132,12 @@ def _add(
         with emit.loop(b, done, head_dim if is_whole else at(b, head_dim, N - 1), n_columns * N) as tile:
             n_left = None if is_whole else b.sub(head_dim, tile.i)
             first, target = b.add(values, b.mul(tile.i, emit.I64(size))), b.add(out, b.mul(tile.i, emit.I64(4)))
-            places = [
+            targets = [
                 (b.add(target, b.mul(out_bytes, emit.I64(m))), 4 * N * c)
                 for m in range(n_rows)
                 for c in range(n_columns)
             ]
-            acc = [emit.masked_load(b, VECTOR, *place, n_left) for place in places]
+            acc = [emit.masked_load(b, VECTOR, *to, n_left) for to in targets]
             with emit.loop(b, emit.I64(0), n, 1, acc) as loop:
                 value = b.add(first, b.mul(loop.i, row_bytes))
                 if size < 4:
@@ -152,8 +152,8 @@ def _add(
                 loop.next = [
                     emit.multiply_add(b, *pair, total) for pair, total in zip(pairs, loop.values, strict=True)
                 ]
-            for place, total in zip(places, loop.values, strict=True):
-                emit.masked_store(b, total, *place, n_left)
+            for to, total in zip(targets, loop.values, strict=True):
+                emit.masked_store(b, total, *to, n_left)
         done = tile.i
 
 

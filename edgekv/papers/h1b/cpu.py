@@ -126,8 +126,8 @@ def _pack_tokens(first: int, last: int, thread: int, arguments: int) -> None:
     for item in range(first, last):
         g, t = item // n, t0 + item % n
         for w in range(n_words):
-            place = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
-            put(words(codes), place, _pack_word(floats(x), item * n_bits + w * WORD_BITS))
+            index = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
+            put(words(codes), index, _pack_word(floats(x), item * n_bits + w * WORD_BITS))
 
 
 @jit

@@ -202,7 +202,7 @@ def test_an_interrupted_prompt_keeps_nobody_out(decoder: Slow, schedule: BatchSc
     thread = threading.Thread(target=schedule.steps, args=(decoder, [1], ()))
     thread.start()
     until(lambda: bool(decoder.passes))
-    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: schedule._has_prompt, decoder):
+    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: schedule._in_prefill, decoder):
         schedule.exclusive().__enter__()
     thread.join()
     np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])

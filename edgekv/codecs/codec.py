@@ -33,7 +33,7 @@ class Codec(abc.ABC):
     backend_state: Any = None
     """What a backend derives from the bound arrays, for itself; None after other arrays are bound."""
     fixed: F32 | None = None
-    """What a seed or an adapter fixed for all tokens, without which their bits mean nothing; on the host."""
+    """Constants of a seed or an adapter, a rotation say, without which no token can be decoded; on the host."""
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim

@@ -35,7 +35,7 @@ class PrefixStore:
     """Files of prefixes in this user's cache folder, at most ``max_bytes``; the least recently used ones go.
 
     A file is named by what its arrays depend on beside the tokens, and by the tokens. Several processes may use
-    the folder at once: files appear whole and are never changed. An error of the disk is as good as no file.
+    the folder at once: files appear whole and are never changed. An error of the disk counts as no file.
     """
 
     def __init__(self, model: Model, max_bytes: int) -> None:

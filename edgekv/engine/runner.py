@@ -149,8 +149,7 @@ class State:
     def mark_turn(self, n_more: int) -> None:
         """Marks where a rewind is likely to lead: the beginning or end of a prompt of ``n_more`` tokens.
 
-        The text that a template writes there for the answer is often another one when the conversation is sent
-        again.
+        Templates often write other text there for an answer once the conversation is sent again.
         """
         for cache in self.caches:
             cache.checkpoint_at(self.n_cached)

@@ -93,20 +93,20 @@ class BatchScheduler(SerialScheduler):
     """Runs conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
-    MAX_WAIT_S. The thread that finds it so computes the pass; the others wait. A thread that is interrupted
-    (KeyboardInterrupt) leaves neither its turn nor its token behind.
+    MAX_WAIT_S. The thread that notices it computes the pass; the others wait. A thread that is interrupted
+    (KeyboardInterrupt) gives up its turn and withdraws its request.
     """
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
-        self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
+        self._prefill_lock = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
-        self._computing: int | None = None  # the thread whose turn it is
-        self._has_prompt = False  # while a prompt is read, a pass begins only where the prompt pauses for it
-        self._lets_pass = False
-        self._writing: set[int] = set()  # threads whose text goes on
+        self._owner: int | None = None  # the thread that computes
+        self._in_prefill = False  # then a pass begins only where the prompt pauses for it
+        self._decode_allowed = False
+        self._decoding: set[int] = set()  # threads in the middle of a text
         self._waiting: list[_Request] = []
-        self._pass: list[_Request] = []  # the requests that are being computed
+        self._batch: list[_Request] = []  # the requests that are being computed
 
     def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Runs one token in a pass with those of other threads; returns logits (1, vocab). Drafts need slots=1.
@@ -117,8 +117,8 @@ class BatchScheduler(SerialScheduler):
         self._require_outside()
         request = _Request(decoder, tokens[0], caches)
         try:
-            if self._begins_pass(request):
-                self._compute(self._pass)
+            if self._leads_pass(request):
+                self._compute(self._batch)
         finally:
             self._withdraw(request)
         if request.error is not None:
@@ -128,54 +128,54 @@ class BatchScheduler(SerialScheduler):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Pause]:
-        """Runs its block as `SerialScheduler.exclusive` does, but waits for its turn."""
+        """Runs its block as `SerialScheduler.exclusive` does, but waits until no thread computes."""
         self._require_outside()
         self.finish()
-        with self._prompt:
+        with self._prefill_lock:
             try:
-                self._has_prompt = True  # else texts that are quick to ask again would keep it out
+                self._in_prefill = True  # else other threads' next tokens would come first, for ever
                 with self._changed:
-                    self._changed.wait_for(lambda: self._computing is None)
-                    self._computing = threading.get_ident()
+                    self._changed.wait_for(lambda: self._owner is None)
+                    self._owner = threading.get_ident()
                 with blas_threads(self.threads):
                     yield self._pause
             finally:
-                self._has_prompt = self._lets_pass = False
+                self._in_prefill = self._decode_allowed = False
                 self._release()
 
     def finish(self) -> None:
         with self._changed:
-            self._writing.discard(threading.get_ident())
+            self._decoding.discard(threading.get_ident())
             self._changed.notify_all()
 
     def _require_outside(self) -> None:
         """Raises SessionError within `exclusive` of the same thread, which would wait for itself."""
-        if self._computing == threading.get_ident():
+        if self._owner == threading.get_ident():
             raise SessionError("this thread computes with these weights already: end that first")
 
     def _pause(self) -> None:
         with self._changed:
             if self._is_due():
-                self._lets_pass = True
+                self._decode_allowed = True
                 self._release()
                 self._changed.wait_for(  # one pass has come and gone, or nobody wants one any more
-                    lambda: self._computing is None and not (self._lets_pass and self._waiting)
+                    lambda: self._owner is None and not (self._decode_allowed and self._waiting)
                 )
-                self._lets_pass = False
-                self._computing = threading.get_ident()
+                self._decode_allowed = False
+                self._owner = threading.get_ident()
 
-    def _begins_pass(self, request: _Request) -> bool:
+    def _leads_pass(self, request: _Request) -> bool:
         """Waits for a pass; returns whether this thread must compute it, as no other has."""
         with self._changed:
-            self._writing.add(request.thread)
+            self._decoding.add(request.thread)
             self._waiting.append(request)
             self._changed.notify_all()
             while not request.is_done:
-                is_free = self._computing is None and (self._lets_pass or not self._has_prompt)
+                is_free = self._owner is None and (self._decode_allowed or not self._in_prefill)
                 if request in self._waiting and is_free and self._is_due():
-                    self._computing, self._lets_pass = request.thread, False
-                    self._pass, self._waiting = self._waiting, []
-                    self._writing = {other.thread for other in self._pass}  # those waited for in vain are out
+                    self._owner, self._decode_allowed = request.thread, False
+                    self._batch, self._waiting = self._waiting, []
+                    self._decoding = {other.thread for other in self._batch}  # not those that were late
                     return True
                 self._changed.wait(MAX_WAIT_S)
             return False
@@ -185,25 +185,25 @@ class BatchScheduler(SerialScheduler):
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
-                self._writing.discard(request.thread)
-            if self._computing == request.thread:
-                for other in self._pass:
+                self._decoding.discard(request.thread)
+            if self._owner == request.thread:
+                for other in self._batch:
                     if not other.is_done:
                         other.error = SessionError(INTERRUPTED)
-                self._pass = []
+                self._batch = []
                 self._release()
-            self._changed.wait_for(lambda: request not in self._pass)
+            self._changed.wait_for(lambda: request not in self._batch)
 
     def _is_due(self) -> bool:
         if not self._waiting:
             return False
         overdue = time.monotonic() - self._waiting[0].since_s > MAX_WAIT_S
-        return overdue or len(self._waiting) >= len(self._writing)
+        return overdue or len(self._waiting) >= len(self._decoding)
 
     def _release(self) -> None:
         with self._changed:
-            if self._computing == threading.get_ident():
-                self._computing = None
+            if self._owner == threading.get_ident():
+                self._owner = None
             self._changed.notify_all()
 
     def _compute(self, batch: Sequence[_Request]) -> None:

@@ -8,8 +8,8 @@ reinterpreted for free as q (G, M, D) with M = R * n: the head of the group oute
 preallocated for `cap` tokens (`edgekv.kernels.arrays.zeros`), hold float16 as its bits in uint16, and are
 C-contiguous, as is every array here except scores, whose last axis alone must be.
 
-Token ranges are half-open and need not touch block borders. A kernel writes all that it promises and nothing
-else, and trusts its arguments: shapes and ranges are the caller's duty.
+Token ranges are half-open and need not touch block borders. A kernel writes all of its outputs and
+nothing else, and does not check its arguments: shapes and ranges are the caller's duty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
 GEMV_ROWS = 8
-"""Up to so many rows a product with weights gives each row, to the bit, what it has alone; more use a gemm."""
+"""Rows at most of a gemv, which gives each row the same bits as alone; products of more rows use a gemm."""
 
 MAX_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""

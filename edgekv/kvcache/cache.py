@@ -58,7 +58,7 @@ def layout_bytes(layout: Layout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CacheState:
-    """What a layer's next token depends on. ``counters`` and ``extra`` are ready for JSON."""
+    """All that a layer's next token depends on: what is saved. ``counters`` and ``extra`` are ready for JSON."""
 
     counters: dict[str, int]
     extra: dict[str, Any]
@@ -173,7 +173,7 @@ class LayerState(abc.ABC):
         return False
 
     def fixed(self) -> list[F32]:
-        """Returns what `Codec.fixed` does, of each codec that has such."""
+        """Returns `Codec.fixed` of each codec that has it."""
         return []
 
     # Saving and restoring. The contents of a file are untrusted.

@@ -74,7 +74,7 @@ MAX_FOUR_SUM = 61
 """Steps to which the magnitudes of four neighbouring elements of a query add up at most (`round_queries`)."""
 
 MIN_WEIGHT = 1e-30
-"""The least p * scale that stands for MAX_WEIGHT: of a block whose largest is smaller, weights are less, too."""
+"""The least p * scale that becomes MAX_WEIGHT; a block whose largest is smaller has smaller weights only."""
 
 MAX_WEIGHT = np.float32(255)
 """The largest weight of values, a byte: p * scale of a block's tokens is rounded to its multiples."""

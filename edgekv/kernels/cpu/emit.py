@@ -144,7 +144,7 @@ def multiply_add(builder: Any, a: Value, b: Value, c: Value) -> Value:
 
 
 def subtract(builder: Any, a: Value, b: Value) -> Value:
-    """Returns a - b where the order counts: without own flags it would get the compiled function's."""
+    """Returns a - b, which LLVM must not reorder: without a flag it would get those of the compiled function."""
     return builder.fsub(a, b, flags=CONTRACT)
 
 

@@ -102,7 +102,7 @@ class CodeLayout(NamedTuple):
         return self.blocks * self.block // 8
 
     def elements(self, vector: int) -> range:
-        """Returns which elements of a block such a vector has."""
+        """Returns the elements of a block that a vector of a unit holds; vector: its number in the unit."""
         per_byte = 1 if self.rotated else 8 // self.bits
         part, before = divmod(vector, self.vectors // per_byte)
         start = before * per_byte * self.run + part

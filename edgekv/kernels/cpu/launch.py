@@ -52,7 +52,7 @@ class RangeKernel(Loop):
 
 
 exact_kernel = functools.partial(RangeKernel, fastmath=False)
-"""Makes a `RangeKernel` whose arithmetic is as written, where others make sums in any order."""
+"""Makes a `RangeKernel` whose sums keep their order; those of other kernels may be reordered."""
 
 
 def _int64(x: Any) -> int:

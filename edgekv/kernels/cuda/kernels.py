@@ -43,7 +43,7 @@ ENCODE = Program(("exact",), exact=True)
 ATTEND_BLOCKS = {1: 4}  # blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
 MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
 MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
-EXACT_TILES = 3  # tiles at most of a block with float16 tokens beside a fused kernel
+EXACT_TILES = 3  # at most, of float16 tokens, that a block takes beside a fused kernel's blocks
 ALL_VISIBLE = np.zeros(1, np.int64), np.full(1, 1 << 30)
 PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prefill_attention.cu, and channels of a head
 LAYERS = Program(("layers",))
@@ -272,7 +272,7 @@ class CudaKernels:
     def splits(self, rounds: int, n_ranges: int, blocks: int = 8, reserved: int = 0) -> int:
         """Returns how many blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` other blocks.
 
-        All blocks run at once where a multiprocessor holds ``blocks``: a few more would take as long again.
+        So many run at once, with ``blocks`` on a multiprocessor: one more would wait, and take as long again.
         """
         at_once = self.driver.multiprocessors * blocks // n_ranges - reserved
         return max(1, min(rounds, at_once, MAX_SPLITS))

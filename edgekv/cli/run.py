@@ -107,7 +107,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     add_power_options(parser)
 
 
-def fitting_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
+def fit_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
     """Returns a prompt, encoded if it is long. Raises ContextError, before weights are read, if it can't fit."""
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
@@ -134,7 +134,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         require_vision(Model.open(model_path(arguments), config=arguments.config))
         images = [open_image(path) for path in arguments.image]
     elif isinstance(prompt, str) and arguments.overflow == "stop" and not is_saved(arguments):
-        prompt = fitting_prompt(arguments, prompt)
+        prompt = fit_prompt(arguments, prompt)
     meter = energy_meter(arguments)
     bars, begin = Bars(), time.perf_counter()
     session = open_session(arguments, options, bars)

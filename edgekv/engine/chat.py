@@ -92,7 +92,7 @@ class Chat:
         self.template = template or ChatTemplate.open(self._tokenizer, session.model.tokenizer_path)
         self._encoder = ChatEncoder(self.template, self._tokenizer)
         what = "a list of {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
-        functions = tuple(tool.function for tool in _converted(tools, list[Tool], "tools", what))
+        functions = tuple(tool.function for tool in _convert(tools, list[Tool], "tools", what))
         self._tools = Tools(functions, functions, forced=False, several=True) if functions else None
         self._form, self.schema = find_format(self.template.source), schema
         self._marks = special_marks(self._tokenizer) if functions else {}
@@ -227,10 +227,10 @@ class Chat:
     ) -> StepIterator:
         self.session.require_idle()
         max_new_tokens = max_new_tokens or answer_tokens(self.session.plan.ctx)
-        tools = self._allowed(tool_choice)
+        tools = self._tools_for(tool_choice)
         messages = [dict(message) for message in history]  # the chat's from the first step on
         images = self._read_images(messages)
-        prompt, room = self._fitting(messages, max_new_tokens)
+        prompt, room = self._fit(messages, max_new_tokens)
         stops = *self.template.stops, *((stop,) if isinstance(stop, str) else stop)
         how |= {"stop": stops, "max_new_tokens": min(room, max_new_tokens)}
         if tools:
@@ -240,9 +240,9 @@ class Chat:
             how["json_schema"] = self.schema
         steps = self.session.generate(self.session.align(prompt), **how)
         self.session.report().images = images
-        return self._collected(messages, steps, tools, ends_full=room < max_new_tokens)
+        return self._collect(messages, steps, tools, ends_full=room < max_new_tokens)
 
-    def _allowed(self, choice: str) -> Tools | None:
+    def _tools_for(self, choice: str) -> Tools | None:
         """Returns the tools that an answer may call. Raises ConfigError for an unknown ``choice``."""
         choices: dict[str, Tools | None] = {"auto": self._tools, "none": None}
         if self._tools:
@@ -259,12 +259,12 @@ class Chat:
         accepted = "a text; a list only for results of `tool_calls`, and the last answer has none"
         if ids:
             accepted = f"a text, or a list of {RESULT}, where ID is {' or '.join(ids)}"
-        turns = _converted(results, list[_Turn], "text", accepted)
+        turns = _convert(results, list[_Turn], "text", accepted)
         if not turns or any(turn.role != "tool" or turn.tool_call_id not in ids for turn in turns):
             raise ConfigError(field="text", value=results, accepted=[accepted])
         return [{"role": "tool", "tool_call_id": turn.tool_call_id, "content": turn.content} for turn in turns]
 
-    def _fitting(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[Prompt, int]:
+    def _fit(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[Prompt, int]:
         """Returns the whole prompt, and how many tokens of an answer have room beside the question.
 
         Drops the oldest turns where prompt and answer are too long together, if they may leave. Raises
@@ -282,10 +282,10 @@ class Chat:
             accepted = [f"{min(2 * alone, most)} to {most}"] if alone <= most else []  # with room for an answer
             raise ContextError(problem, field="ctx", value=ctx, accepted=accepted, advice="shorten the message")
         if _length(prompt) + min(max_new_tokens, ctx // 4) > ctx:
-            prompt = self._shortened(messages)
+            prompt = self._trim(messages)
         return prompt, ctx - alone + 1
 
-    def _shortened(self, messages: list[dict[str, Any]], answer: Sequence[int] = ()) -> Prompt:
+    def _trim(self, messages: list[dict[str, Any]], answer: Sequence[int] = ()) -> Prompt:
         """Drops the oldest turns until half of the context is free, or one is left; returns prompt and answer."""
         prompt = self._prompt(messages)
         while _length(prompt) + len(answer) > self.session.plan.ctx // 2 and _drop_oldest(messages):
@@ -323,7 +323,7 @@ class Chat:
             names = {"tools": tool_definitions(self._tools.functions)}
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"), names)
 
-    def _collected(
+    def _collect(
         self, messages: list[dict[str, Any]], steps: StepIterator, tools: Tools | None, *, ends_full: bool
     ) -> StepIterator:
         """Passes the steps on, then writes question and answer to the history, if there were any.
@@ -349,7 +349,7 @@ class Chat:
                         step = dataclasses.replace(step, text=text)
                     yield step
                     if self.session.can_slide and not step.finish_reason and len(self.session.tokens) > ctx:
-                        self.session.replace(self._shortened(messages, [step.token for step in taken]))
+                        self.session.replace(self._trim(messages, [step.token for step in taken]))
         finally:
             with contextlib.suppress(SessionError):  # the session was closed meanwhile
                 try:
@@ -406,7 +406,7 @@ class AsyncSteps:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._pool, self._steps.close))
 
 
-def _converted(value: Any, kind: type[T], field: str, accepted: str) -> T:
+def _convert(value: Any, kind: type[T], field: str, accepted: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

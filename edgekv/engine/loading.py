@@ -292,7 +292,7 @@ def fit_head_bits(
         tokens = tokenizer.encode(text)[:n] if tokenizer else []
         if len(tokens) < MIN_FIT_TOKENS:
             return None
-        measured = _measured_noise(decoder, tokens, progress)
+        measured = _measure_noise(decoder, tokens, progress)
         memo.keep({name: array.tolist() for name, array in measured._asdict().items()})
         return measured
 
@@ -306,7 +306,7 @@ def fit_head_bits(
     return fit
 
 
-def _measured_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress | None) -> HeadNoise:
+def _measure_noise(decoder: Decoder, tokens: list[int], progress: TaskProgress | None) -> HeadNoise:
     probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
     for probe in probes:
         probe.allocate(decoder.kernels, decoder.workspace)

@@ -105,7 +105,7 @@ class RunReport:
         """Returns the number of tokens, their speed and the time to the first, for people."""
         first = self.time_to_first_token_s
         n = len(self.decode_latencies_s) + (first is not None)
-        text = _counted(n, "token")
+        text = _count_text(n, "token")
         if self.decode_tokens_per_s is not None:
             text += f" at {self.decode_tokens_per_s:.1f} tokens/s"
         return text if first is None else f"{text}, the first after {first:.2f} s"
@@ -113,7 +113,7 @@ class RunReport:
     def rows(self) -> list[tuple[str, str]]:
         """Returns (topic, text) rows for people: model, text, images, drafts, memory, end, energy, notes."""
         about, settings, images, drafts = self.model, self.settings, self.images, self.drafts
-        prompt = f"prompt of {_counted(self.prefill_tokens, 'token')}"
+        prompt = f"prompt of {_count_text(self.prefill_tokens, 'token')}"
         if self.prefill_tokens_per_s:
             prompt += f" at {self.prefill_tokens_per_s:.0f} tokens/s"
         rows = [
@@ -170,7 +170,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator and denominator else None
 
 
-def _counted(n: int, what: str) -> str:
+def _count_text(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 

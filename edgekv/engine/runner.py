@@ -393,7 +393,7 @@ class Runner:
             )
         return ids, spans
 
-    def fitting_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
+    def fit_prompt(self, prompt: Prompt, slides: bool = False) -> tuple[list[int], Spans]:
         """Returns a prompt as `read_prompt` does. Raises ContextError where it does not fit and nothing slides."""
         ids, spans = self.read_prompt(prompt, may_be_empty=bool(self.state.pending))
         if not slides:

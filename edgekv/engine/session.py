@@ -144,7 +144,7 @@ class Session:
                     what = f"the session that shares its weights has {shared[name]!r}"
                     raise ConfigError(what, field=name, value=options.get(name), advice=f"leave {{{name}}} out")
             lora = saved.require_model(model.model)
-            session = model._forked(saved.kv, saved.ctx, dataclasses.replace(requested, **shared), lora)
+            session = model._fork(saved.kv, saved.ctx, dataclasses.replace(requested, **shared), lora)
         else:
             opened = open_model(checked_value("model", model, Path), requested)
             lora = saved.require_model(opened)
@@ -284,7 +284,7 @@ class Session:
     ) -> F32:
         """Appends a prompt (see `encode_prompt`); returns the logits (vocab,) float32 after it."""
         runner = self._idle_runner()
-        ids, spans = runner.fitting_prompt(self.encode_prompt(prompt, images), runner.slides)
+        ids, spans = runner.fit_prompt(self.encode_prompt(prompt, images), runner.slides)
         return to_host(runner.append(ids, spans, progress=progress)[0])
 
     @checked()
@@ -324,7 +324,7 @@ class Session:
         defaults = self.model.sampling if sampling is None else SamplingParams()
         sampler = open_sampler(self.config.vocab_size, sampling, settings, defaults)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
-        ids, spans = runner.fitting_prompt(pieces, runner.slides)
+        ids, spans = runner.fit_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         report.prefill_tokens = len(ids)  # until they are read
         matcher = StopMatcher(stop)
@@ -374,7 +374,7 @@ class Session:
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
         """Appends a prompt of n tokens to the conversation; returns the logits (n, vocab) float32 after each."""
         runner = self._idle_runner()
-        ids, spans = runner.fitting_prompt(self.encode_prompt(prompt, images))
+        ids, spans = runner.fit_prompt(self.encode_prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
     @checked()
@@ -515,9 +515,9 @@ class Session:
         Raises ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
         _, ctx = self._runner, Options.of({"ctx": ctx}).ctx or self.plan.ctx  # a closed session refuses
-        return self._forked(self.plan.kv if kv is None else kv, ctx, self._options, self.lora)
+        return self._fork(self.plan.kv if kv is None else kv, ctx, self._options, self.lora)
 
-    def _forked(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
+    def _fork(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
         loaded = self._loaded
         plan = loaded.fork_plan(kv, ctx, options.kv_budget)
         session = Session(loaded, plan, options, lora=lora)

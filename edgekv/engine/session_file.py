@@ -271,7 +271,7 @@ class SavedState(SessionFile):
         if saved.fixed not in (None, fixed_checksum(caches)):
             raise self._incompatible("rotations that another NumPy or another adapter made")
         layers = enumerate(zip(caches, saved.layers, strict=True))
-        arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
+        arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepare(cache, layer).items()}
         spans = [
             EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in saved.spans
         ]
@@ -285,7 +285,7 @@ class SavedState(SessionFile):
         state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, saved.memo, sampler
         state.n_dropped = saved.n_dropped
 
-    def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         try:
             counters, empty = layer["counters"], cache.state().counters
             if counters.keys() != empty.keys() or not all(

@@ -344,7 +344,7 @@ class Engine:
         with self._changed:
             self._stopping = True
             for job in (*self._active, *(job for jobs in self._queue for job in jobs)):
-                job.channel.emit(_stopped())
+                job.channel.emit(_stopped_error())
                 job.channel.cancelled.set()
             self._changed.notify_all()
 
@@ -364,7 +364,7 @@ class Engine:
         pairs = [(prompt, choice) for prompt in prompts for choice in range(request.n)]
         with self._changed:
             if self._stopping:
-                raise _stopped()
+                raise _stopped_error()
             self._drop_disconnected()
             if sum(jobs[0].index == 0 for jobs in self._queue) >= self._queue_limit:
                 message = f"{self._queue_limit} requests wait already: try again later"
@@ -549,7 +549,7 @@ class Engine:
         return {"prompt": n_prompt, "cached": n_cached, "completion": n_made}
 
 
-def _stopped() -> RequestError:
+def _stopped_error() -> RequestError:
     return RequestError(503, "the server is shutting down: ask again once it is back", "shutting_down")
 
 

@@ -90,7 +90,7 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
         raise RequestError(415, message, "unsupported_media_type")
     limit, seconds = limits.max_request, limits.client_timeout_s
 
-    async def received() -> bytearray:
+    async def receive() -> bytearray:
         data, n_received = bytearray(), 0
         async for chunk in request.stream():
             n_received += len(chunk)
@@ -105,7 +105,7 @@ async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> 
         return data
 
     try:
-        return await asyncio.wait_for(received(), seconds)
+        return await asyncio.wait_for(receive(), seconds)
     except asyncio.TimeoutError:
         message = f"the request was not whole after {seconds:g} s"
         raise RequestError(408, message, "request_timeout") from None

@@ -63,8 +63,8 @@ class RequestEncoder:
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
         """Returns the token ids of a text, or checked ids. Raises RequestError, which names the field."""
         if isinstance(text, str):
-            return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
-        return self._checked(list(text), field)
+            return self._check(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
+        return self._check(list(text), field)
 
     def remember(self, text: str, ids: list[int]) -> None:
         """Remembers an answer's tokens, as the next request contains its text only."""
@@ -89,13 +89,13 @@ class RequestEncoder:
                 for i in answers
                 if not {"tool_calls", "reasoning_content"} & messages[i].keys()
             }
-        ids = self._checked(self._turns.ids(messages, known_tokens.get, variables), request.names["prompt"])
+        ids = self._check(self._turns.ids(messages, known_tokens.get, variables), request.names["prompt"])
         end = "".join(self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKBACK_TOKENS:])
         thinks = end.rstrip().endswith(THINK) and not (tools and tools.forced)
         images = tuple(decode_data_url(url) for url in request.images)
         return EncodedPrompt(ids, thinks=thinks, images=images)
 
-    def _checked(self, ids: list[int], field: str) -> list[int]:
+    def _check(self, ids: list[int], field: str) -> list[int]:
         if not ids:
             raise RequestError(400, f"{field!r} is empty: give at least one token", param=field)
         if len(ids) > self._ctx:

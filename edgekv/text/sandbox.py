@@ -22,7 +22,7 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compiled(source: str) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
     )
@@ -47,7 +47,7 @@ def render(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
     names: the template's variables; None: only checks that the source is a template.
     """
     try:
-        template = _compiled(source)
+        template = _compile(source)
     except Exception as error:  # jinja2's, and RecursionError, MemoryError, ValueError of its constant folding
         return {"invalid": _reason(error)}
     try:

@@ -24,13 +24,13 @@ TOKEN_FIELDS = "add_bos_token", "bos_token", "eos_token"  # fields of tokenizer_
 ID_FIELDS = "bos_token_id", "eos_token_id", "vocab_size"  # and of config.json and generation_config.json
 
 
-def _replaced(error: UnicodeError) -> tuple[str, int]:
+def _replace(error: UnicodeError) -> tuple[str, int]:
     """Decodes invalid bytes as sentencepiece does: U+FFFD for each; others have one for a cut character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
 
-codecs.register_error(EACH_BYTE, _replaced)
+codecs.register_error(EACH_BYTE, _replace)
 
 
 def _encode_errors() -> contextlib.AbstractContextManager[None]:
@@ -192,9 +192,9 @@ class SpecialTokens(msgspec.Struct):
         name.
         own_bos, own_eos: of the tokenizer's file. Raises TokenizerError for tokens that are nowhere.
         """
-        bos = _named("bos_token", self.bos_token, find) or (() if own_bos is None else (own_bos,))
-        bos = bos or _listed(self.bos_token_id)[:1]
-        eos = _listed(self.eos_token_id) or _named("eos_token", self.eos_token, find) or own_eos
+        bos = _find_ids("bos_token", self.bos_token, find) or (() if own_bos is None else (own_bos,))
+        bos = bos or _as_ids(self.bos_token_id)[:1]
+        eos = _as_ids(self.eos_token_id) or _find_ids("eos_token", self.eos_token, find) or own_eos
         limit = max(vocab_size, self.vocab_size if isinstance(self.vocab_size, int) else 0)
         for key, ids in (("bos_token_id", bos), ("eos_token_id", eos)):
             for token_id in ids:
@@ -231,11 +231,11 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     return {key: entry for key, entry in value.items() if entry is not None}
 
 
-def _listed(ids: int | list[int] | None) -> tuple[int, ...]:
+def _as_ids(ids: int | list[int] | None) -> tuple[int, ...]:
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _named(key: str, token: str | AddedToken | None, find: Callable[[str], int | None]) -> tuple[int, ...]:
+def _find_ids(key: str, token: str | AddedToken | None, find: Callable[[str], int | None]) -> tuple[int, ...]:
     if token is None:
         return ()
     name = token if isinstance(token, str) else token.content

@@ -284,7 +284,7 @@ def _emit_plane_sums(
                 groups = [
                     emit.load(b, BYTES, at(b, first, (v * GROUPS + group, width, 2))) for group in range(GROUPS)
                 ]
-                for i, x in enumerate(groups if is_row else _transposed(b, groups)):
+                for i, x in enumerate(groups if is_row else _transpose(b, groups)):
                     low, high = b.and_(x, emit.constant(BYTES, 15)), b.lshr(x, emit.constant(BYTES, 4))
                     for m in range(n_rows):
                         row_table = at(b, table, (m, width, 4))
@@ -304,12 +304,12 @@ def _emit_plane_sums(
     both, seconds = plane.values[::2], plane.values[1::2]
     if is_row:
         both, seconds = (
-            [_columns_added(b, sums[i : i + GROUPS]) for i in range(0, n_sums, GROUPS)] for sums in (both, seconds)
+            [_add_columns(b, sums[i : i + GROUPS]) for i in range(0, n_sums, GROUPS)] for sums in (both, seconds)
         )
     return list(zip(both, seconds, strict=True))
 
 
-def _columns_added(b: Any, groups: list[Value]) -> Value:
+def _add_columns(b: Any, groups: list[Value]) -> Value:
     """Returns the sums over columns of GROUPS groups, whose vectors have a column in each 16 bytes."""
     while len(groups) > 1:
         pairs = zip(groups[::2], groups[1::2], strict=True)
@@ -317,7 +317,7 @@ def _columns_added(b: Any, groups: list[Value]) -> Value:
     return groups[0]
 
 
-def _transposed(b: Any, xs: list[Value]) -> list[Value]:
+def _transpose(b: Any, xs: list[Value]) -> list[Value]:
     """Returns vectors of which the i-th has the i-th 16 bytes of each of GROUPS vectors."""
     if GROUPS == 4:
         xs = [_chunks(b, xs[j], xs[j + 1], (i, i + 1, 4 + i, 5 + i)) for i in (0, 2) for j in (0, 2)]

@@ -268,7 +268,7 @@ def add_products(builder: Any, a: Value, b: Value, acc: Value, sign: str) -> Val
     one of them are at most 127.
     """
     if IS_ARM:
-        write = functools.partial(_dot if has_dot() else _added_pairs, builder, sign)
+        write = functools.partial(_dot if has_dot() else _add_pairs, builder, sign)
         return by_register(builder, write, a, b, acc)
     kind = acc.type
     if HAS_VNNI:
@@ -293,7 +293,7 @@ def _dot(builder: Any, sign: str, a: Value, b: Value, acc: Value) -> Value:
     return call(builder, f"llvm.aarch64.neon.{sign}dot.v4i32.v16i8", vector(I32, 4), acc, a, b)
 
 
-def _added_pairs(builder: Any, sign: str, a: Value, b: Value, acc: Value) -> Value:
+def _add_pairs(builder: Any, sign: str, a: Value, b: Value, acc: Value) -> Value:
     """Returns what `_dot` does, without dot products: sums in 16 bits, where two products have room."""
     a, b = builder.bitcast(a, vector(I8, 16)), builder.bitcast(b, vector(I8, 16))
     products = []

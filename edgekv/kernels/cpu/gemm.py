@@ -305,7 +305,7 @@ def add_products(b: Any, bits: int, codes: Value, x: Value, acc: Value) -> Value
     return b.add(acc, b.shl(upper, emit.constant(INTS, 4)))
 
 
-def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
+def transpose(b: Any, rows: Sequence[Value]) -> list[Value]:
     """Returns vectors of which the i-th has lane i of each of ``rows``, as many vectors as they have lanes."""
     n, rows = len(rows), list(rows)
     half = n // 2
@@ -403,7 +403,7 @@ def _emit_transposed_codes(
     def words(start: int) -> list[Value]:
         is_whole = start + LANES <= of_unit
         some, width = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
-        return transposed(b, [emit.masked_load(b, INTS, address, 4 * start, some, width) for address in addresses])
+        return transpose(b, [emit.masked_load(b, INTS, address, 4 * start, some, width) for address in addresses])
 
     @functools.cache
     def code(four: int) -> Value:

@@ -46,7 +46,7 @@ from edgekv.kernels.cpu.loops import (
     load_tuple,
     scratch_memory,
 )
-from edgekv.kernels.cpu.rope import transformed
+from edgekv.kernels.cpu.rope import hadamard_vector
 from edgekv.kernels.cpu.rows import score_rows
 from edgekv.kernels.cpu.scalar import ROUND, get, put
 from edgekv.kernels.interface import GEMV_ROWS
@@ -141,7 +141,7 @@ def _emit_quantized_block(
     if layout.rotated:
         flipped = b.fmul(elements, ir.Constant(floats, FLIPS.tolist()), flags=EXACT)
         root = emit.constant(floats, float(np.float32(1 / np.sqrt(n))))
-        elements = b.fmul(transformed(b, flipped), root, flags=EXACT)
+        elements = b.fmul(hadamard_vector(b, flipped), root, flags=EXACT)
     sizes = b.and_(b.bitcast(elements, ints), emit.constant(ints, NO_SIGN))
     top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
     peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))

@@ -226,14 +226,14 @@ def _transform_vector(context: Any, x: Any, i: Any, scale: Any) -> Any:
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         address = emit.address(context, b, x, args)
-        value = transformed(b, emit.load(b, VECTOR, address))
+        value = hadamard_vector(b, emit.load(b, VECTOR, address))
         emit.store(b, b.fmul(emit.splat(b, args[2], LANES), value), address)
         return context.get_dummy_value()
 
     return types.none(x, types.intp, types.float32), build
 
 
-def transformed(b: Any, x: Value) -> Value:
+def hadamard_vector(b: Any, x: Value) -> Value:
     """Returns H times a vector of float32, whose sums are made as `_transform` makes them."""
     n = distance = x.type.count
     while distance := distance // 2:

@@ -366,7 +366,7 @@ class Counter(int):
         self.terms, self.moves = terms, moves
         return self
 
-    def _combined(self, value: int, other: Any, sign: int, self_sign: int = 1) -> Counter:
+    def _combine(self, value: int, other: Any, sign: int, self_sign: int = 1) -> Counter:
         factors = {name: self_sign * n for name, n in self.terms}
         for name, n in other.terms if isinstance(other, Counter) else ():
             factors[name] = factors.get(name, 0) + sign * n
@@ -374,15 +374,15 @@ class Counter(int):
         return Counter(value, tuple(terms), self.moves)
 
     def __add__(self, other: int) -> Counter:
-        return self._combined(int(self) + int(other), other, 1)
+        return self._combine(int(self) + int(other), other, 1)
 
     __radd__ = __add__
 
     def __sub__(self, other: int) -> Counter:
-        return self._combined(int(self) - int(other), other, -1)
+        return self._combine(int(self) - int(other), other, -1)
 
     def __rsub__(self, other: int) -> Counter:
-        return self._combined(int(other) - int(self), other, 1, self_sign=-1)
+        return self._combine(int(other) - int(self), other, 1, self_sign=-1)
 
     def __floordiv__(self, other: int) -> int:
         raise CaptureError(f"{self.terms} // {other}")

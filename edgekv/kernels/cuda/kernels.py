@@ -336,15 +336,15 @@ class CudaKernels:
                 result[:, a : a + max_rows] = rows
 
     def _max_rows(self, inputs: list[KVInput]) -> int:
-        return min([MAX_ROWS, *(fused.max_rows for seg in inputs if (fused := self._fused(seg, 1)))])
+        return min([MAX_ROWS, *(fused.max_rows for seg in inputs if (fused := self._find_fused(seg, 1)))])
 
-    def _fused(self, seg: KVInput, rows: int) -> Fused | None:
+    def _find_fused(self, seg: KVInput, rows: int) -> Fused | None:
         keys, values = seg.segment.keys, seg.segment.values
         return kernels_of(keys).fused(self.driver, rows, keys, values)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
         """Sets s (G, M, t1 - t0) to the scores of queries (G, M, D) with a codec's tokens t0..t1."""
-        segment, prepared = Segment(codec, codec, t0, t1), self._prepared(codec, queries)
+        segment, prepared = Segment(codec, codec, t0, t1), self._prepare(codec, queries)
         self.launch_scores(read_keys(codec), prepared, s, segment, ALL_VISIBLE)
 
     def _input(self, segment: Segment, q: Array, cap: float | None) -> KVInput:
@@ -353,7 +353,7 @@ class CudaKernels:
             keys = dataclasses.replace(keys, macros=(*keys.macros, ("SCORE_CAP", f"{np.float32(cap):.8e}f")))
         return KVInput(segment, keys, q, read_values(segment.values))
 
-    def _prepared(self, keys: Any, q: Array) -> Queries:
+    def _prepare(self, keys: Any, q: Array) -> Queries:
         return kernels_of(keys).queries(self, keys, q)
 
     def _attend_at_once(self, inputs: list[KVInput], visible: Visible, out: Array) -> None:
@@ -378,7 +378,7 @@ class CudaKernels:
         """Sets out (G, M, D) to attention over these parts; softmax (G, M, 2): its maximum and sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
-        fused = self._fused(main, rows)
+        fused = self._find_fused(main, rows)
         blocks = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_per_round(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
@@ -396,7 +396,7 @@ class CudaKernels:
             values = dataclasses.replace(values, arrays=(*values.arrays, values.rotation.flips), rotation=None)
         else:
             rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
-            queries = self._prepared(main.segment.keys, main.q)
+            queries = self._prepare(main.segment.keys, main.q)
         exact_segments = {
             f"exact{i}": self.segment_argument(seg.segment, seg.keys, seg.values, n)
             for i, (seg, n) in enumerate(zip(exact, exact_splits, strict=True), 1)
@@ -440,7 +440,7 @@ class CudaKernels:
         self, inputs: list[KVInput], visible: Visible, out: Array, weights: Array | None
     ) -> None:
         n_kv_heads, rows, _ = out.shape
-        queries = [self._prepared(seg.segment.keys, seg.q) for seg in inputs]
+        queries = [self._prepare(seg.segment.keys, seg.q) for seg in inputs]
         ends = list(itertools.accumulate((seg.columns for seg in inputs), initial=0))
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights

@@ -28,7 +28,7 @@ from edgekv.types import F32, U8, Array
 BEST_SCALES = {2: 0.03513, 3: 0.04042, 4: 0.04904, 5: 0.06848}
 """By bits, the best scale of `CODEBOOKS` levels for a deviation of 1."""
 SQUARED_ERRORS = {2: 0.1146, 3: 0.0310, 4: 0.0082, 5: 0.0022}
-"""By bits, the mean squared error of a Gaussian of deviation 1."""
+"""By bits, the mean squared error of a Gaussian of deviation 1 at that scale; `quantize` searches better ones."""
 SCALE_FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
 """Scales to try, as factors of the one that is best for a Gaussian of the block's deviation."""
 HALF = ROTATED_INPUTS // 2
@@ -100,16 +100,12 @@ def nearest(bits: int) -> tuple[U8, F32]:
 
 
 def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
-    """Quantizes weight (r, k): codes (r, blocks, 16 bits) and scales (r, blocks) bfloat16.
-
-    The last block is padded with zeros. A block with a number that is not finite becomes 0.
-    """
+    """Quantizes weight (r, k), padded with zeros: codes (r, blocks, 16 bits) and scales (r, blocks) bfloat16."""
     rotated = rotate(weight)
     shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
     codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
     arrays = rotated, SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits), codes, scales
     _quantize_rows(len(weight), ROW_WORK, shape[1], len(SCALE_FACTORS), *arrays, n_threads=threads.count())
-    scales[~np.isfinite(rotated.reshape(*codes.shape).sum(axis=2))] = 0
     return pack_planes(codes, bits), scales.astype(BFLOAT16)
 
 

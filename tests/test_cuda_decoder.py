@@ -138,7 +138,7 @@ def test_replayed_steps_equal_steps(
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 
 
-def test_a_recording_that_fails_is_a_step(
+def test_a_capture_that_fails_is_a_step(
     tmp_path: pathlib.Path, device: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upload by a second text, or an allocation that fails, ends a capture and not the text."""

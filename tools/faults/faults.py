@@ -32,7 +32,7 @@ FAULTS = (
         "test_attend.py -k positions",
     ),
     Fault(
-        "attention: shares of a head are put together without their weight",
+        "attention: splits of a head are combined without their weight",
         "+ L) * other_factor",
         "+ L)",
         "test_attend.py -k sinks",

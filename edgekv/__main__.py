@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
 
 
@@ -11,6 +12,7 @@ def main() -> int:
     _open_standard_streams()
     # NumPy's idle threads give up the cores, which kernels use, after 2^16 cycles in place of 2^26.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
+    warnings.simplefilter("ignore", RuntimeWarning)  # of damaged weights, whose logits are refused in one line
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)

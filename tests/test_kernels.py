@@ -102,6 +102,7 @@ def test_the_command_line_bounds_how_long_blas_spins(own: str | None, monkeypatc
     monkeypatch.setattr("edgekv.cli.main", lambda on_import: on_import() and 0)
     __main__.main()
     assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == (own or "16")
+    assert np.isinf(np.float32(1e38) * np.float32(10))  # of damaged weights, without a warning
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ import functools
 import numpy as np
 
 from edgekv.checkpoint.tensors import BFLOAT16
-from edgekv.kernels import threads
-from edgekv.kernels.cpu.compile import FAST, inline_jit
-from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, RangeKernel
+from edgekv.kernels.cpu.compile import inline_jit
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, exact_division_kernel
 from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import clamp, get, put, where
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
@@ -34,9 +33,6 @@ SCALE_FACTORS = np.arange(0.84, 1.13, 0.04).astype(np.float32)
 HALF = ROTATED_INPUTS // 2
 REACH = 128
 """Levels lie within +-REACH. `nearest` is a table in half steps over that range."""
-rows_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
-"""Makes a kernel over rows of weights; its divisions are as written."""
-ROW_WORK = MIN_PARALLEL_WORK  # so that all threads are used for any number of rows
 
 
 @functools.cache
@@ -105,7 +101,8 @@ def quantize(weight: F32, bits: int) -> tuple[U8, Array]:
     shape = len(weight), rotated.shape[1] // ROTATED_INPUTS
     codes, scales = np.empty((*shape, ROTATED_INPUTS), np.uint8), np.empty(shape, np.float32)
     arrays = rotated, SCALE_FACTORS * np.float32(BEST_SCALES[bits]), *nearest(bits), codes, scales
-    _quantize_rows(len(weight), ROW_WORK, shape[1], len(SCALE_FACTORS), *arrays, n_threads=threads.count())
+    numbers = shape[1], len(SCALE_FACTORS)
+    _quantize_rows(len(weight), MIN_PARALLEL_WORK, *numbers, *arrays)
     return pack_planes(codes, bits), scales.astype(BFLOAT16)
 
 
@@ -142,7 +139,7 @@ def round_pair(
     return get(near, of_x), get(near, of_y), get(levels, of_x), get(levels, of_y)
 
 
-@rows_kernel
+@exact_division_kernel
 def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
     n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_arguments(arguments, 8)
     near, levels, zero, one = chars(near_at), floats(levels_at), np.float32(0), np.float32(1)

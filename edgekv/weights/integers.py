@@ -12,11 +12,11 @@ import numpy as np
 
 from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, exact_division_kernel
 from edgekv.kernels.cpu.loops import chars, floats, load_arguments
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import code_of_zero
 from edgekv.types import F32, I8, U8, Array
-from edgekv.weights.gaussian import ROW_WORK, rows_kernel
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: factor 1 maps the largest |w| to code -8, negative ones map it to the +8 side, clipped to 7."""
@@ -62,11 +62,11 @@ def quantize(weight: F32, bits: int, block: int) -> tuple[U8, F32]:
     scratch = np.empty((n_threads, 2, block), np.float32)
     numbers = weight.shape[1], shape[1], bits, block, len(shrink)
     arrays = np.ascontiguousarray(weight), shrink, codes, scales, scratch
-    _quantize_rows(len(weight), ROW_WORK, *numbers, *arrays, n_threads=n_threads)
+    _quantize_rows(len(weight), MIN_PARALLEL_WORK, *numbers, *arrays, n_threads=n_threads)
     return codes, scales
 
 
-@rows_kernel
+@exact_division_kernel
 def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
     columns, n_blocks, bits, block, n_shrink = load_arguments(arguments, 5)
     weight, shrink, codes_at, scales, scratch = load_arguments(arguments + 8 * 5, 5)

@@ -36,14 +36,15 @@ from edgekv.checkpoint.tensors import BFLOAT16
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import inline_jit
-from edgekv.kernels.cpu.loops import chars, floats, load_tuple
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, exact_division_kernel
+from edgekv.kernels.cpu.loops import chars, floats, load_arguments, load_tuple
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.weight_codes import ROTATED_INPUTS
 from edgekv.types import F32, I64, U8, Array
 from edgekv.weights import gaussian
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import ROUTER, ModelFormat
-from edgekv.weights.gaussian import BEST_SCALES, ROW_WORK, nearest, rotate, round_pair, rows_kernel
+from edgekv.weights.gaussian import BEST_SCALES, nearest, rotate, round_pair
 from edgekv.weights.ops import NumpyOps
 from edgekv.weights.store import Write
 
@@ -69,19 +70,14 @@ def pairs_order(diagonal: F32) -> tuple[I64, I64]:
 
 
 class BlockArrays(NamedTuple):
-    """r rows of a block of 128 columns and what is needed to round them, contiguous; addresses in kernels."""
+    """r rows of a block of 128 columns and what both kernels need of them, contiguous; addresses in kernels."""
 
     weight: F32  # (r, 128)
     codes: U8  # (r, 128), set
     errors: F32  # (r, 128): w - q, set
     scales: F32  # (r,), set
-    aims: F32  # (r, 128): targets t; to round again, slopes s, which are kept up to date
-    matrix: F32  # (128, 128): [j, i] is L_ij / L_jj; to round again, H
-    costs: F32  # (128,): L_jj^2, of the squared error of a column
-    factors: F32  # (CANDIDATES,): scales to try, times the row's deviation
     near: U8  # `nearest`: codes
     levels: F32
-    scratch: F32  # (threads, SCRATCH)
 
 
 class Rounder:
@@ -109,31 +105,20 @@ class Rounder:
         scales = np.empty((len(self._spans), len(w)), np.float32)
         (near, levels), scratch = nearest(self.bits), np.empty((threads.count(), SCRATCH), np.float32)
         for again, (i, (lo, hi)) in itertools.product((False, True), last_first):
+            rows = w[:, lo:hi].copy(), codes[:, lo:hi].copy(), errors[:, lo:hi].copy()
+            block = BlockArrays(*rows, scales[i], near, levels)
             if again:
-                aims, matrix = errors @ self._hessian[:, lo:hi] + b[:, lo:hi], self._hessian[lo:hi, lo:hi]
+                slopes, h = errors @ self._hessian[:, lo:hi] + b[:, lo:hi], self._hessian[lo:hi, lo:hi].copy()
+                _round_block_again(len(w), MIN_PARALLEL_WORK, slopes, h, *block)
             else:
-                aims = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
-                matrix = self._factor[lo:hi, lo:hi].T
-            block = BlockArrays(
-                weight=w[:, lo:hi].copy(),
-                codes=codes[:, lo:hi].copy(),
-                errors=errors[:, lo:hi].copy(),
-                scales=scales[i],
-                aims=aims,
-                matrix=matrix.copy(),
-                costs=self._costs[lo:hi],
-                factors=self._factors,
-                near=near,
-                levels=levels,
-                scratch=scratch,
-            )
-            kernel = _round_block_again if again else _round_block
-            kernel(len(w), ROW_WORK, *block, n_threads=len(scratch))
+                targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
+                arrays = targets, self._factor[lo:hi, lo:hi].T.copy(), self._costs[lo:hi], self._factors, scratch
+                _round_block(len(w), MIN_PARALLEL_WORK, *arrays, *block, n_threads=len(scratch))
             codes[:, lo:hi], errors[:, lo:hi] = block.codes, block.errors
         codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
         return gaussian.pack_planes(codes.reshape(*scales.shape, BLOCK), self.bits), scales.astype(BFLOAT16)
 
-    def size(self, b: F32) -> float:
+    def error_reduction(self, b: F32) -> float:
         """Returns the sum of b H^-1 b^T over the rows of b (r, columns): by how much b can lower the error."""
         return float((np.square(self._forward(b.take(self._order, 1))) / self._costs).sum(dtype=np.float64))
 
@@ -181,8 +166,8 @@ def output_correction(rounder: Rounder, rows: F32, lost: F32, inputs: F32) -> F3
     half, some = len(inputs) // 2, rows[::SAMPLE]
     total: F32 = np.linalg.multi_dot([rows, lost.T, inputs])
     difference = 2 * np.linalg.multi_dot([some, lost[:half].T, inputs[:half]]) - total[::SAMPLE]
-    size, noise = rounder.size(total[::SAMPLE]), rounder.size(difference)
-    total *= np.float32(max(0.0, 1 - noise / size) / len(inputs) if size > 0 else 0.0)
+    gain, noise = map(rounder.error_reduction, (total[::SAMPLE], difference))
+    total *= np.float32(max(0.0, 1 - noise / gain) / len(inputs) if gain > 0 else 0.0)
     return total
 
 
@@ -283,16 +268,21 @@ class CalibratingOps(StreamingOps):
             yield rounder.round(rotated, np.zeros_like(rotated))
 
 
-@rows_kernel
+@exact_division_kernel
 def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
-    """Rounds rows of a block, from its last pair to its first, with several scales; keeps the cheapest."""
-    p = load_tuple(BlockArrays, arguments)
-    costs, factors, near, levels = floats(p.costs), floats(p.factors), chars(p.near), floats(p.levels)
-    kept = p.scratch + 4 * thread * SCRATCH
+    """Rounds rows of a block, from its last pair to its first, with several scales; keeps the cheapest.
+
+    Before the block's arrays: targets t (r, 128); factor (128, 128), [j, i] is L_ij / L_jj; costs (128,): L_jj^2,
+    of the squared error of a column; factors (CANDIDATES,): scales to try, times the row's deviation; scratch.
+    """
+    targets_at, factor, costs_at, factors_at, scratch = load_arguments(arguments, 5)
+    p = load_tuple(BlockArrays, arguments + 8 * 5)
+    costs, factors, near, levels = floats(costs_at), floats(factors_at), chars(p.near), floats(p.levels)
+    kept = scratch + 4 * thread * SCRATCH
     pairs, sums, targets = floats(kept + 4 * PAIRS_AT), floats(kept + 4 * SUMS_AT), floats(kept + 4 * TARGETS_AT)
     for r in range(first, last):
         row = 4 * BLOCK * r
-        t, weight, errors = floats(p.aims + row), floats(p.weight + row), floats(p.errors + row)
+        t, weight, errors = floats(targets_at + row), floats(p.weight + row), floats(p.errors + row)
         codes, square = chars(p.codes + BLOCK * r), np.float32(0)
         for j in range(BLOCK):
             square += get(t, j) * get(t, j)
@@ -302,7 +292,7 @@ def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
             for j in range(BLOCK):
                 put(floats(kept + 4 * BLOCK * s), j, np.float32(0))
         for j in range(BLOCK - 2, -1, -2):
-            of_x, of_y = floats(p.matrix + 4 * BLOCK * j), floats(p.matrix + 4 * BLOCK * (j + 1))
+            of_x, of_y = floats(factor + 4 * BLOCK * j), floats(factor + 4 * BLOCK * (j + 1))
             cost, ratio, share = get(costs, j), get(costs, j + 1) / get(costs, j), get(of_x, j + 1)
             for s in range(CANDIDATES):  # a loop of its own, which is faster on out-of-order processors
                 tried, x, y = floats(kept + 4 * BLOCK * s), get(t, j), get(t, j + 1)
@@ -333,14 +323,15 @@ def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
             put(errors, j, get(floats(kept), best * BLOCK + j))
 
 
-@rows_kernel
+@exact_division_kernel
 def _round_block_again(first: int, last: int, thread: int, arguments: int) -> None:
-    """Rounds rows of a block again; slopes: derivatives of half the error (w - q) H (w - q)^T by w - q."""
-    p = load_tuple(BlockArrays, arguments)
-    hessian, near, levels, scales = floats(p.matrix), chars(p.near), floats(p.levels), floats(p.scales)
+    """Rounds rows of a block again; before its arrays: slopes s (r, 128), kept up to date, and H (128, 128)."""
+    slopes, hessian_at = load_arguments(arguments, 2)
+    p = load_tuple(BlockArrays, arguments + 8 * 2)
+    hessian, near, levels, scales = floats(hessian_at), chars(p.near), floats(p.levels), floats(p.scales)
     for r in range(first, last):
         row = 4 * BLOCK * r
-        slope, weight, errors = floats(p.aims + row), floats(p.weight + row), floats(p.errors + row)
+        slope, weight, errors = floats(slopes + row), floats(p.weight + row), floats(p.errors + row)
         codes, gain, square = chars(p.codes + BLOCK * r), np.float32(0), np.float32(0)
         for j in range(BLOCK):
             product, value = np.float32(0), get(weight, j) - get(errors, j)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from numba import prange
 
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.compile import FAST
 from edgekv.kernels.cpu.loops import Loop, address_of, bits_of, call, parallel_loop
 
 # Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
@@ -53,6 +54,8 @@ class RangeKernel(Loop):
 
 exact_kernel = functools.partial(RangeKernel, fastmath=False)
 """Makes a `RangeKernel` whose sums keep their order; those of other kernels may be reordered."""
+exact_division_kernel = functools.partial(RangeKernel, fastmath=FAST - {"arcp"})
+"""Makes a `RangeKernel` whose divisions are as written."""
 
 
 def _int64(x: Any) -> int:

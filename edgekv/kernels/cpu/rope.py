@@ -80,21 +80,21 @@ def _rotate(cos: F32, sin: F32, half: int, x: F32) -> None:
 
 LANES = emit.LANES
 VECTOR = emit.vector(emit.F32, LANES)
-ROW_WORK = 2  # of one element, in multiply-adds
+ELEMENT_WORK = 2  # multiply-adds
 ZERO = np.float32(0)
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
     """Fills out (A, n, D) with the transform of x (A, n, d)."""
     x = np.ascontiguousarray(x)
-    _hadamard_rows(out.shape[0] * out.shape[1], ROW_WORK * out.size, x, x.shape[2], flips, len(flips), out)
+    _hadamard_rows(out.shape[0] * out.shape[1], ELEMENT_WORK * out.size, x, x.shape[2], flips, len(flips), out)
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
     """Adds the inverse of `hadamard` of x (A, n, D) to out (A, n, d)."""
     x = np.array(x)  # is used up
     arguments = x, flips, len(flips), out, out.shape[2]
-    _hadamard_back_rows(out.shape[0] * out.shape[1], ROW_WORK * x.size, *arguments)
+    _hadamard_back_rows(out.shape[0] * out.shape[1], ELEMENT_WORK * x.size, *arguments)
 
 
 def project(x: F32, matrix: F32) -> F32:

@@ -73,6 +73,16 @@ def test_rows_of_weights(part: str, weights: str, kv: str, tmp_path: pathlib.Pat
             next(session.generate([9], temperature=0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "part"), [("llama1", "input_layernorm.weight"), ("qwen2", "self_attn.v_proj.bias")]
+)
+def test_norms_and_biases_are_checked_when_loaded(name: str, part: str, tmp_path: pathlib.Path) -> None:
+    folder = damage(golden_cases.write_checkpoint(name, tmp_path), f"model.layers.1.{part}")
+    for weights in ("f32", "q4"):
+        with pytest.raises(CheckpointError, match=f"{part}' has a number that is not finite"):
+            Session.load(folder, weights=weights)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model whose token 3 is NaN, with room for more tokens than the schemes hold exactly."""

@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -224,6 +224,19 @@ def test_the_first_one_that_is_whole_stays(tmp_path: Path) -> None:
 
     assert create_folder_once(folder, late) == folder
     assert (names(tmp_path), names(folder)) == (["folder"], ["a"])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_store_is_as_good_as_another_where_folders_are_shared(shared: bool, tmp_path: Path) -> None:
+    """As those of the cache are, whose names tell what they hold."""
+    weights, folder = RandomWeights(load_shape("tiny", 1)), tmp_path / "store"
+
+    def late(_: Path) -> None:
+        build(weights, ModelFormat("int8"), folder, None)
+
+    with nullcontext() if shared else pytest.raises(CheckpointError, match="can't write the store"):
+        build(weights, ModelFormat("q2"), folder, None, late, shared=shared)
+    assert (names(tmp_path), WeightStore(folder).form.name) == (["store"], "int8")
 
 
 def test_a_folder_that_goes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,12 +226,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
     if arguments.memory is not None:
         free = _usable_memory(arguments.memory)
         where = f"of {format_bytes(arguments.memory)}, an eighth left to the system"
-    model, bound = _budget_model(arguments), list[str]()
-    if (mean := mean_bits(options.weights)) and not model.is_store:
-        bound = [f"weights in {options.weights} take at most as much as in q{math.ceil(mean)}"]
-        options = dataclasses.replace(options, weights=f"q{math.ceil(mean)}")
+    model = _budget_model(arguments)
     plan = _plan(model, options, options.kv)
-    notes = *bound, *plan.notes
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
     smallest = next(((size, kv) for size, kv in fitting if kv), None)
@@ -265,7 +261,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
             smallest and smallest[0],
             smallest and f"smallest usual machine: {format_bytes(smallest[0])}, with --kv {smallest[1]}",
         ),
-        ("notes", notes, "; ".join(notes) or None),
+        ("notes", plan.notes, "; ".join(plan.notes) or None),
     ]
     if arguments.json:
         print(json.dumps({name: value for name, value, _ in rows}, indent=2))
@@ -304,7 +300,15 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 
 
 def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> SessionPlan:
-    return SessionPlan.make(model, kv=kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
+    """Plans a session; the mean bits of calibrated weights, such as 3.6, take what lies between q3 and q4."""
+    plan = partial(SessionPlan.make, model, kv=kv, ctx=options.ctx, kv_budget=options.kv_budget)
+    mean = mean_bits(options.weights)
+    if mean is None or model.is_store:
+        return plan(weights=options.weights)
+    low, high = (plan(weights=f"q{n}") for n in (math.floor(mean), math.ceil(mean)))
+    share, names = mean % 1, ("weights_bytes", "idle_bytes")
+    between = {each: round(getattr(low, each) * (1 - share) + getattr(high, each) * share) for each in names}
+    return dataclasses.replace(high, weights=options.weights, **between)
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
@@ -340,7 +344,7 @@ def quantize_command(arguments: argparse.Namespace) -> int:
 
     folder = user_path(arguments.output or "")
     if arguments.output is not None and os.path.lexists(folder):
-        raise CheckpointError(f"--output {arguments.output} exists; give a new folder or remove it")
+        raise CheckpointError(f"--output {arguments.output!r} exists; give a new folder or remove it")
     model = Model.open(
         model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
     )

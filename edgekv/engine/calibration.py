@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 
 import numpy as np
 
@@ -162,8 +163,9 @@ def log_softmax(logits: F32) -> F32:
 
 
 def _divergence(exact: F32, logits: F32) -> float:
-    """Returns the sum of the KL of logits (n, vocab), which it changes, to exact log-probabilities; 0 or more."""
-    return max(0.0, float(np.einsum("ij,ij->", np.exp(exact), exact - log_softmax(logits))))
+    """Returns the sum of the KL of logits (n, vocab), which it changes, to exact log-probabilities; 0 to inf."""
+    divergence = float(np.einsum("ij,ij->", np.exp(exact), exact - log_softmax(logits)))
+    return math.inf if math.isnan(divergence) else max(0.0, divergence)
 
 
 def _refusal(problem: str, advice: str = "or leave {calibrate} out") -> ConfigError:

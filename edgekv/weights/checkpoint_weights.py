@@ -229,12 +229,18 @@ class CheckpointWeights:
     def bias(self, name: str) -> F32 | None:
         """Returns a linear layer's biases (rows,) float32, or None."""
         biases = self._linears[name].biases
-        return np.concatenate([to_float32(self._tensors[b].read()) for b in biases]) if biases else None
+        return np.concatenate([self._numbers(b) for b in biases]) if biases else None
+
+    def _numbers(self, name: str) -> F32:
+        """Returns a tensor of any shape. Raises CheckpointError for one with a number that is not finite."""
+        numbers = to_float32(self._tensors[name].read())
+        self._tensors[name].require_finite(numbers)
+        return numbers
 
     def require_finite(self) -> None:
         """Reads all tensors. Raises CheckpointError for one with a number that is not finite."""
         for name in self.arch.tensors():
-            self._tensors[name].require_finite(to_float32(self._tensors[name].read()))
+            self._numbers(name)
 
     def release(self, name: str) -> None:
         """Gives back the pages of a linear layer's tensors; the next access reads them again."""
@@ -243,12 +249,12 @@ class CheckpointWeights:
 
     def vector(self, name: str) -> F32:
         """Returns a norm (size,) float32, with the offset that its family adds."""
-        stored = to_float32(self._tensors[self.arch.vectors()[name][0]].read())
+        stored = self._numbers(self.arch.vectors()[name][0])
         return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
 
     def array(self, name: str) -> F32:
         """Returns one of `Architecture.arrays`, float32."""
-        return to_float32(self._tensors[self.arch.arrays()[name][0]].read())
+        return self._numbers(self.arch.arrays()[name][0])
 
     def table(self, name: str) -> Array:
         """Returns a table (rows, hidden) in the dtype of `table_dtypes`."""

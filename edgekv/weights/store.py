@@ -180,7 +180,7 @@ def open_or_build(weights: CheckpointWeights, form: ModelFormat, progress: TaskP
         if folder.stat().st_ctime_ns == made:  # damaged, or of a version that chose other formats
             aside = folder.rename(folder.with_name(f"{folder.name}.partial-{made:x}"))
             shutil.rmtree(aside, ignore_errors=True)
-    build(weights, form, folder, progress)
+    build(weights, form, folder, progress, shared=True)
     return WeightStore(folder)
 
 
@@ -191,16 +191,18 @@ def build(
     progress: TaskProgress | None,
     beside: Callable[[pathlib.Path], None] | None = None,
     rounding: Rounding | None = None,
+    shared: bool = False,
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files before the rename. rounding: rounds with a text; None: each block by itself. Takes
-    memory for the largest matrix as it is stored, 0.3 GiB more, and that of a rounding; the checkpoint is mapped.
-    Raises CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
+    shared: whether a store that another process has put there meanwhile is as good. beside(folder) adds files
+    before the rename. rounding: rounds with a text; None: each block by itself. Takes memory for the largest
+    matrix as it is stored, 0.3 GiB more, and that of a rounding; the checkpoint is mapped. Raises CheckpointError
+    when the disk is too small (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     try:
-        with atomic_folder(folder, is_store) as partial:
+        with atomic_folder(folder, is_store if shared else lambda _: False) as partial:
             nbytes, free = specs_bytes(specs), shutil.disk_usage(folder.parent).free
             if free < nbytes * 1.01:
                 what = f"the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} free"

@@ -71,7 +71,7 @@ class GgufTensor(MappedTensor):
         if not is_float:
             self.kind = self._type
             kept = self._type if self._type in KEPT else None
-            self.exact_format = LAYOUTS[self._type][2] if self._type in LAYOUTS else kept
+            self.exact_format = UNPACKED[self._type][2] if self._type in UNPACKED else kept
             self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
 
     def read(self) -> Array:
@@ -87,7 +87,7 @@ class GgufTensor(MappedTensor):
             values, offset = raw.view(DTYPES[kind]), self._entry["offset"]
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
         with np.errstate(invalid="ignore", over="ignore"):  # infinite scales of a damaged file
-            if kind not in LAYOUTS:
+            if kind not in UNPACKED:
                 return dequantize(raw, kind)
             codes, scales, offsets = blocks_of(raw, kind)
             values = codes * scales[..., None]
@@ -158,13 +158,13 @@ def _q4_k(blocks: U8) -> UnpackedBlocks:
     return codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1)
 
 
-LAYOUTS: dict[str, tuple[int, Callable[[U8], UnpackedBlocks], str]] = {
+UNPACKED: dict[str, tuple[int, Callable[[U8], UnpackedBlocks], str]] = {
     "Q4_0": (18, _q4_0, "int4-32"),
     "Q8_0": (34, _q8_0, "int8-32"),
     "Q4_1": (20, _q4_1, "int4-32-offsets"),
     "Q4_K": (144, _q4_k, "int4-32-offsets"),
 }
-"""Types that a weight format holds without loss: bytes of a block, function that unpacks, and the format."""
+"""Lossless types: (bytes of a block, unpacking function, weight format)."""
 
 KEPT = "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"
 """Types of which a weight format of that name keeps the bytes."""
@@ -174,8 +174,8 @@ NEAREST = dict.fromkeys(("Q5_0", "Q5_1"), "int8-32")
 
 
 def blocks_of(raw: U8, kind: str) -> UnpackedBlocks:
-    """Unpacks rows (r, bytes) of a type in LAYOUTS."""
-    size, unpack, _ = LAYOUTS[kind]
+    """Unpacks rows (r, bytes) of a type in UNPACKED."""
+    size, unpack, _ = UNPACKED[kind]
     with np.errstate(invalid="ignore"):  # infinite scales of a damaged file
         return unpack(np.ascontiguousarray(raw).reshape(len(raw), -1, size))
 

@@ -1,7 +1,7 @@
 """Calibration: rounds a model's weights with a text, for `edgekv quantize --calibrate`, in bits by need.
 
-A linear layer's need is the KL, on a part of the text, of a model in which this layer alone has noise like that
-of rounding to 3 bits (`add_noise`).
+A layer's need is how far the model's predictions move (KL, on part of the text) if this layer alone gets the
+noise of 3-bit rounding (`add_noise`).
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class CheckpointWeights:
             yield from ((f"{piece.prefix}{key}", array) for key, array in arrays.items())
 
     def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:
-        """Yields parts in a format, rows in order: as the file has them, or quantized where it has not all so."""
+        """Yields parts in order: as stored if every part fits the format exactly; otherwise all are quantized."""
         if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
             for rows in self._rows_of(parts, QUANTIZED_ELEMENTS):
                 quantized = form.quantize(rows)

@@ -172,6 +172,7 @@ def products(store: WeightStore, name: str, n_experts: int = 1) -> Callable[...,
     first, *others = (QuantizedMatmul(stored_weights(p.form, p.select(arrays)), n_experts) for p in pieces)
     if not others:
         return first
+    # Each rounds x for itself, as their blocks may differ, in less than a twentieth of a product's time.
     return lambda *given: np.concatenate([product(*given) for product in (first, *others)], axis=1)
 
 

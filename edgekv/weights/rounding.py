@@ -3,7 +3,8 @@
 The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
 with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
 approximate the exact layer's for the exact inputs. For that its weights are corrected first, by a least-squares
-change; how much that differs between the halves of the text shows its noise, and it is shrunk accordingly.
+change. The change is computed on each half of the text. The more the two differ, the noisier it is, and the more
+it is shrunk.
 
 Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
 small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L
@@ -15,9 +16,9 @@ make up for it.
 Partners are columns j and j + 1. For each of the four parities of their codes, j + 1 is rounded first, then j; the
 cheapest of the four is kept. A block is rounded in this way with several scales, and the cheapest is kept.
 
-Then all is rounded again, from the last block to the first: each scale, then each pair, with all other columns as
-they are. With the slopes s = (w - q) H, and P the pair's own rows and columns of H, the best change of the pair's
-errors is -s P^-1. An output correction b moves w to w + b H^-1: slopes by b, and targets by (b L^-T)_j / L_jj.
+A second pass is coordinate descent, last block first: refit the scale, then round each pair again with the other
+columns fixed. For slopes s = (w - q) H of a pair and its 2 x 2 block P of H, the errors should change by -s P^-1.
+An output correction b moves w to w + b H^-1: slopes by b, and targets by (b L^-T)_j / L_jj.
 
 Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885);
 Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.

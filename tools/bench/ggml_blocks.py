@@ -16,7 +16,7 @@ import tempfile
 import gguf
 import numpy as np
 
-from edgekv.checkpoint.gguf import KEPT, LAYOUTS, NEAREST, GgufTensor
+from edgekv.checkpoint.gguf import KEPT, NEAREST, UNPACKED, GgufTensor
 from edgekv.checkpoint.tensors import MappedFile
 from edgekv.types import F32
 from edgekv.weights.formats import FORMATS
@@ -49,7 +49,7 @@ def main() -> None:
     arguments, rng, wrong = parser.parse_args(), np.random.default_rng(0), 0
     find, shape = ctypes.CDLL(arguments.library).ggml_get_type_traits, (arguments.rows, COLUMNS)
     find.restype = ctypes.POINTER(Traits)
-    for kind in (*LAYOUTS, *NEAREST, *KEPT):
+    for kind in (*UNPACKED, *NEAREST, *KEPT):
         number, theirs = gguf.GGMLQuantizationType[kind], np.empty(shape, np.float32)
         block, size = gguf.GGML_QUANT_SIZES[number]
         raw = rng.integers(0, 256, (len(theirs), COLUMNS // block * size), np.uint8)

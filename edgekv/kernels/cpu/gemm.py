@@ -14,7 +14,8 @@
 
 A rounded row (`matmul.prepare_rows`) has its units one behind the other:
 
-    elements    a byte each, in the order of the codes: of each vector those of its bytes' low bits, then others
+    elements    one byte each, in the order in which codes are unpacked: first those in the low bits of a vector's
+                bytes, then those in the higher bits
     sums        an int32 for each lane: the first one of each block holds -zero_point * sum(elements), the others 0
     scales      a float32 for each lane: its block's
 

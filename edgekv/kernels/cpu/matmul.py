@@ -58,7 +58,7 @@ from edgekv.types import F32, I64, U8, Array, Threads
 class QuantizedWeights(NamedTuple):
     """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.formats` packs them.
 
-    What is left of the last block of an output is padding. At most one of offsets and zeros is there. With a
+    The last block of an output is padded. At most one of offsets and zeros is there. With a
     block_type, codes are raw GGUF blocks (outputs, bytes), and scales is None.
     """
 

@@ -1,9 +1,8 @@
 """The GPU by CuPy: programs of .cu files, their launches, and captured steps whose counters move between replays.
 
-NVRTC compiles a program at its first launch; CuPy caches it. A captured launch keeps its arguments. So, while a
-step is captured, the counters of the caches are `Counter`s, which remember through sums and differences which
-counters they are made of; a launch passes such a number together with an address (`counter`), at which every
-replay puts how far the number has moved since the capture.
+NVRTC compiles a program at its first launch; CuPy caches it. A captured launch keeps its arguments. During a
+capture, counters are `Counter`s: ints that remember which cache counters they were computed from. A launch gets
+the captured value and a device address; before each replay the difference since then is written there (`counter`).
 """
 
 from __future__ import annotations

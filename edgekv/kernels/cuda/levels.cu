@@ -46,10 +46,10 @@ __device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
 }
 
 // A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
-// an input and of its partner, the one 64 further. The entry's number is a byte of the first plane, with the third or fifth bits from the
-// second one. Bits of x, the input's code, and of p, the partner's (-: of no effect):
+// an input and of its partner, the one 64 further. An entry's index is a byte of the first plane; for 3 and 5 bits, the top bits of both
+// codes (from the second plane) are added. Bits of x, the input's code, and of p, the partner's (-: of no effect):
 //
-//     bit of the number    9   8   7   6   5   4   3   2   1   0
+//     bit of the index     9   8   7   6   5   4   3   2   1   0
 //     2 bits                       -   -   p1  p0  -   -   x1  x0
 //     3 bits                       -   p2  p1  p0  -   x2  x1  x0
 //     4 bits                       p3  p2  p1  p0  x3  x2  x1  x0

@@ -1,8 +1,12 @@
-// Products of packed weights (rows, columns) and an activation on tensor cores, from sm_80 on: block-quantized codes (levels.cu),
-// BLOCK_INPUTS to a scale. Weights are multiplied as the integers that are stored, or levels; inputs, rotated for levels, as integers
-// of 16 bits, two digits of 8, with a unit for each chunk's inputs, or each block's of rotated ones. A chunk is 16 bytes of a row, a
-// span 8 chunks, whole cache lines; a tile is 16 rows, or 8 rows and the 8 that they gate. A team of WARPS_OF_TILE warps shares a
-// tile's spans, at most MAX_SPANS. A warp multiplies a span, which its lanes read, by inputs in shared memory in two steps, k = 0 and 1:
+// Products of packed weights (rows, columns), with BLOCK_INPUTS to a scale (levels.cu), and an activation on tensor cores, from sm_80 on.
+//
+//     digit   8 bits: an input, rotated for levels, is an integer of two digits; weights are the stored integers, or levels
+//     unit    scale of an input's integer: one for each chunk's inputs, or for each block's of rotated ones
+//     chunk   16 bytes of a row
+//     span    8 chunks, whole cache lines
+//     tile    16 rows, or 8 rows and the 8 that they gate; at most MAX_SPANS spans
+//     team    WARPS_OF_TILE warps that share a tile's spans
+//     step    k = 0 and 1, in which a warp multiplies a span, which its lanes read, by inputs in shared memory:
 //
 //     rows     chunks 0, 1    2, 3    4, 5    6, 7   |   columns        0     1     2     3     4     5     6     7
 //     0, 8     lane 0         1       2       3      |   chunk k        high  low   0     0     0     0     0     0

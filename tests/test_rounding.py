@@ -182,9 +182,8 @@ def tried_block(w: F64, targets: F64, factor: F64, step: float, tables: F64) -> 
             x_then = x + (w[j + 1] - own_y) * factor[j + 1, j] / factor[j, j]
             first = found[odd_x::2, odd_y, 0]
             own_x = first[np.abs(first - x_then).argmin()]
-            costs.append(
-                ((factor[j, j] * (x_then - own_x)) ** 2 + (factor[j + 1, j + 1] * (y - own_y)) ** 2, own_x, own_y)
-            )
+            cost = (factor[j, j] * (x_then - own_x)) ** 2 + (factor[j + 1, j + 1] * (y - own_y)) ** 2
+            costs.append((cost, own_x, own_y))
         cost, *rounded[j : j + 2] = min(costs)
         errors[j : j + 2], added = (w - rounded)[j : j + 2], added + cost
     return rounded, added
@@ -221,15 +220,8 @@ def test_rounding_where_the_text_says_little() -> None:
         hessian(np.full((2, 64), np.inf, np.float32))
 
 
-def corrected(rows: F32, lost: F32, x: F32) -> F64:
-    """Returns what is rounded in place of rows."""
-    h = hessian(x)
-    b = output_correction(Rounder(h, 4), rows, lost, x)
-    return rows + b @ np.linalg.inv(h.astype(np.float64))
-
-
 def corrected_numpy(rows: F32, lost: F32, x: F32) -> F64:
-    """Computes `corrected` by the formula, in float64."""
+    """Returns what is rounded in place of rows, in float64."""
     inverse = np.linalg.inv(hessian_numpy(x))
     missing = lost.astype(np.float64) @ rows.T
     first, second = (missing[part].T @ x[part] for part in np.split(np.arange(len(x)), [len(x) // 2]))
@@ -244,11 +236,13 @@ def corrected_numpy(rows: F32, lost: F32, x: F32) -> F64:
 @pytest.mark.parametrize(("tokens", "columns", "rows"), [(4000, 128, 100), (601, 256, 12)])
 def test_an_output_correction_is_the_formula(tokens: int, columns: int, rows: int) -> None:
     x, w, rng = inputs(tokens, columns), drawn(rows, columns), np.random.default_rng(1)
+    h = hessian(x)
     lost = (x @ (0.1 * rng.standard_normal((columns, columns))).astype(np.float32)).astype(np.float32)
     expected = corrected_numpy(w, lost, x)
     change = np.abs(expected - w).max()
     assert change > 0.1
-    np.testing.assert_allclose(corrected(w, lost, x), expected, atol=1e-3 * change)
+    corrected = w + output_correction(Rounder(h, 4), w, lost, x) @ np.linalg.inv(h.astype(np.float64))
+    np.testing.assert_allclose(corrected, expected, atol=1e-3 * change)
 
 
 @pytest.fixture
@@ -453,9 +447,7 @@ def test_what_can_not_be_calibrated(
     command = ["quantize", str(DEMO), "--calibrate", "--output", str(output)]
     assert main([*command, "--weights", "q3.6,head=q5"]) == 2
     assert "a text decides the head's bits, too; leave ,head=NAME out" in capsys.readouterr().err
-    monkeypatch.delattr(
-        calibration, "format_by_need"
-    )  # minutes of work, before which the disk is known to be full
+    monkeypatch.delattr(calibration, "format_by_need")  # minutes of work; that the disk is full is known before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7_000_000))
     assert main([*command, "--weights", "q3.6"]) == 2
     assert "needs 7,779,840 bytes, 7,000,000 are free" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import CaptureError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache, rewind
+from edgekv.kvcache.policies import RollingCache
 from edgekv.weights import gaussian
 from edgekv.weights.cuda import CudaOps, DeviceWeights
 
@@ -84,6 +85,22 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
         rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
     np.testing.assert_allclose(*(np.concatenate(each) for each in rows), atol=2e-4, rtol=0)
     assert cuda.graph_runner.n_replayed == (19 if name in REPLAYED else 0)
+
+
+def test_each_scheme_runs_once_before_it_is_captured(
+    device: OnDevice, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all layers slide, whose caches are of one class."""
+    model, replayed = small_model(monkeypatch, tmp_path, 20), []
+    cuda = decoder(model, device, capacity=LONG)
+    for scheme in ("dense", "kivi2:residual_length=32"):
+        caches = open_caches(cuda, scheme, LONG)
+        cuda.prefill(cuda.embed(np.arange(9), 0), caches)
+        for token in range(3):
+            cuda.step(token, caches)
+        replayed.append(cuda.graph_runner.n_replayed)
+        assert {type(cache) for cache in caches} == {RollingCache}
+    assert replayed == [2, 4]
 
 
 @pytest.mark.parametrize(

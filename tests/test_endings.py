@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import golden_cases
 import pytest
@@ -101,6 +102,12 @@ def test_kernels_are_kept_for_this_user_alone(tmp_path: pathlib.Path, monkeypatc
     assert keep() is None
     monkeypatch.undo()
     kernel_cache._root.cache_clear()
+
+
+def test_a_kernel_that_can_not_be_saved_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    with mock.patch("pathlib.Path.replace", side_effect=OSError):
+        kernel_cache.save(tmp_path / "kernel", "symbol", b"code")
+    assert [path.name for path in tmp_path.iterdir()] == [kernel_cache.SOURCES_FILE]
 
 
 NOWHERE = """

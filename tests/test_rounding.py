@@ -449,8 +449,9 @@ def test_what_can_not_be_calibrated(
     assert "a text decides the head's bits, too; leave ,head=NAME out" in capsys.readouterr().err
     monkeypatch.delattr(calibration, "format_by_need")  # minutes of work; that the disk is full is known before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7_000_000))
-    assert main([*command, "--weights", "q3.6"]) == 2
-    assert "needs 7,779,840 bytes, 7,000,000 are free" in capsys.readouterr().err
+    for folder in (output, output / "in" / "it"):
+        assert main([*command[:-1], str(folder), "--weights", "q3.6"]) == 2
+        assert "needs 7,779,840 bytes, 7,000,000 are free" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", ["int4,head=int8", "auto,head=int8-32"])

@@ -17,7 +17,7 @@ from helpers import until
 from slot_cases import SLOTS, at_once
 
 from edgekv import SessionError
-from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, TryLock
+from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, TryLock, _Request
 
 
 class Slow:
@@ -152,6 +152,8 @@ def test_a_failed_pass_is_told_to_all(decoder: Slow, schedule: BatchScheduler) -
     assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
     decoder.fails = None
     np.testing.assert_array_equal(schedule.steps(decoder, [5], ())[0], [5, 5])
+    with pytest.raises(ValueError, match="too many"):
+        schedule.steps(decoder, [5, 6], ())  # drafts
 
 
 class InterruptedThread:
@@ -194,6 +196,22 @@ def test_an_interrupted_token_is_not_computed(decoder: Slow, schedule: BatchSche
         read.set()
     np.testing.assert_array_equal(schedule.steps(decoder, [2], ())[0], [2, 2])
     assert decoder.passes == [[2]]
+
+
+def test_a_prompt_goes_on_where_the_token_that_it_let_go_first_is_withdrawn(schedule: BatchScheduler) -> None:
+    request = _Request(Slow(), 1, ())  # type: ignore[arg-type]
+
+    def prompt() -> None:
+        with schedule.exclusive() as pause:
+            schedule._waiting.append(request)
+            pause()
+
+    thread = threading.Thread(target=prompt, daemon=True)
+    thread.start()
+    until(lambda: schedule._decode_allowed)
+    schedule._leave(request)
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_an_interrupted_prompt_keeps_nobody_out(decoder: Slow, schedule: BatchScheduler) -> None:

@@ -355,8 +355,9 @@ def quantize_command(arguments: argparse.Namespace) -> int:
         if source is SHIPPED_TEXT and (source := shipped_file(SHIPPED_TEXT)) is None:
             raise CheckpointError(f"{SHIPPED_TEXT} does not lie with edgekv; give --calibrate a text")
         text = source and read_text_option(str(source), "--calibrate", "; MODEL stands before --calibrate")
-        if text is not None and (mean := mean_bits(arguments.weights)) and folder.parent.is_dir():
-            require_writable(folder, model.weights_bytes(ModelFormat(f"q{int(mean)}")))  # before minutes of work
+        if text is not None and (mean := mean_bits(arguments.weights)):  # before minutes of work
+            there = next(parent for parent in folder.parents if parent.is_dir())
+            require_writable(there / folder.name, model.weights_bytes(ModelFormat(f"q{int(mean)}")))
         rounding = None if text is None else Calibration.choose(model, arguments.weights, text, bars.update)
         form = rounding.form if rounding else model.weight_format(arguments.weights)
         if arguments.output is None:

@@ -72,7 +72,10 @@ class Calibration:
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already", "give the original checkpoint")
         if any(config.layer_recurrences):
-            raise _refusal(f"a text rounds no layers with a state ({config.model_type})", "leave {calibrate} out")
+            raise _refusal(
+                f"models with recurrent layers ({config.model_type}) can't be rounded with a text",
+                "leave {calibrate} out",
+            )
         if model.adapter:
             raise _refusal(f"--calibrate does not go with the adapter {model.adapter.path}; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())

@@ -246,8 +246,8 @@ class GraphRunner:
     def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
         self._decoder, self._backend, self._driver = decoder, backend, backend.driver
         self._ids = self._driver.zeros((1,), np.int32)
-        self._compiled: set[type[KVCache]] = set()  # schemes whose kernels are
-        self._failures: collections.Counter[type[KVCache]] = collections.Counter()
+        self._compiled: set[Hashable] = set()  # kinds of caches whose kernels are compiled (`_kinds`)
+        self._failures: collections.Counter[Hashable] = collections.Counter()
         self.n_replayed = 0
         self._forget()
 
@@ -267,7 +267,7 @@ class GraphRunner:
             before, flushes = [group.caches for group in self._groups], self._flushes
             self._forget()
             if not self._capture_step(caches):
-                self._compiled.add(type(caches[0]))
+                self._compiled.add(_kinds(caches))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
             if before == [group.caches for group in self._groups]:
                 self._flushes = flushes
@@ -288,8 +288,8 @@ class GraphRunner:
 
     def _capture_step(self, caches: Sequence[KVCache]) -> bool:
         """Returns whether the step of the next token could be captured; it has not been taken then."""
-        scheme, start = type(caches[0]), caches[0].n_seen
-        ready = self._decoder.can_replay and scheme in self._compiled and self._failures[scheme] < MAX_FAILURES
+        kinds, start = _kinds(caches), caches[0].n_seen
+        ready = self._decoder.can_replay and kinds in self._compiled and self._failures[kinds] < MAX_FAILURES
         room = caches[0].geometry.capacity - start
         if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in caches):
             return False
@@ -304,7 +304,7 @@ class GraphRunner:
             self._logits = self._run(self._backend.embed_ids(self._ids, start), self._caches)
 
         self._step = self._capture(step)
-        self._failures[scheme] += self._step is None
+        self._failures[kinds] += self._step is None
         return self._step is not None
 
     def _capture(self, work: Callable[[], None]) -> CapturedGraph | None:
@@ -372,6 +372,10 @@ class GraphRunner:
             self._replay(graph, 0)
         else:
             flush()
+
+
+def _kinds(caches: Sequence[KVCache]) -> Hashable:
+    return frozenset((type(cache), repr(cache.config)) for cache in caches)
 
 
 def _equal_pairs(counts: Iterable[int]) -> Iterator[bool]:

@@ -115,12 +115,13 @@ class BatchScheduler(SerialScheduler):
         computed it was interrupted, after which the others may ask again.
         """
         self._require_outside()
-        request = _Request(decoder, tokens[0], caches)
+        (token,) = tokens
+        request = _Request(decoder, token, caches)
         try:
-            if self._leads_pass(request):
+            if self._wait_or_lead(request):
                 self._compute(self._batch)
         finally:
-            self._withdraw(request)
+            self._leave(request)
         if request.error is not None:
             raise request.error
         assert request.logits is not None
@@ -164,7 +165,7 @@ class BatchScheduler(SerialScheduler):
                 self._decode_allowed = False
                 self._owner = threading.get_ident()
 
-    def _leads_pass(self, request: _Request) -> bool:
+    def _wait_or_lead(self, request: _Request) -> bool:
         """Waits for a pass; returns whether this thread must compute it, as no other has."""
         with self._changed:
             self._decoding.add(request.thread)
@@ -180,12 +181,13 @@ class BatchScheduler(SerialScheduler):
                 self._changed.wait(MAX_WAIT_S)
             return False
 
-    def _withdraw(self, request: _Request) -> None:
+    def _leave(self, request: _Request) -> None:
         """Withdraws a request, answered or interrupted, and waits until no thread computes with its caches."""
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
                 self._decoding.discard(request.thread)
+                self._changed.notify_all()
             if self._owner == request.thread:
                 for other in self._batch:
                     if not other.is_done:

@@ -127,6 +127,8 @@ def save(file: pathlib.Path, symbol: str, code: bytes) -> None:
     with contextlib.suppress(OSError):
         temporary.write_bytes(b"\n".join((hashlib.sha256(code).hexdigest().encode(), symbol.encode(), code)))
         temporary.replace(file)
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)  # where the disk is full
 
 
 @functools.cache

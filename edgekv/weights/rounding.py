@@ -87,13 +87,13 @@ class Rounder:
     def __init__(self, hessian: F32, bits: int) -> None:
         self.bits, (self._order, self._blocks) = bits, pairs_order(hessian.diagonal())
         self._hessian = hessian[np.ix_(self._order, self._order)]
-        self._factor = cholesky(self._hessian)
-        diagonal = self._factor.diagonal().copy()
+        self._cholesky = cholesky(self._hessian)
+        diagonal = self._cholesky.diagonal().copy()
         self._costs = diagonal * diagonal
-        self._factor /= diagonal
+        self._cholesky /= diagonal
         self._spans = [(lo, lo + BLOCK) for lo in range(0, len(hessian), BLOCK)]
-        self._inverses = [np.linalg.inv(self._factor[lo:hi, lo:hi]) for lo, hi in self._spans]
-        self._factors = gaussian.SCALE_FACTORS * np.float32(BEST_SCALES[bits])
+        self._inverses = [np.linalg.inv(self._cholesky[lo:hi, lo:hi]) for lo, hi in self._spans]
+        self._candidates = gaussian.SCALE_FACTORS * np.float32(BEST_SCALES[bits])
 
     def round(self, rotated: F32, output_correction: F32) -> tuple[U8, Array]:
         """Rounds rotated weights (r, n) to codes and scales, as `gaussian.quantize` does.
@@ -112,8 +112,9 @@ class Rounder:
                 slopes, h = errors @ self._hessian[:, lo:hi] + b[:, lo:hi], self._hessian[lo:hi, lo:hi].copy()
                 _round_block_again(len(w), MIN_PARALLEL_WORK, slopes, h, *block)
             else:
-                targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
-                arrays = targets, self._factor[lo:hi, lo:hi].T.copy(), self._costs[lo:hi], self._factors, scratch
+                targets = wanted[:, lo:hi] + errors[:, hi:] @ self._cholesky[hi:, lo:hi]
+                inner = self._cholesky[lo:hi, lo:hi].T.copy()
+                arrays = targets, inner, self._costs[lo:hi], self._candidates, scratch
                 _round_block(len(w), MIN_PARALLEL_WORK, *arrays, *block, n_threads=len(scratch))
             codes[:, lo:hi], errors[:, lo:hi] = block.codes, block.errors
         codes, scales = codes.take(np.argsort(self._order), 1), scales[np.argsort(self._blocks)].T
@@ -127,7 +128,7 @@ class Rounder:
         """Solves x F^T = b with F = L / its diagonal; b and x (r, columns) are in the order of H."""
         x: F32 = b.copy()
         for (lo, hi), inverse in zip(self._spans, self._inverses, strict=True):
-            x[:, lo:hi] = (x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T) @ inverse.T
+            x[:, lo:hi] = (x[:, lo:hi] - x[:, :lo] @ self._cholesky[lo:hi, :lo].T) @ inverse.T
         return x
 
 

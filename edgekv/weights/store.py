@@ -195,7 +195,7 @@ def build(
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    shared: whether a store that another process has put there meanwhile is as good. beside(folder) adds files
+    shared: accept a store that another process has written there meanwhile. beside(folder) adds files
     before the rename. rounding: rounds with a text; None: each block by itself. Takes memory for the largest
     matrix as it is stored, 0.3 GiB more, and that of a rounding; the checkpoint is mapped. Raises CheckpointError
     when the disk is too small (before or while writing) or the folder can't be written.

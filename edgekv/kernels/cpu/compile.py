@@ -31,22 +31,22 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 def jit(function: F) -> F:
     """Compiles a function that kernels call, with arithmetic exactly as written.
 
-    ``fastmath`` is given as a function otherwise takes on that of its first caller.
+    ``fastmath`` is always given: without it, a function takes on that of its first caller.
     """
-    return _called_by_kernels(function, fastmath=False)
+    return _jit_for_kernels(function, fastmath=False)
 
 
 def fast_jit(function: F) -> F:
     """Compiles a function that kernels call, whose sums may be made in any order."""
-    return _called_by_kernels(function, fastmath=FAST)
+    return _jit_for_kernels(function, fastmath=FAST)
 
 
 def inline_jit(function: F) -> F:
     """Compiles as `fast_jit`, always inlined: for what runs so often that passing arguments would show."""
-    return _called_by_kernels(function, fastmath=FAST, forceinline=True)
+    return _jit_for_kernels(function, fastmath=FAST, forceinline=True)
 
 
-def _called_by_kernels(function: F, **options: Any) -> F:
+def _jit_for_kernels(function: F, **options: Any) -> F:
     """Registers a function with Numba, which makes no wrappers for Python of it: a first run is shorter."""
     return cast(F, register_jitable(no_cfunc_wrapper=True, error_model="numpy", **options)(function))
 
@@ -77,7 +77,7 @@ def loop_address(function: Callable[..., None], fastmath: Any = False, parallel:
             return _load(*saved)
         with kernel_cache.timed_compilation():
             compiled = compile_loop(function, fastmath, parallel)
-        _kept.append(compiled)
+        _alive.append(compiled)
         library = compiled._library
         machine_code = compiled.native_name, library._get_compiled_object()
         if file is not None and not library.has_dynamic_globals:
@@ -85,7 +85,7 @@ def loop_address(function: Callable[..., None], fastmath: Any = False, parallel:
         return _load(*machine_code)  # `compiled.address` may sum in another order than what the next process loads
 
 
-_kept: list[Any] = []  # machine code, and what that of this process's compilations points to
+_alive: list[Any] = []  # keeps linked code alive, and compilations whose data it points to
 
 
 def _new_engine() -> Any:
@@ -99,7 +99,7 @@ def _new_engine() -> Any:
 
 def _load(symbol: str, code: bytes) -> int:
     """Links machine code by itself: beside other code LLVM would take functions of the same names from there."""
-    _kept.append(engine := _new_engine())
+    _alive.append(engine := _new_engine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return int(engine.get_function_address(symbol))

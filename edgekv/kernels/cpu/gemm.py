@@ -624,7 +624,7 @@ def _emit_unit(
 
 
 PREFETCH_TILES = 2  # whose scales are fetched
-_add_products = score_rows(4, batch_invariant=True, adds=True)
+_add_corrections = score_rows(4, batch_invariant=True, adds=True)
 
 
 @emit.procedure
@@ -644,7 +644,7 @@ def _correct(output: int, n: int, memory: int, address: int) -> None:
             put(floats(offsets), i, -np.float32(get(zeros, i)) * get(scales, i))
     else:
         _fetch(offsets + 4 * size * PREFETCH_TILES, 4 * size)
-    _add_products(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)
+    _add_corrections(p.sums, p.n, offsets, p.blocks, n, p.y + 4 * output, p.outputs)
 
 
 CORRECTION = Loop(_correct, fastmath=False)

@@ -87,9 +87,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
     assert cuda.graph_runner.n_replayed == (19 if name in REPLAYED else 0)
 
 
-def test_each_scheme_runs_once_before_it_is_captured(
-    device: OnDevice, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schemes_run_before_capture(device: OnDevice, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     """Also where all layers slide, whose caches are of one class."""
     model, replayed = small_model(monkeypatch, tmp_path, 20), []
     cuda = decoder(model, device, capacity=LONG)

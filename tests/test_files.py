@@ -228,7 +228,6 @@ def test_the_first_one_that_is_whole_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_store_is_as_good_as_another_where_folders_are_shared(shared: bool, tmp_path: Path) -> None:
-    """As those of the cache are, whose names tell what they hold."""
     weights, folder = RandomWeights(load_shape("tiny", 1)), tmp_path / "store"
 
     def late(_: Path) -> None:

@@ -375,7 +375,7 @@ class GraphRunner:
 
 
 def _kinds(caches: Sequence[KVCache]) -> Hashable:
-    return frozenset((type(cache), repr(cache.config)) for cache in caches)
+    return frozenset((type(cache), cache.config) for cache in caches)
 
 
 def _equal_pairs(counts: Iterable[int]) -> Iterator[bool]:

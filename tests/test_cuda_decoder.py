@@ -21,7 +21,7 @@ from edgekv import Session
 from edgekv.checkpoint.hub import shipped_model
 from edgekv.engine import cuda as cuda_decoder
 from edgekv.engine.cuda import MIN_REPLAYS, CudaBackend
-from edgekv.engine.decoder import Decoder
+from edgekv.engine.decoder import Backend, Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.engine.runner import Runner, State
@@ -40,8 +40,7 @@ from edgekv.weights.cuda import CudaOps, DeviceWeights
 
 LOGIT_ERROR = 1e-2  # of the largest logit; measured: 6.5e-3 of gemma2, 3.1e-3 of the others
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
-CAPACITY = 48
-LONG, PROMPT = 160, 60
+CAPACITY, LONG, PROMPT = 48, 160, 60
 ON_HOST = (("onebit:residual_length=8", None), ("kivi2:residual_length=8", 90))
 SMALL = golden_cases.LLAMA | {"model_type": "mistral", "head_dim": 64, "max_position_embeddings": 200}
 SMALL |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -55,6 +54,8 @@ def decoder(model: Model, place: OnDevice, weights: str = "f32", capacity: int =
 
 def let_replay(monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
     monkeypatch.setattr(Decoder, "can_replay", property(lambda decoder: replays))
+    if not replays:  # caches store the tokens, too
+        monkeypatch.setattr(CudaBackend, "reserve_row", Backend.reserve_row)
 
 
 def small_model(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, window: int | None = None) -> Model:
@@ -208,7 +209,6 @@ def test_greedy_text_equals_the_cpus(name: str, weights: str, prompt: str, reque
     assert there == here
 
 
-FAMILIES = [*REPLAYED, *STEPPED]
 GPU_SCHEMES = ["f16", "planes", "onebit:residual_length=8", "kivi2:residual_length=32", "kvcomp:block=32"]
 CTX = 256
 
@@ -229,7 +229,7 @@ def test_sessions_one_after_the_other(tmp_path: pathlib.Path, monkeypatch: pytes
     """Each has the same text twice, the CPU's where nothing is rounded; an earlier one goes on last."""
     OnDevice.open("gpu")
     before: tuple[Session, list[list[int]]] | None = None
-    for family, scheme, form in pairs(family=FAMILIES, scheme=GPU_SCHEMES, form=["f32", "int8", "int4"]):
+    for family, scheme, form in pairs(family=REPLAYED + STEPPED, scheme=GPU_SCHEMES, form=["f32", "int8", "int4"]):
         config = golden_cases.CASES[family]
         longer = {key: CTX for key in ("max_position_embeddings", "n_positions") if key in config}
         monkeypatch.setitem(golden_cases.CASES, family, config | longer)

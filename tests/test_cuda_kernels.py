@@ -68,9 +68,9 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
 
 
 def test_an_encoder_that_takes_no_place_that_moves(device: OnDevice) -> None:
-    values = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver)
+    values, x = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver), device.up(np.ones((1, 1, 64)))
     with pytest.raises(CaptureError):
-        device.kernels.encode(values, device.up(np.ones((1, 1, 64))), Counter(1, (("n", 1),), Moves(None, "n")))
+        device.kernels.encode(values, x, Counter(1, (("n", 1),), Moves(device.driver, "n")))
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])

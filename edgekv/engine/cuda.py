@@ -20,12 +20,13 @@ from edgekv.engine.decoder import CHUNK, Backend, Decoder, RopeRotation, ScoreOp
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, Moves, put_inputs
+from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, Moves, set_inputs
 from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, Workspace
+from edgekv.kvcache.policies import RollingCache
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
@@ -179,6 +180,17 @@ class CudaBackend(Backend):
         cache.prefill(k[:, :0] if queries is None else queries, k, v)
         return True
 
+    def reserve_row(self, cache: KVCache) -> tuple[HalfQKV, ...]:
+        if not (cache.is_static() or isinstance(cache, RollingCache)):
+            return ()
+        cache.require_room(1)
+        cache.advance(1)
+        keys, values, _, stop, *_ = cache.segments()[-1]  # which the token is the last of
+        if keys.kind == values.kind == "f16":
+            return (HalfQKV(None, keys.arrays["half"], values.arrays["half"], stop - 1),)
+        cache.advance(-1)
+        return ()
+
     def new_graph_runner(self, decoder: Decoder) -> GraphRunner:
         return GraphRunner(decoder, self)
 
@@ -245,7 +257,6 @@ class GraphRunner:
 
     def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
         self._decoder, self._backend, self._driver = decoder, backend, backend.driver
-        self._ids = self._driver.zeros((1,), np.int32)
         self._compiled: set[Hashable] = set()  # kinds of caches whose kernels are compiled (`_kinds`)
         self._failures: collections.Counter[Hashable] = collections.Counter()
         self.n_replayed = 0
@@ -257,13 +268,15 @@ class GraphRunner:
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[CacheGroup] = []
         self._structure: list[Hashable] = []
-        self._next = self._last = 0
+        self._counts: Counts = []  # of the groups after the last step
+        self._next: tuple[CapturedGraph, list[int]] | None = None  # to replay: a graph, and what `_moved` returned
+        self._last = 0
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
-        if self._caches != tuple(caches) or caches[0].n_seen != self._next:
+        if self._caches != tuple(caches) or self._counts != [group.counts() for group in self._groups]:
             self._forget()  # others have changed them, perhaps what they point to
-        if not self._can_replay():
+        if self._next is None:
             before, flushes = [group.caches for group in self._groups], self._flushes
             self._forget()
             if not self._capture_step(caches):
@@ -271,17 +284,22 @@ class GraphRunner:
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
             if before == [group.caches for group in self._groups]:
                 self._flushes = flushes
-        assert self._step is not None
-        self._replay(self._step, token)
+            self._prepare()
+        assert self._next is not None
+        self._replay(*self._next, token)
         self.n_replayed += 1
-        self._next = caches[0].n_seen
         self._flush()
+        self._prepare()  # while the device computes
         return self._logits
 
-    def _can_replay(self) -> bool:
-        if self._step is None or self._next > self._last or not all(g.first.is_static() for g in self._groups):
-            return False
-        return self._structure == [group.next_structure()[0] for group in self._groups]
+    def _prepare(self) -> None:
+        """Finds out whether the next step can be replayed, and what it sets then."""
+        step, groups, self._next = self._step, self._groups, None
+        self._counts = [group.counts() for group in groups]
+        if step is None or self._caches[0].n_seen > self._last or not all(g.first.is_static() for g in groups):
+            return
+        if self._structure == [group.next_structure()[0] for group in groups]:
+            self._next = step, self._moved(step)
 
     def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
         return self._decoder.head(self._decoder.forward(x, caches))[0]
@@ -296,12 +314,12 @@ class GraphRunner:
         self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
         following = [group.next_structure() for group in self._groups]
         self._structure = [structure for structure, _ in following]
-        self._next, self._last = start, start + GRAPH_TOKENS
+        self._last = start + GRAPH_TOKENS
         if any(flushes for _, flushes in following):
             return False
 
         def step() -> None:
-            self._logits = self._run(self._backend.embed_ids(self._ids, start), self._caches)
+            self._logits = self._run(self._backend.embed_ids(self._driver.ids, start), self._caches)
 
         self._step = self._capture(step)
         self._failures[kinds] += self._step is None
@@ -309,7 +327,7 @@ class GraphRunner:
 
     def _capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Captures ``work`` with the counters as they are, without doing it; None where it can't be captured."""
-        put_inputs(self._driver, self._ids, 0, [])  # compiles
+        set_inputs(self._driver, None)  # compiles
         moves, counts = Moves(self._driver, POSITIONS), [group.counts() for group in self._groups]
         changes: Counts = []
 
@@ -318,6 +336,7 @@ class GraphRunner:
             for i, (group, values) in enumerate(zip(self._groups, counts, strict=True)):
                 group.set_counts({name: Counter(n, ((_key(i, name), 1),), moves) for name, n in values.items()})
             try:
+                set_inputs(self._driver, moves.inputs)
                 work()
                 after = [group.counts() for group in self._groups]
             finally:
@@ -327,7 +346,7 @@ class GraphRunner:
                 {name: now[name] - n for name, n in values.items()}
                 for now, values in zip(after, counts, strict=True)
             ]
-            put_inputs(self._driver, self._ids, 0, [])  # for what is not replayed
+            set_inputs(self._driver, None)  # for what is not replayed
 
         try:
             run = self._driver.capture(work_on_counters)
@@ -337,17 +356,19 @@ class GraphRunner:
         buffers = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
         return CapturedGraph(run, moves, counts, changes, buffers)
 
-    def _replay(self, graph: CapturedGraph, token: int) -> None:
-        current = [group.counts() for group in self._groups]
-        moved = {
-            _key(i, name): current[i][name] - n
-            for i, values in enumerate(graph.counts)
-            for name, n in values.items()
-        }
-        graph.moves.set(self._ids, token, moved.__getitem__)
+    def _moved(self, graph: CapturedGraph) -> list[int]:
+        """Returns how far the graph's sums of counters have moved since it was captured."""
+        now = [group.counts() for group in self._groups]
+        moved = {_key(i, name): now[i][name] - n for i, was in enumerate(graph.counts) for name, n in was.items()}
+        return graph.moves.sums(moved.__getitem__)
+
+    def _replay(self, graph: CapturedGraph, sums: list[int], token: int) -> None:
+        graph.moves.set(token, sums)
         graph.run()
-        for group, values, change in zip(self._groups, current, graph.changes, strict=True):
-            group.set_counts({name: values[name] + by for name, by in change.items() if by})
+        graph.moves.read.record(self._driver.stream)
+        for group, changes in zip(self._groups, graph.changes, strict=True):
+            now = group.counts()
+            group.set_counts({name: now[name] + by for name, by in changes.items() if by})
 
     def _flush(self) -> None:
         """Packs what is due after a token: by a replay where that can be captured."""
@@ -369,7 +390,7 @@ class GraphRunner:
         if key not in self._flushes:
             self._flushes[key] = self._capture(flush)
         if graph := self._flushes[key]:
-            self._replay(graph, 0)
+            self._replay(graph, self._moved(graph), 0)
         else:
             flush()
 

@@ -179,6 +179,10 @@ class Backend(abc.ABC):
         """Runs layer i over a prompt x (n, hidden) in place and fills its cache; False: not supported."""
         return False
 
+    def reserve_row(self, cache: KVCache) -> tuple[Any, ...]:
+        """Counts a token of a cache and returns where `split_rope` stores it; empty: the cache does both."""
+        return ()
+
     def new_graph_runner(self, decoder: Decoder) -> Any | None:
         """Returns what replays the decoder's steps from a CUDA graph; None: the device captures nothing."""
         return None
@@ -268,7 +272,7 @@ class Decoder:
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Appends n tokens, a few; returns the logits (n, vocab) after each, valid until the next step."""
         if len(tokens) == 1 and self.graph_runner is not None:
-            result: F32 = self.graph_runner.step(tokens[0], attending(caches))[None]
+            result: F32 = self.graph_runner.step(tokens[0], caches)[None]
             return result
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
@@ -368,7 +372,10 @@ class Decoder:
         assert isinstance(cache, KVCache)
         n, sinks = len(projected), self._options[i].sinks
         q, k, v = self._qkv_buffers("step", n)
-        self._split(i, projected, rotation, q, k, v)
+        row = self.backend.reserve_row(cache) if n == 1 else ()
+        self._split(i, projected, rotation, q, k, v, *row)
+        if row:
+            return self._merge(cache.attend_stored(q), projected)
         if n <= GEMV_ROWS:
             return self._merge(cache.attend(q, k, v, sinks), projected)
         out = self.workspace.array("step.out", q.shape)
@@ -402,11 +409,11 @@ class Decoder:
         heads = ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
         return [array(f"{name}.{kind}", (n_heads, n, c.head_dim)) for kind, n_heads in heads]
 
-    def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
+    def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32, *row: Any) -> None:
         """Splits layer i's fused projection into heads, normalises and rotates them, into q, k and v."""
         c, (cos, sin, query_factors) = self.config, rotation
         qkv = projected[:, : c.q_size + 2 * c.kv_size] if c.gated_attention else projected
-        self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], *self._norms[i], c.norm_eps)
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], *self._norms[i], c.norm_eps, *row)
         if query_factors is not None:
             q *= query_factors
 

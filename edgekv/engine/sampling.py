@@ -173,14 +173,18 @@ def _require_finite(largest: float) -> None:
         )
 
 
-def _from_device(logits: Any, n: int | None) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
+def _from_device(logits: Any, n: int | None) -> tuple[NDArray[Any] | None, NDArray[Any]]:
     """Copies the n largest of logits (vocab,) from a device: ids (n,), ascending, and values (n,).
 
     Of equal logits those of lower ids. Ids are None where all logits are copied.
     """
     if n is None or n >= logits.size:
         return None, to_host(logits)
-    ids = np.argmax(logits).reshape(1) if n == 1 else np.sort(np.argsort(-logits, kind="stable")[:n])
+    if n == 1:
+        best = np.argmax(logits).reshape(1)  # NaN counts as the largest
+        found = to_host(np.concatenate((best.view(np.float32), logits[best])))
+        return found[:2].view(np.int64), found[2:]
+    ids = np.sort(np.argsort(-logits, kind="stable")[:n])
     parts = ids.astype(np.float64), logits[ids].astype(np.float64), np.max(logits).reshape(1).astype(np.float64)
     found = to_host(np.concatenate(parts))
     _require_finite(float(found[-1]))

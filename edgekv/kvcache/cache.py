@@ -164,7 +164,7 @@ class LayerState(abc.ABC):
     def is_static(self) -> bool:
         """Returns whether a captured step can be replayed for the next token: only counters differ.
 
-        So it is for `flush` when it is due.
+        So it is for `flush` when it is due. `append` then stores the token as the last one of the last segment.
         """
         return False
 
@@ -331,6 +331,13 @@ class KVCache(LayerState):
             self.read(queries[:, a:b], out[:, a:b], sinks)
             self.flush()
             a = b
+        return out
+
+    def attend_stored(self, queries: F32) -> F32:
+        """Returns what `attend` does of the latest n tokens, which something else has stored and counted."""
+        out: F32 = self.workspace.array("attention", queries.shape)
+        self.read(queries, out, None)
+        self.flush()
         return out
 
     def read(self, queries: F32, out: F32, sinks: F32 | None) -> None:

@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from edgekv.kernels.cuda.driver import N_MOVES, CaptureError, Launch, Program, by_value
+from edgekv.kernels.cuda.driver import N_INPUTS, CaptureError, Launch, Program, by_value
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -140,8 +141,9 @@ class HostDriver:
 
     def __init__(self) -> None:
         self.backwards = False
-        self.moves = self.zeros((N_MOVES,), np.int32)
-        self.shift, self.zero = self.moves[:1], self.moves[-1:]
+        self.inputs = self.zeros((N_INPUTS,), np.int32)
+        self.shift, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
+        self.stream, self.host_inputs = None, lambda: (np.zeros(N_INPUTS, np.int32), mock.Mock())
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Returns a poisoned array: every byte is 0xff, NaN in floats."""

@@ -2,7 +2,7 @@
 
 NVRTC compiles a program at its first launch; CuPy caches it. A captured launch keeps its arguments. During a
 capture, counters are `Counter`s: ints that remember which cache counters they were computed from. A launch gets
-the captured value and a device address; before each replay the difference since then is written there (`counter`).
+the captured value and a device address, to which each replay first writes the difference since then (`counter`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Macros = tuple[tuple[str, int | str], ...]
 
 SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # types of the fields of C++ structs
 FOLDER = pathlib.Path(__file__).parent
-N_MOVES = 16  # sums of counters whose moves are on the device: positions first, one that stays 0 last
+N_MOVES = 15  # sums of counters whose moves are on the device, positions first
+N_INPUTS = N_MOVES + 2  # of a captured step: moves, the token, and a 0
 GRAPH_TOKENS = 512  # at most this many tokens replay the graph of a step
 # cuBLAS's names: CUBLAS_OP_N, CUDA_R_32F and so on.
 OP_N, OP_T, R_32F, R_16F, COMPUTE_32F, GEMM_TENSOR_OP = 0, 1, 0, 2, 68, 99
@@ -106,6 +107,8 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
     """Returns the bytes () that a kernel gets for an argument; of an array, those of its address."""
     if isinstance(x, Struct):
         return x.packed(program)
+    if isinstance(x, np.ndarray):  # `Driver.host_inputs`
+        return np.array(x.ctypes.data, np.uintp)
     if isinstance(x, (int, np.integer)):
         return np.array(x, np.int32)
     return np.array(x, np.float32) if isinstance(x, float) else np.array(0 if x is None else x.data.ptr, np.uintp)
@@ -139,8 +142,9 @@ class Driver:
     has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
     has_half_mma: whether prefill_attention.cu compiles (sm_75 on).
     has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
-    moves: (N_MOVES,) int32 of the device, how far the counters of a replayed step have moved since its capture,
-    all 0 otherwise. shift is its first element, the move of positions; zero is its last one, always 0.
+    inputs: (N_INPUTS,) int32 of the device, which a replayed step sets first: how far its counters have moved
+    since its capture (otherwise all 0), and its token. shift (1,) is the move of positions, ids (1,) the token,
+    zero (1,) always 0.
     """
 
     def __init__(self) -> None:
@@ -156,8 +160,8 @@ class Driver:
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream, self._capture_stream = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
         self._is_capturing = False
-        self.moves = self.zeros((N_MOVES,), np.int32)
-        self.shift, self.zero = self.moves[:1], self.moves[-1:]
+        self.inputs = self.zeros((N_INPUTS,), np.int32)
+        self.shift, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Any] = {}
 
@@ -168,6 +172,12 @@ class Driver:
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Returns an array of zeros on the device."""
         return self.cupy.zeros(shape, dtype)
+
+    def host_inputs(self) -> tuple[npt.NDArray[np.int32], Any]:
+        """Returns zeros (N_INPUTS,) of the host's that kernels read too, and an event for when they have."""
+        inputs = np.frombuffer(self.cupy.cuda.alloc_pinned_memory(4 * N_INPUTS), np.int32, N_INPUTS)
+        inputs.fill(0)
+        return inputs, self.cupy.cuda.Event(disable_timing=True)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """Returns a copy of a host's array on the device. Raises CaptureError while a step is captured."""
@@ -186,9 +196,7 @@ class Driver:
         Raises MemoryError without enough memory, ConfigError where the program does not compile.
         """
         program, kernel, grid, block, early, shared = launch
-        values = tuple(
-            by_value(x, program) for x in arguments
-        )  # CuPy passes NumPy's arrays of one element by value
+        values = tuple(by_value(x, program) for x in arguments)  # CuPy passes arrays () of NumPy's by value
         try:
             function = self._kernels.get((program, kernel))
             if function is None:
@@ -391,33 +399,36 @@ class Counter(int):
 
 
 class Moves:
-    """The sums of counters that a graph uses, and where on the device each finds how far it has moved."""
+    """The sums of counters that a graph uses, and where on the device each finds how far it has moved.
+
+    inputs: what a replay sets the driver's to first. read: an event, recorded behind each replay.
+    """
 
     def __init__(self, driver: Driver, positions: Hashable) -> None:
         """positions: the name of the counter that the driver's `shift` follows."""
-        self._driver = driver
         self._slots: dict[Terms, int] = {((positions, 1),): 0}
+        self._driver, (self.inputs, self.read) = driver, driver.host_inputs()
 
     def address(self, terms: Terms) -> Array:
-        """Returns the (1,) int32 that says how far a sum has moved. Raises CaptureError past N_MOVES - 1 sums."""
+        """Returns the (1,) int32 that says how far a sum has moved. Raises CaptureError past N_MOVES sums."""
         slot = self._slots.setdefault(terms, len(self._slots))
-        if slot >= N_MOVES - 1:
+        if slot >= N_MOVES:
             raise CaptureError(f"{slot} sums of counters")
-        return self._driver.moves[slot : slot + 1]
+        return self._driver.inputs[slot : slot + 1]
 
-    def set(self, ids: Array, token: int, moved: Callable[[Hashable], int]) -> None:
-        """Sets the token and the moves of all sums; ``moved``: a counter's name -> how far it has moved."""
-        values = [sum(n * moved(name) for name, n in terms) for terms in self._slots]
-        put_inputs(self._driver, ids, token, values)
+    def sums(self, moved: Callable[[Hashable], int]) -> list[int]:
+        """Returns how far each sum has moved; ``moved``: a counter's name -> how far it has moved."""
+        return [sum(n * moved(name) for name, n in terms) for terms in self._slots]
+
+    def set(self, token: int, sums: list[int]) -> None:
+        """Sets what the next replay reads, when the last one has."""
+        self.read.synchronize()
+        self.inputs[: len(sums)], self.inputs[-2] = sums, token
 
 
-INPUTS = Launch(Program(("layers",)), "set_inputs", (1,), 1)
-
-
-def put_inputs(driver: Driver, ids: Array, token: int, values: list[int]) -> None:
-    """Sets what a captured step reads: its token, and the moves, which are 0 from the end of ``values`` on."""
-    moves = Struct("Moves", by=values + [0] * (N_MOVES - 1 - len(values)))
-    driver.launch(INPUTS, ids, token, driver.moves, moves)
+def set_inputs(driver: Driver, inputs: npt.NDArray[np.int32] | None) -> None:
+    """Sets the driver's inputs to what is in the host's when this is run; None: to 0."""
+    driver.launch(Launch(Program(("layers",)), "set_inputs", (1,), N_INPUTS), inputs, driver.inputs)
 
 
 def counter(driver: Driver, x: int) -> Struct:

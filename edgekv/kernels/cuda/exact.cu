@@ -27,19 +27,6 @@ extern "C" __global__ void encode(const float* x, int stride, int d, void* store
             ((float*)store)[to + c] = from[c];
 }
 
-// Stores the key and the value of one token as float16. Grid (2, G).
-extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
-                                      u16* values, int value_capacity, Counter t0)
-{
-    launch_dependents();
-    grid_dependency_wait();
-    bool is_value = blockIdx.x;
-    const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
-    i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0.now();
-    u16* to = (is_value ? values : keys) + row * d;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
-}
-
 // Stores symmetric codes: signed bytes, or 4 bits plus 8. Grid (n, G), a warp each.
 extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, u16* scale, int capacity,
                                       Counter t0)

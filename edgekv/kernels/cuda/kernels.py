@@ -57,10 +57,10 @@ def padded_width(head_dim: int) -> int:
 class HalfQKV(NamedTuple):
     """Float16 copies of queries, keys and values that `split_rope` writes, with zeros behind head_dim channels.
 
-    q: (n_heads, n, width). k, v: (n_kv_heads, capacity, width), written from token ``first`` on.
+    q: (n_heads, n, width), or None. k, v: (n_kv_heads, capacity, width), written from token ``first`` on.
     """
 
-    q: Array
+    q: Array | None
     k: Array
     v: Array
     first: int
@@ -294,16 +294,8 @@ class CudaKernels:
 
     def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
         """Stores k and v (G, n, D) as tokens t0.. of two codecs."""
-        if not (keys.kind == values.kind == "f16" and k.shape[1] == 1):
-            self.encode(keys, k, t0)
-            self.encode(values, v, t0)
-            return
-        (k, k_stride), (v, v_stride) = per_head(k), per_head(v)
-        key_store, value_store = keys.arrays["half"], values.arrays["half"]
-        n_kv_heads, capacity, d = key_store.shape
-        launch = Launch(ENCODE, "append_f16", (2, n_kv_heads), THREADS, early=True)
-        stores = key_store, capacity, value_store, value_store.shape[1]
-        self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, counter(self.driver, t0))
+        self.encode(keys, k, t0)
+        self.encode(values, v, t0)
 
     def attend(
         self,
@@ -512,7 +504,7 @@ class CudaKernels:
     ) -> None:
         """Splits qkv (n, (H + 2 G) * D) into q (H, n, D), k and v (G, n, D), q and k rotated by position.
 
-        halves: where float16 copies go, too. q may then be None.
+        halves: where float16 copies go, too. If queries do, q may be None.
         """
         n_kv_heads, n, head_dim = k.shape
         n_heads = qkv.shape[1] // head_dim - 2 * n_kv_heads
@@ -522,9 +514,9 @@ class CudaKernels:
         copies = Struct("HalfQKV")
         if halves is not None:
             _, capacity, width = halves.k.shape
-            copies = Struct("HalfQKV", **halves._asdict(), width=width, capacity=capacity)
-        grid = n, n_heads + 2 * n_kv_heads
-        launch = Launch(LAYERS, "split_rope", grid, THREADS, early=halves is None)
+            fields = halves._asdict() | {"first": counter(self.driver, halves.first)}
+            copies = Struct("HalfQKV", **fields, width=width, capacity=capacity)
+        launch = Launch(LAYERS, "split_rope", (n, n_heads + 2 * n_kv_heads), THREADS, early=True)
         sizes = n_heads, n_kv_heads, head_dim, float(scale)
         self.driver.launch(launch, qkv, rope, *heads, *sizes, norms, copies)
 

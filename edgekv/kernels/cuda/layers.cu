@@ -58,6 +58,7 @@ __device__ __forceinline__ float element(const void* table, int kind, i64 at)
 extern "C" __global__ void embed(const void* table, int kind, const int* ids, const void* positions, int positions_kind,
                                  int start, const int* shift, int size, float* x)
 {
+    launch_dependents();
     for (int c = threadIdx.x; c < size; c += blockDim.x) {
         float value = element(table, kind, (i64)ids[blockIdx.x] * size + c);
         if (positions)
@@ -79,10 +80,11 @@ struct Heads {
     int stride;
 };
 
-// Queries (H, n, width) and keys and values (G, capacity, width) from token `first` on, all in halves.
+// Queries (H, n, width), if not null, and keys and values (G, capacity, width) from token `first` on, all in halves.
 struct HalfQKV {
     u16 *q, *k, *v;
-    int width, capacity, first;
+    int width, capacity;
+    Counter first;
 };
 
 // Weights of the norms of queries and of keys, or null.
@@ -92,24 +94,22 @@ struct HeadNorms {
 };
 
 // Splits the fused projection qkv (n, (H + 2 G) * D) of a token into heads, normalises queries and keys, and rotates them. q
-// (unless it is null), k and v get them, queries times the scale; with a width `halves` get them, too, with zeros in the channels
-// from D on. Grid (n, H + 2 G).
+// (unless it is null), k and v get them, queries times the scale; `halves` that are not null get them, too, with zeros in the
+// channels from D on. Grid (n, H + 2 G).
 extern "C" __global__ void __launch_bounds__(THREADS)
 split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_heads, int n_kv_heads, int head_dim, float scale,
            const HeadNorms norms, const HalfQKV halves)
 {
     int token = blockIdx.x, head = blockIdx.y, half = rope.half, width = halves.width;
-    if (!width) {  // a step, which is launched early
-        launch_dependents();
-        grid_dependency_wait();
-    }
+    i64 table_row = half ? (i64)(token + *rope.shift) * half : 0;
+    launch_dependents();
+    grid_dependency_wait();
     bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q.x || !is_query;
     int g = head - n_heads - (is_value ? n_kv_heads : 0);
     const float *x = qkv + ((i64)token * gridDim.y + head) * head_dim, *norm = is_query ? norms.q : norms.k;
     float* out = is_query ? q.x + (i64)head * q.stride : is_value ? v.x + (i64)g * v.stride : k.x + (i64)g * k.stride;
-    u16* half_out = is_query ? halves.q + ((i64)head * gridDim.x + token) * width
-                             : (is_value ? halves.v : halves.k) + ((i64)g * halves.capacity + halves.first + token) * width;
-    i64 table_row = half ? (i64)(token + *rope.shift) * half : 0;
+    u16* half_out = is_query ? halves.q : is_value ? halves.v : halves.k;
+    if (half_out) half_out += ((is_query ? (i64)head * gridDim.x : (i64)g * halves.capacity + halves.first.now()) + token) * width;
     const float *cos = rope.cos + table_row, *sin = rope.sin + table_row;
     if (!is_query) scale = 1;
     float square = 0, size = 1;
@@ -126,7 +126,7 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
         if (normed && turns) b = b / size * norm[other];
         if (turns) a = c < half ? a * cos[c] - b * sin[c] : a * cos[other] + b * sin[other];
         if (is_wanted && is_there) out[(i64)token * head_dim + c] = a * scale;
-        if (width) half_out[c] = finite_half(a * scale);
+        if (half_out) half_out[c] = finite_half(a * scale);
     }
 }
 
@@ -191,14 +191,5 @@ extern "C" __global__ void merge(const float* parts, const float* softmaxes, int
     }
 }
 
-// How far the counters of a captured step have moved since it was captured: all of `Driver.moves` but the last one, which stays 0.
-struct Moves {
-    int by[15];
-};
-
-// Sets what a captured step reads: its token and its moves.
-extern "C" __global__ void set_inputs(int* ids, int token, int* moves, const Moves values)
-{
-    ids[0] = token;
-    UNROLL for (int i = 0; i < 15; ++i) moves[i] = values.by[i];
-}
+// Sets what a captured step reads (`Driver.inputs`) to numbers that are in the host's memory, or to 0.
+extern "C" __global__ void set_inputs(const int* from, int* inputs) { inputs[threadIdx.x] = from ? from[threadIdx.x] : 0; }

@@ -197,17 +197,17 @@ def test_mixed_pairs_take_a_launch_each() -> None:
 
 @pytest.mark.parametrize("pairs", [("signs",), ("signs", "kivi")])
 def test_a_replayed_step_sees_less(device: OnDevice, pairs: tuple[str, ...]) -> None:
-    """The shift takes back the end of what is visible, as far as a captured step is ahead."""
+    """The delta of positions takes back the end of what is visible, as far as a captured step is ahead."""
     both = Both(device, "gqa")
     for i, pair in enumerate((*pairs, "f16")):
         both.add(pair, 0, 64, 64 * i)
     total = 64 * len(pairs) + 64
-    device.driver.shift.fill(-9)
+    device.driver.position_delta.fill(-9)
     lo, hi = causal(1, total - 9, None)
     try:
         both.check(1, lo, hi, False, TOLERANCE, ahead=9)
     finally:
-        device.driver.shift.fill(0)
+        device.driver.position_delta.fill(0)
 
 
 @pytest.mark.parametrize(("pair", "with_weights"), [("f16", True), ("sketches", False)])

@@ -13,7 +13,7 @@ from kernel_cases import Case, blank, bound, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.driver import CaptureError, Counter, Moves
+from edgekv.kernels.cuda.driver import CaptureError, Counter, GraphInputs
 from edgekv.kernels.cuda.kernels import CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
@@ -67,10 +67,10 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
     device.check_sums(values, p, case.t0, case.t1, q)
 
 
-def test_an_encoder_that_takes_no_place_that_moves(device: OnDevice) -> None:
+def test_an_encoder_that_takes_no_counter(device: OnDevice) -> None:
     values, x = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver), device.up(np.ones((1, 1, 64)))
     with pytest.raises(CaptureError):
-        device.kernels.encode(values, x, Counter(1, (("n", 1),), Moves(device.driver, "n")))
+        device.kernels.encode(values, x, Counter(1, (("n", 1),), GraphInputs(device.driver, "n")))
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])

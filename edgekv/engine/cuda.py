@@ -2,8 +2,8 @@
 
 A decode step is captured once as a CUDA graph and replayed for later tokens, so that no time passes between its
 launches. Two steps of a conversation differ in counters alone while every cache says so (`KVCache.is_static`):
-positions, and where the stores end. A captured launch finds on the device how far each has moved since the
-capture (`Counter`). Packing a block (`KVCache.flush`) is a graph of its own, captured when it is first due;
+positions, and where the stores end. A captured launch finds on the device how far each is from its captured
+value (`GraphInputs`). Packing a block (`KVCache.flush`) is a graph of its own, captured when it is first due;
 where it can't be captured it is done without one.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from edgekv.engine.decoder import CHUNK, Backend, Decoder, RopeRotation, ScoreOp
 from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, Moves, set_inputs
+from edgekv.kernels.cuda.driver import GRAPH_TOKENS, Array, CaptureError, Counter, Driver, GraphInputs, set_inputs
 from edgekv.kernels.cuda.kernels import MAX_WIDTH, CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
@@ -88,13 +88,8 @@ class CudaBackend(Backend):
         if config is not None:
             require_layers(config)
         if slots > 1:  # a graph is of one conversation's step
-            raise ConfigError(
-                "a GPU decodes one conversation at a time",
-                field="slots",
-                value=slots,
-                accepted=["1"],
-                advice="or use {device:cpu}",
-            )
+            problem, advice = "a GPU decodes one conversation at a time", "or use {device:cpu}"
+            raise ConfigError(problem, field="slots", value=slots, accepted=["1"], advice=advice)
         if loras:
             raise lora_refusal()
         if not supports(spec):
@@ -199,21 +194,16 @@ def require_layers(config: ModelConfig) -> None:
     """Raises ConfigError for a model with layers that do not attend, or with experts."""
     recurrent = f"the layers of {config.model_type} that do not attend" if config.recurrences else None
     if what := "mixtures of experts" if config.experts else recurrent:
-        raise ConfigError(
-            f"it has no kernels for {what}",
-            field="device",
-            value="cuda",
-            accepted=["cpu", "numpy"],
-        )
+        raise ConfigError(f"it has no kernels for {what}", field="device", value="cuda", accepted=["cpu", "numpy"])
 
 
 class CapturedGraph(NamedTuple):
-    """A CUDA graph: what launches it, the counters it was captured with, and how it changes them."""
+    """A CUDA graph, with the counters at its capture and what each replay adds to them."""
 
-    run: Callable[[], None]
-    moves: Moves
-    counts: Counts
-    changes: Counts
+    launch: Callable[[], None]
+    inputs: GraphInputs
+    captured: Counts
+    increments: Counts
     buffers: list[Array]  # that it uses, kept alive
 
 
@@ -242,8 +232,8 @@ class CacheGroup:
         for cache in self.caches:
             vars(cache).update(counts)
 
-    def next_structure(self) -> tuple[Hashable, bool]:
-        """Returns what a step of the next token launches, as far as counters decide, and whether it flushes."""
+    def next_step(self) -> tuple[Hashable, bool]:
+        """Returns the next step's topology, what decides which kernels it launches, and whether it flushes."""
         cache, window = self.first, self.first.geometry.sliding_window
         cache.advance(1)
         try:
@@ -263,43 +253,45 @@ class GraphRunner:
         self._forget()
 
     def _forget(self) -> None:
-        self._step: CapturedGraph | None = None
-        self._flushes: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
+        self._step_graph: CapturedGraph | None = None
+        self._flush_graphs: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[CacheGroup] = []
-        self._structure: list[Hashable] = []
+        self._topologies: list[Hashable] = []  # of the captured step, one for each group
         self._counts: Counts = []  # of the groups after the last step
-        self._next: tuple[CapturedGraph, list[int]] | None = None  # to replay: a graph, and what `_moved` returned
-        self._last = 0
+        self._next_replay: tuple[CapturedGraph, list[int]] | None = None  # a graph and its deltas
+        self._last_position = 0  # up to which the step's graph is replayed
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
         if self._caches != tuple(caches) or self._counts != [group.counts() for group in self._groups]:
             self._forget()  # others have changed them, perhaps what they point to
-        if self._next is None:
-            before, flushes = [group.caches for group in self._groups], self._flushes
+        if self._next_replay is None:
+            earlier_caches = [group.caches for group in self._groups]
+            flush_graphs = self._flush_graphs
             self._forget()
             if not self._capture_step(caches):
                 self._compiled.add(_kinds(caches))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
-            if before == [group.caches for group in self._groups]:
-                self._flushes = flushes
-            self._prepare()
-        assert self._next is not None
-        self._replay(*self._next, token)
+            if earlier_caches == [group.caches for group in self._groups]:
+                self._flush_graphs = flush_graphs
+            self._plan_replay()
+        assert self._next_replay is not None
+        self._replay(*self._next_replay, token)
         self.n_replayed += 1
         self._flush()
-        self._prepare()  # while the device computes
+        self._plan_replay()  # while the device computes
         return self._logits
 
-    def _prepare(self) -> None:
-        """Finds out whether the next step can be replayed, and what it sets then."""
-        step, groups, self._next = self._step, self._groups, None
-        self._counts = [group.counts() for group in groups]
-        if step is None or self._caches[0].n_seen > self._last or not all(g.first.is_static() for g in groups):
+    def _plan_replay(self) -> None:
+        """Finds the deltas with which the graph takes the next step, unless that has to be captured anew."""
+        self._next_replay, self._counts = None, [group.counts() for group in self._groups]
+        graph, groups = self._step_graph, self._groups
+        if graph is None or self._caches[0].n_seen > self._last_position:
             return
-        if self._structure == [group.next_structure()[0] for group in groups]:
-            self._next = step, self._moved(step)
+        are_static = all(group.first.is_static() for group in groups)
+        if are_static and self._topologies == [group.next_step()[0] for group in groups]:
+            self._next_replay = graph, self._deltas(graph)
 
     def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
         return self._decoder.head(self._decoder.forward(x, caches))[0]
@@ -312,63 +304,67 @@ class GraphRunner:
         if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in caches):
             return False
         self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
-        following = [group.next_structure() for group in self._groups]
-        self._structure = [structure for structure, _ in following]
-        self._last = start + GRAPH_TOKENS
-        if any(flushes for _, flushes in following):
+        next_steps = [group.next_step() for group in self._groups]
+        self._topologies = [topology for topology, _ in next_steps]
+        self._last_position = start + GRAPH_TOKENS
+        if any(flushes for _, flushes in next_steps):
             return False
 
         def step() -> None:
             self._logits = self._run(self._backend.embed_ids(self._driver.ids, start), self._caches)
 
-        self._step = self._capture(step)
-        self._failures[kinds] += self._step is None
-        return self._step is not None
+        self._step_graph = self._capture(step)
+        self._failures[kinds] += self._step_graph is None
+        return self._step_graph is not None
 
     def _capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Captures ``work`` with the counters as they are, without doing it; None where it can't be captured."""
         set_inputs(self._driver, None)  # compiles
-        moves, counts = Moves(self._driver, POSITIONS), [group.counts() for group in self._groups]
-        changes: Counts = []
+        inputs, captured = GraphInputs(self._driver, POSITIONS), [group.counts() for group in self._groups]
+        increments: Counts = []
 
         def work_on_counters() -> None:
             before = [group.counts() for group in self._groups]
-            for i, (group, values) in enumerate(zip(self._groups, counts, strict=True)):
-                group.set_counts({name: Counter(n, ((_key(i, name), 1),), moves) for name, n in values.items()})
+            for i, (group, counts) in enumerate(zip(self._groups, captured, strict=True)):
+                terms = {name: ((_counter_key(i, name), 1),) for name in counts}
+                group.set_counts({name: Counter(n, terms[name], inputs) for name, n in counts.items()})
             try:
-                set_inputs(self._driver, moves.inputs)
+                set_inputs(self._driver, inputs.pinned)
                 work()
                 after = [group.counts() for group in self._groups]
             finally:
-                for group, values in zip(self._groups, before, strict=True):
-                    group.set_counts(values)
-            changes[:] = [
-                {name: now[name] - n for name, n in values.items()}
-                for now, values in zip(after, counts, strict=True)
+                for group, counts in zip(self._groups, before, strict=True):
+                    group.set_counts(counts)
+            increments[:] = [
+                {name: counts_after[name] - n for name, n in counts.items()}
+                for counts_after, counts in zip(after, captured, strict=True)
             ]
             set_inputs(self._driver, None)  # for what is not replayed
 
         try:
-            run = self._driver.capture(work_on_counters)
+            launch = self._driver.capture(work_on_counters)
         except CaptureError:
             return None
         # Others may ask for larger buffers while these are in use.
         buffers = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
-        return CapturedGraph(run, moves, counts, changes, buffers)
+        return CapturedGraph(launch, inputs, captured, increments, buffers)
 
-    def _moved(self, graph: CapturedGraph) -> list[int]:
-        """Returns how far the graph's sums of counters have moved since it was captured."""
-        now = [group.counts() for group in self._groups]
-        moved = {_key(i, name): now[i][name] - n for i, was in enumerate(graph.counts) for name, n in was.items()}
-        return graph.moves.sums(moved.__getitem__)
+    def _deltas(self, graph: CapturedGraph) -> list[int]:
+        """Returns the deltas of the graph's sums of counters."""
+        counter_deltas = {
+            _counter_key(i, name): count - captured[name]
+            for i, (group, captured) in enumerate(zip(self._groups, graph.captured, strict=True))
+            for name, count in group.counts().items()
+        }
+        return graph.inputs.deltas(counter_deltas)
 
-    def _replay(self, graph: CapturedGraph, sums: list[int], token: int) -> None:
-        graph.moves.set(token, sums)
-        graph.run()
-        graph.moves.read.record(self._driver.stream)
-        for group, changes in zip(self._groups, graph.changes, strict=True):
-            now = group.counts()
-            group.set_counts({name: now[name] + by for name, by in changes.items() if by})
+    def _replay(self, graph: CapturedGraph, deltas: list[int], token: int) -> None:
+        graph.inputs.write(token, deltas)
+        graph.launch()
+        graph.inputs.replayed.record(self._driver.stream)
+        for group, increments in zip(self._groups, graph.increments, strict=True):
+            counts = group.counts()
+            group.set_counts({name: counts[name] + n for name, n in increments.items() if n})
 
     def _flush(self) -> None:
         """Packs what is due after a token: by a replay where that can be captured."""
@@ -386,11 +382,12 @@ class GraphRunner:
             self._forget()  # it may have replaced arrays
             return
         # Which counters are equal may decide what `flush` does.
-        key = tuple((i, *_equal_pairs(group.counts().values())) for i, group in due)
-        if key not in self._flushes:
-            self._flushes[key] = self._capture(flush)
-        if graph := self._flushes[key]:
-            self._replay(graph, self._moved(graph), 0)
+        pairs = ((i, itertools.combinations(group.counts().values(), 2)) for i, group in due)
+        key = tuple((i, *(a == b for a, b in of_group)) for i, of_group in pairs)
+        if key not in self._flush_graphs:
+            self._flush_graphs[key] = self._capture(flush)
+        if graph := self._flush_graphs[key]:
+            self._replay(graph, self._deltas(graph), 0)
         else:
             flush()
 
@@ -399,9 +396,5 @@ def _kinds(caches: Sequence[KVCache]) -> Hashable:
     return frozenset((type(cache), cache.config) for cache in caches)
 
 
-def _equal_pairs(counts: Iterable[int]) -> Iterator[bool]:
-    return (a == b for a, b in itertools.combinations(counts, 2))
-
-
-def _key(group: int, name: str) -> Hashable:
+def _counter_key(group: int, name: str) -> Hashable:
     return name if name == POSITIONS else (group, name)

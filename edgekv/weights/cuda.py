@@ -100,13 +100,13 @@ class DeviceWeights:
         return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
 
     def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
-        """Returns rows ``ids`` (n,) int32 of a table plus rows start.. (and the shift) of another: (n, hidden)."""
+        """Returns rows ``ids`` (n,) int32 of a table, (n, hidden), plus rows start.. (+ the delta) of another."""
         data, kind = self.tables[table]
         n, size = ids.shape[0], data.shape[1]
         added = self.tables[positions] if positions else (None, 0)
         x = self.driver.empty((n, size), np.float32)
         launch = Launch(LAYERS, "embed", (n,), 256)
-        self.driver.launch(launch, data, kind, ids, *added, start, self.driver.shift, size, x)
+        self.driver.launch(launch, data, kind, ids, *added, start, self.driver.position_delta, size, x)
         return x
 
 

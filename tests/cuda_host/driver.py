@@ -142,8 +142,8 @@ class HostDriver:
     def __init__(self) -> None:
         self.backwards = False
         self.inputs = self.zeros((N_INPUTS,), np.int32)
-        self.shift, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
-        self.stream, self.host_inputs = None, lambda: (np.zeros(N_INPUTS, np.int32), mock.Mock())
+        self.position_delta, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
+        self.stream, self.pinned_inputs = None, lambda: (np.zeros(N_INPUTS, np.int32), mock.Mock())
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Returns a poisoned array: every byte is 0xff, NaN in floats."""

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
     grid_dependency_wait();
 #endif
     float* softmax = args.block_softmax + ((i64)g * splits + split) * ROWS * 2;
-    int moved = *args.visible.shift, hi = args.visible.hi + moved, lo = args.visible.lo + (args.visible.lo > 0 ? moved : 0);
+    int delta = *args.visible.position_delta, hi = args.visible.hi + delta, lo = args.visible.lo + (args.visible.lo > 0 ? delta : 0);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     if (split < pair_splits) {
         const Segment& pair = args.pair;

@@ -135,11 +135,11 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
 
 // Arguments of kernels. Python fills them by the names of their fields (Struct in driver.py).
 
-// A counter of the caches as it was when a step was captured, and the address of how far it has moved since.
+// A counter of the caches as it was when a step was captured, and the address of its delta, its value now minus that one.
 struct Counter {
     int captured;
-    const int* moved;
-    __device__ int now() const { return captured + *moved; }
+    const int* delta;
+    __device__ int now() const { return captured + *delta; }
 };
 
 // The arrays of a key or value store with room for `capacity` tokens per KV head; each codec says what they are.
@@ -155,11 +155,11 @@ struct Segment {
     Counter stop, position;
 };
 
-// The positions that queries see: lo .. hi or, unless these are null, limits (2, rows), the lo and the hi of each query. While a
-// step is replayed, `shift` moves hi, and lo unless it is 0.
+// The positions that queries see: lo .. hi or, unless these are null, limits (2, rows), the lo and the hi of each query. In a
+// replay hi grows by `position_delta`, and so does lo unless it is 0.
 struct Visible {
     int lo, hi;
-    const int *limits, *shift;
+    const int *limits, *position_delta;
 };
 
 // Scores (G, rows, columns) that are part of a larger array.

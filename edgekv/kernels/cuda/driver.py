@@ -1,8 +1,8 @@
-"""The GPU by CuPy: programs of .cu files, their launches, and captured steps whose counters move between replays.
+"""The GPU by CuPy: programs of .cu files, their launches, and graphs, whose counters change between replays.
 
 NVRTC compiles a program at its first launch; CuPy caches it. A captured launch keeps its arguments. During a
 capture, counters are `Counter`s: ints that remember which cache counters they were computed from. A launch gets
-the captured value and a device address, to which each replay first writes the difference since then (`counter`).
+the captured value and the address of a delta, the value now minus the captured one, which each replay sets first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,8 @@ Macros = tuple[tuple[str, int | str], ...]
 
 SCALARS = {"int": np.int32, "u32": np.uint32, "float": np.float32}  # types of the fields of C++ structs
 FOLDER = pathlib.Path(__file__).parent
-N_MOVES = 15  # sums of counters whose moves are on the device, positions first
-N_INPUTS = N_MOVES + 2  # of a captured step: moves, the token, and a 0
+N_DELTAS = 15  # sums of counters whose deltas are on the device, that of positions first
+N_INPUTS = N_DELTAS + 2  # of a captured graph: the deltas, the token, and a 0
 GRAPH_TOKENS = 512  # at most this many tokens replay the graph of a step
 # cuBLAS's names: CUBLAS_OP_N, CUDA_R_32F and so on.
 OP_N, OP_T, R_32F, R_16F, COMPUTE_32F, GEMM_TENSOR_OP = 0, 1, 0, 2, 68, 99
@@ -107,7 +107,7 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
     """Returns the bytes () that a kernel gets for an argument; of an array, those of its address."""
     if isinstance(x, Struct):
         return x.packed(program)
-    if isinstance(x, np.ndarray):  # `Driver.host_inputs`
+    if isinstance(x, np.ndarray):  # `Driver.pinned_inputs`
         return np.array(x.ctypes.data, np.uintp)
     if isinstance(x, (int, np.integer)):
         return np.array(x, np.int32)
@@ -142,9 +142,8 @@ class Driver:
     has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
     has_half_mma: whether prefill_attention.cu compiles (sm_75 on).
     has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
-    inputs: (N_INPUTS,) int32 of the device, which a replayed step sets first: how far its counters have moved
-    since its capture (otherwise all 0), and its token. shift (1,) is the move of positions, ids (1,) the token,
-    zero (1,) always 0.
+    inputs: (N_INPUTS,) int32 on the device, which a replay sets first (`GraphInputs`), and to 0 at its end:
+    position_delta (1,), positions minus the captured ones, ids (1,), the token, and zero (1,), always 0.
     """
 
     def __init__(self) -> None:
@@ -161,7 +160,7 @@ class Driver:
         self.stream, self._capture_stream = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
         self._is_capturing = False
         self.inputs = self.zeros((N_INPUTS,), np.int32)
-        self.shift, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
+        self.position_delta, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Any] = {}
 
@@ -173,11 +172,11 @@ class Driver:
         """Returns an array of zeros on the device."""
         return self.cupy.zeros(shape, dtype)
 
-    def host_inputs(self) -> tuple[npt.NDArray[np.int32], Any]:
-        """Returns zeros (N_INPUTS,) of the host's that kernels read too, and an event for when they have."""
-        inputs = np.frombuffer(self.cupy.cuda.alloc_pinned_memory(4 * N_INPUTS), np.int32, N_INPUTS)
-        inputs.fill(0)
-        return inputs, self.cupy.cuda.Event(disable_timing=True)
+    def pinned_inputs(self) -> tuple[npt.NDArray[np.int32], Any]:
+        """Returns zeros (N_INPUTS,) in pinned memory of the host, which kernels can read, and an event."""
+        pinned = np.frombuffer(self.cupy.cuda.alloc_pinned_memory(4 * N_INPUTS), np.int32, N_INPUTS)
+        pinned.fill(0)
+        return pinned, self.cupy.cuda.Event(disable_timing=True)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """Returns a copy of a host's array on the device. Raises CaptureError while a step is captured."""
@@ -366,11 +365,11 @@ class Counter(int):
     """
 
     terms: Terms
-    moves: Moves
+    inputs: GraphInputs
 
-    def __new__(cls, value: int, terms: Terms, moves: Moves) -> Counter:
+    def __new__(cls, value: int, terms: Terms, inputs: GraphInputs) -> Counter:
         self = super().__new__(cls, value)
-        self.terms, self.moves = terms, moves
+        self.terms, self.inputs = terms, inputs
         return self
 
     def _combine(self, value: int, other: Any, sign: int, self_sign: int = 1) -> Counter:
@@ -378,7 +377,7 @@ class Counter(int):
         for name, n in other.terms if isinstance(other, Counter) else ():
             factors[name] = factors.get(name, 0) + sign * n
         terms = sorted(((name, n) for name, n in factors.items() if n), key=repr)
-        return Counter(value, tuple(terms), self.moves)
+        return Counter(value, tuple(terms), self.inputs)
 
     def __add__(self, other: int) -> Counter:
         return self._combine(int(self) + int(other), other, 1)
@@ -398,40 +397,42 @@ class Counter(int):
         raise CaptureError(f"{self.terms} % {other}")
 
 
-class Moves:
-    """The sums of counters that a graph uses, and where on the device each finds how far it has moved.
+class GraphInputs:
+    """What each replay of a graph reads from the host: the deltas of its sums of counters, and the token.
 
-    inputs: what a replay sets the driver's to first. read: an event, recorded behind each replay.
+    pinned: (N_INPUTS,) int32 in pinned memory, which the graph copies to `Driver.inputs`. replayed: an event,
+    recorded behind each replay: from then on ``pinned`` may be written again.
     """
 
     def __init__(self, driver: Driver, positions: Hashable) -> None:
-        """positions: the name of the counter that the driver's `shift` follows."""
-        self._slots: dict[Terms, int] = {((positions, 1),): 0}
-        self._driver, (self.inputs, self.read) = driver, driver.host_inputs()
+        """positions: the name of the counter whose delta is `Driver.position_delta`."""
+        self._driver = driver
+        self._indices: dict[Terms, int] = {((positions, 1),): 0}  # of the sums' deltas among the inputs
+        self.pinned, self.replayed = driver.pinned_inputs()
 
-    def address(self, terms: Terms) -> Array:
-        """Returns the (1,) int32 that says how far a sum has moved. Raises CaptureError past N_MOVES sums."""
-        slot = self._slots.setdefault(terms, len(self._slots))
-        if slot >= N_MOVES:
-            raise CaptureError(f"{slot} sums of counters")
-        return self._driver.inputs[slot : slot + 1]
+    def delta_address(self, terms: Terms) -> Array:
+        """Returns a sum's delta (1,) int32 on the device. Raises CaptureError past N_DELTAS sums."""
+        index = self._indices.setdefault(terms, len(self._indices))
+        if index >= N_DELTAS:
+            raise CaptureError(f"{index} sums of counters")
+        return self._driver.inputs[index : index + 1]
 
-    def sums(self, moved: Callable[[Hashable], int]) -> list[int]:
-        """Returns how far each sum has moved; ``moved``: a counter's name -> how far it has moved."""
-        return [sum(n * moved(name) for name, n in terms) for terms in self._slots]
+    def deltas(self, counter_deltas: Mapping[Hashable, int]) -> list[int]:
+        """Returns each sum's delta from those of the counters by name."""
+        return [sum(n * counter_deltas[name] for name, n in terms) for terms in self._indices]
 
-    def set(self, token: int, sums: list[int]) -> None:
-        """Sets what the next replay reads, when the last one has."""
-        self.read.synchronize()
-        self.inputs[: len(sums)], self.inputs[-2] = sums, token
+    def write(self, token: int, deltas: list[int]) -> None:
+        """Writes what the next replay reads, after the last one."""
+        self.replayed.synchronize()
+        self.pinned[: len(deltas)], self.pinned[-2] = deltas, token
 
 
-def set_inputs(driver: Driver, inputs: npt.NDArray[np.int32] | None) -> None:
-    """Sets the driver's inputs to what is in the host's when this is run; None: to 0."""
-    driver.launch(Launch(Program(("layers",)), "set_inputs", (1,), N_INPUTS), inputs, driver.inputs)
+def set_inputs(driver: Driver, pinned: npt.NDArray[np.int32] | None) -> None:
+    """Launches a kernel that sets the driver's inputs to ``pinned`` as it is then, or to 0 if that is None."""
+    driver.launch(Launch(Program(("layers",)), "set_inputs", (1,), N_INPUTS), pinned, driver.inputs)
 
 
 def counter(driver: Driver, x: int) -> Struct:
-    """Returns the `Counter` of common.cu: a number, and the address of how far a replay has moved it."""
-    moved = x.moves.address(x.terms) if isinstance(x, Counter) and x.terms else driver.zero
-    return Struct("Counter", captured=int(x), moved=moved)
+    """Returns a number as the `Counter` of common.cu: its value in a capture, and the address of its delta."""
+    delta = x.inputs.delta_address(x.terms) if isinstance(x, Counter) and x.terms else driver.zero
+    return Struct("Counter", captured=int(x), delta=delta)

@@ -123,7 +123,7 @@ class CudaCodec:
     keys, values: (codec) -> how it is read as keys, or as values.
     queries: (cuda, codec, q (G, M, D)) -> the queries in the form that its scores need.
     encode: (cuda, codec, x (G, n, D), t0) stores x as tokens t0..; without it `Codec.encode` does.
-    capturable: whether ``encode`` takes a t0 that moves in replays (a `Counter`).
+    capturable: whether ``encode`` takes a t0 that changes between replays (a `Counter`).
     fused: (driver, query rows, keys, values) -> the kernel for this codec's keys with those values, or None.
     """
 
@@ -283,10 +283,10 @@ class CudaKernels:
         return self.constant(np.stack([lo, hi]).astype(np.int32)) if differ else None
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
-        """Stores x (G, n, D) from token t0 on. Raises CaptureError where t0 moves and the encoder can't follow."""
+        """Stores x (G, n, D) from token t0 on. Raises CaptureError for a `Counter` if the encoder takes none."""
         kernels: CudaCodec | None = find_codec_kernels("cuda", codec)
         if isinstance(t0, Counter) and kernels and not kernels.capturable:
-            raise CaptureError(f"{codec.kind}: its encoder takes no place that moves")
+            raise CaptureError(f"{codec.kind}: its encoder takes no t0 that changes between replays")
         if kernels and kernels.encode:
             kernels.encode(self, codec, x, t0)
         else:
@@ -413,14 +413,15 @@ class CudaKernels:
 
     def segment_argument(self, segment: Segment, keys: Reader, values: Reader, blocks: int = 0) -> Struct:
         """Returns a segment as the `Segment` of common.cu, whose tokens ``blocks`` blocks share."""
-        stop, position = counter(self.driver, segment.stop), counter(self.driver, segment.position)
+        stop, position = (counter(self.driver, x) for x in (segment.stop, segment.position))
         stores = {"keys": store_argument(keys), "values": store_argument(values)}
         return Struct("Segment", **stores, first=segment.first, blocks=blocks, stop=stop, position=position)
 
     def visible_argument(self, visible: Visible, rows: int) -> Struct:
         """Returns the positions that ``rows`` queries of each KV head see as the `Visible` of common.cu."""
         lo, hi = (np.tile(x, rows // len(x)) for x in visible)
-        return Struct("Visible", lo=int(lo[0]), hi=int(hi[0]), limits=self.limits(lo, hi), shift=self.driver.shift)
+        limits, delta = self.limits(lo, hi), self.driver.position_delta
+        return Struct("Visible", lo=int(lo[0]), hi=int(hi[0]), limits=limits, position_delta=delta)
 
     def _done(self, n_kv_heads: int) -> Array:
         """Returns counts (n_kv_heads,) of the blocks that are done: zeros, which every launch leaves as zeros."""
@@ -508,7 +509,7 @@ class CudaKernels:
         """
         n_kv_heads, n, head_dim = k.shape
         n_heads = qkv.shape[1] // head_dim - 2 * n_kv_heads
-        rope = Struct("Rope", cos=cos, sin=sin, half=cos.shape[1], shift=self.driver.shift)
+        rope = Struct("Rope", cos=cos, sin=sin, half=cos.shape[1], position_delta=self.driver.position_delta)
         heads = (Struct("Heads", x=x, stride=0 if x is None else x.strides[0] // x.itemsize) for x in (q, k, v))
         norms = Struct("HeadNorms", q=q_norm if q_norm.size else None, k=k_norm if k_norm.size else None, eps=eps)
         copies = Struct("HalfQKV")

@@ -42,8 +42,8 @@ extern "C" __global__ void activation(const float* x, int size, int kind, int ga
     put(y, (i64)blockIdx.y * size + c, a * (gated ? x[size + c] : 1), halves);
 }
 
-// Sets row i of x (n, size) to row ids[i] of the table, plus row start + i, moved by the shift, of the table `positions` unless that is
-// null. KIND_* says how their elements are stored.
+// Sets row i of x (n, size) to row ids[i] of the table, plus row start + *position_delta + i of the table `positions` unless that
+// is null. KIND_* says how their elements are stored.
 #define KIND_F32 0
 #define KIND_F16 1
 #define KIND_BF16 2
@@ -56,22 +56,22 @@ __device__ __forceinline__ float element(const void* table, int kind, i64 at)
 }
 
 extern "C" __global__ void embed(const void* table, int kind, const int* ids, const void* positions, int positions_kind,
-                                 int start, const int* shift, int size, float* x)
+                                 int start, const int* position_delta, int size, float* x)
 {
     launch_dependents();
     for (int c = threadIdx.x; c < size; c += blockDim.x) {
         float value = element(table, kind, (i64)ids[blockIdx.x] * size + c);
         if (positions)
-            value += element(positions, positions_kind, (i64)(start + *shift + blockIdx.x) * size + c);
+            value += element(positions, positions_kind, (i64)(start + *position_delta + blockIdx.x) * size + c);
         x[(i64)blockIdx.x * size + c] = value;
     }
 }
 
-// Tables (rows, half) of a rotation by position; row 0 is that of the first token, moved by the shift. half 0: no rotation.
+// Tables (rows, half) of a rotation by position; the first token's is row *position_delta. half 0: no rotation.
 struct Rope {
     const float *cos, *sin;
     int half;
-    const int* shift;
+    const int* position_delta;
 };
 
 // Heads (n_heads, n, head_dim), `stride` apart.
@@ -101,7 +101,7 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
            const HeadNorms norms, const HalfQKV halves)
 {
     int token = blockIdx.x, head = blockIdx.y, half = rope.half, width = halves.width;
-    i64 table_row = half ? (i64)(token + *rope.shift) * half : 0;
+    i64 table_row = half ? (i64)(token + *rope.position_delta) * half : 0;
     launch_dependents();
     grid_dependency_wait();
     bool is_query = head < n_heads, is_value = head >= n_heads + n_kv_heads, is_wanted = q.x || !is_query;

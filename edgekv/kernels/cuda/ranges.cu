@@ -12,7 +12,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, rows = queries.rows, t0 = segment.first, t1 = t0 + columns;
     int first = t0 / TILE, tiles = divide_up(t1, TILE) - first, stop = segment.stop.now(), position = segment.position.now();
     int tile = first + (i64)tiles * blockIdx.x / gridDim.x, last = first + (i64)tiles * (blockIdx.x + 1) / gridDim.x;
-    int end = min_of(t1, last * TILE), moved = *visible.shift, lo = visible.lo, hi = visible.hi;
+    int end = min_of(t1, last * TILE), delta = *visible.position_delta, lo = visible.lo, hi = visible.hi;
     KEYS keys(shared, queries, segment.keys, g, m0, end);
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     for (; tile < last; tile += TILES) {
@@ -27,7 +27,7 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
                 int t = (tile + u) * TILE + i;
                 if (t < t0 || t >= end) continue;
                 int at = positions ? positions[(i64)g * position_stride + t] : position + t - t0;
-                bool sees = t < stop && at >= (lo > 0 ? lo + moved : lo) && at < hi + moved;
+                bool sees = t < stop && at >= (lo > 0 ? lo + delta : lo) && at < hi + delta;
                 row[t] = sees ? capped(keys.score(u, m, i)) : MINUS_INFINITY;
             }
         }

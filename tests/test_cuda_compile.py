@@ -42,18 +42,12 @@ def codecs(pair: str, head_dim: int = 128) -> list[Any]:
 @functools.cache
 def programs() -> dict[Program, str]:
     """Returns what decoding launches, for heads of 128 channels, and its names."""
+    packed = (4, 32, False), (4, 128, False), (8, 32, False), *((bits, 128, True) for bits in CODEBOOKS)
     found = {
         **{linear_program(bits, 128): f"linear, {bits} bits" for bits in (4, 8, 16, 32)},
         **{linear_program(bits, 128, True): f"linear, q{bits}" for bits in CODEBOOKS},
         **{rotated_program(bits): f"rotated, q{bits}" for bits in CODEBOOKS},
-        **{
-            packed_program(bits, n, False, MAX_CHUNKS[bits], 8): "tiled_linear"
-            for bits, n in ((4, 32), (4, 128), (8, 32))
-        },
-        **{
-            packed_program(bits, 128, True, MAX_CHUNKS[bits // 2 * 2], 8): f"tiled_linear, q{bits}"
-            for bits in CODEBOOKS
-        },
+        **{packed_program(*each, MAX_CHUNKS[each[0] // 2 * 2], 8): f"tiled_linear, {each}" for each in packed},
         **{Program(("prefill_attention",), (("WIDTH", n), ("HEAD_DIM", n))): "prompt" for n in (64, 128, 256)},
         Program(("layers",)): "layers",
         **{Program(("exact",), (("WIDTH", 128),), exact=True): "rotations", ENCODE: "encoders"},

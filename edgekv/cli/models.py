@@ -305,9 +305,9 @@ def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> Session
     mean = mean_bits(options.weights)
     if mean is None or model.is_store:
         return plan(weights=options.weights)
-    low, high = (plan(weights=f"q{n}") for n in (math.floor(mean), math.ceil(mean)))
-    share, names = mean % 1, ("weights_bytes", "idle_bytes")
-    between = {each: round(getattr(low, each) * (1 - share) + getattr(high, each) * share) for each in names}
+    low, high, share = model.weight_format(f"q{math.floor(mean)}"), plan(weights=f"q{math.ceil(mean)}"), mean % 1
+    least = {"weights_bytes": model.weights_bytes(low), "idle_bytes": model.idle_bytes(low)}
+    between = {name: round(n * (1 - share) + getattr(high, name) * share) for name, n in least.items()}
     return dataclasses.replace(high, weights=options.weights, **between)
 
 

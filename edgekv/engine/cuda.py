@@ -10,6 +10,7 @@ where it can't be captured it is done without one.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, Workspace
-from edgekv.kvcache.policies import RollingCache
+from edgekv.kvcache.policies import FullCache, RollingCache, SinkWindowCache
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
@@ -176,7 +177,7 @@ class CudaBackend(Backend):
         return True
 
     def reserve_row(self, cache: KVCache) -> tuple[HalfQKV, ...]:
-        if not (cache.is_static() or isinstance(cache, RollingCache)):
+        if not _stores_rows(type(cache)) or not (cache.is_static() or isinstance(cache, RollingCache)):
             return ()
         cache.require_room(1)
         cache.advance(1)
@@ -250,9 +251,10 @@ class GraphRunner:
         self._compiled: set[Hashable] = set()  # kinds of caches whose kernels are compiled (`_kinds`)
         self._failures: collections.Counter[Hashable] = collections.Counter()
         self.n_replayed = 0
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets the conversation, of which more than counters may change."""
         self._step_graph: CapturedGraph | None = None
         self._flush_graphs: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
         self._caches: tuple[KVCache, ...] = ()
@@ -265,11 +267,11 @@ class GraphRunner:
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
         if self._caches != tuple(caches) or self._counts != [group.counts() for group in self._groups]:
-            self._forget()  # others have changed them, perhaps what they point to
+            self.forget()  # others have changed them, perhaps what they point to
         if self._next_replay is None:
             earlier_caches = [group.caches for group in self._groups]
             flush_graphs = self._flush_graphs
-            self._forget()
+            self.forget()
             if not self._capture_step(caches):
                 self._compiled.add(_kinds(caches))
                 return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
@@ -325,10 +327,10 @@ class GraphRunner:
 
         def work_on_counters() -> None:
             before = [group.counts() for group in self._groups]
-            for i, (group, counts) in enumerate(zip(self._groups, captured, strict=True)):
-                terms = {name: ((_counter_key(i, name), 1),) for name in counts}
-                group.set_counts({name: Counter(n, terms[name], inputs) for name, n in counts.items()})
             try:
+                for i, (group, counts) in enumerate(zip(self._groups, captured, strict=True)):
+                    terms = {name: ((_counter_key(i, name), 1),) for name in counts}
+                    group.set_counts({name: Counter(n, terms[name], inputs) for name, n in counts.items()})
                 set_inputs(self._driver, inputs.pinned)
                 work()
                 after = [group.counts() for group in self._groups]
@@ -378,8 +380,8 @@ class GraphRunner:
                 cache.flush()
 
         if not all(cache.flush_is_static for cache in caches):
+            self.forget()  # it may replace arrays
             flush()
-            self._forget()  # it may have replaced arrays
             return
         # Which counters are equal may decide what `flush` does.
         pairs = ((i, itertools.combinations(group.counts().values(), 2)) for i, group in due)
@@ -390,6 +392,13 @@ class GraphRunner:
             self._replay(graph, self._deltas(graph), 0)
         else:
             flush()
+
+
+@functools.cache
+def _stores_rows(kind: type[KVCache]) -> bool:
+    """Returns whether a scheme stores a token by a policy's own `append`, as the last one of its last segment."""
+    policies, names = (FullCache, SinkWindowCache, RollingCache), ("append", "attend", "segments")
+    return any(all(getattr(kind, name) is getattr(policy, name) for name in names) for policy in policies)
 
 
 def _kinds(caches: Sequence[KVCache]) -> Hashable:

@@ -317,6 +317,8 @@ class Decoder:
         ones, as in decoding. pause() is called between chunks, and may decode tokens of other conversations.
         """
         n, start, attended = len(x), caches[0].n_seen, attending(caches)
+        if self.graph_runner is not None:
+            self.graph_runner.forget()  # a prompt may replace arrays of the caches
         exact = exact and start == 0 and attended[0].exact_prefill
         for i, (cache, rotation) in enumerate(zip(caches, self._ropes.at(start, n), strict=True)):
             if not (exact and isinstance(cache, KVCache)):

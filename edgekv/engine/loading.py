@@ -331,7 +331,7 @@ class LoadedModel:
     model: Model
     plan: SessionPlan
     decoders: Mapping[str | None, Decoder]
-    scheduler: SerialScheduler
+    scheduler: SerialScheduler | BatchScheduler
     device: str
     tokenizer: Tokenizer | None
     compile_s: float
@@ -414,9 +414,9 @@ def load_model(options: Options, model: Model, progress: TaskProgress | None = N
         fit = fit_head_bits(model, plan.weights, decoder, tokenizer, progress)
         plan = SessionPlan.make(model, **requested, fit=fit)
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
-    scheduler = SerialScheduler(decoder.threads)
+    scheduler = (SerialScheduler if options.slots == 1 else BatchScheduler)(decoder.threads)
     if options.slots > 1:
-        scheduler, decoder.chunk = BatchScheduler(decoder.threads), min(decoder.chunk, SHARED_CHUNK)
+        decoder.chunk = min(decoder.chunk, SHARED_CHUNK)
     decoders: dict[str | None, Decoder] = {None: decoder}
     for name in model.loras:
         decoders[name] = decoder.with_lora(model.lora_deltas(name))

@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import MAX_DRAFT_TOKENS, NGRAM, DraftCounts, NGramDrafts
 from edgekv.engine.sampling import Sampler
-from edgekv.engine.scheduler import SerialScheduler, TryLock
+from edgekv.engine.scheduler import BatchScheduler, SerialScheduler, TryLock
 from edgekv.errors import ContextError, SessionError, TokenizerError, short_repr
 from edgekv.kvcache.cache import LayerState, rewind
 from edgekv.machine import memory_errors
@@ -244,7 +244,7 @@ class Runner:
         self,
         state: State,
         decoder: Decoder,
-        scheduler: SerialScheduler,
+        scheduler: SerialScheduler | BatchScheduler,
         ctx: int,
         placeholder: int,
         slides: bool = False,

@@ -89,7 +89,7 @@ class _Request:
         return self.logits is not None or self.error is not None
 
 
-class BatchScheduler(SerialScheduler):
+class BatchScheduler:
     """Runs conversations of several threads: tokens of one decoder share passes, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
@@ -98,7 +98,7 @@ class BatchScheduler(SerialScheduler):
     """
 
     def __init__(self, threads: int) -> None:
-        super().__init__(threads)
+        self.threads = threads
         self._prefill_lock = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
         self._owner: int | None = None  # the thread that computes
@@ -145,6 +145,7 @@ class BatchScheduler(SerialScheduler):
                 self._release()
 
     def finish(self) -> None:
+        """Ends the text of this thread, for whose tokens those of others wait no longer."""
         with self._changed:
             self._decoding.discard(threading.get_ident())
             self._changed.notify_all()

@@ -164,7 +164,7 @@ class LayerState(abc.ABC):
     def is_static(self) -> bool:
         """Returns whether a captured step can be replayed for the next token: only counters differ.
 
-        So it is for `flush` when it is due. `append` then stores the token as the last one of the last segment.
+        So it is for `flush` when it is due.
         """
         return False
 

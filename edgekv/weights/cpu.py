@@ -202,19 +202,19 @@ PROMPT_ROUNDS = 2
 def product_threads(store: WeightStore, threads: int | None) -> Threads:
     """Returns the threads of decoding and of prompts: ``threads``, or if that is None those that are fastest.
 
-    They are measured once per machine, shape and format, and remembered.
-    A token's products are bound by memory, which fewer cores than all may read as fast, or faster; those of a
-    prompt are bound by computing. A product's sums do not depend on how many threads share it, so neither does a
-    text.
+    They are measured once per machine, shape and format, and remembered. A token's products are bound by memory,
+    which fewer cores than all may read as fast, or faster; those of a prompt are bound by computing. A product's
+    sums do not depend on how many threads share it, so neither does a text.
     """
-    if threads is not None or all_cores() <= FEW_CORES:
-        return Threads(all_cores(threads), all_cores(threads))
-    threads_of_both = remembered(store.arch, store.form)
-    if threads_of_both is None:
-        threads_of_both = fastest(*measure(store, candidates(all_cores())))
-        others = list((MEMO.read() or {}).items())[1 - MAX_REMEMBERED :]
-        MEMO.keep({**dict(others), _key(store.arch, store.form): threads_of_both})
-    return threads_of_both
+    cores = all_cores(threads)
+    if threads is not None or cores <= FEW_CORES:
+        return Threads(cores, cores)
+    known, key = MEMO.read() or {}, _key(store.arch, store.form)
+    if key not in known:
+        decode, prompt = map(fastest, measure(store, candidates(cores)))
+        known[key] = decode, max(decode, prompt)
+        MEMO.keep(dict([*known.items()][-MAX_REMEMBERED:]))
+    return Threads(*known[key])
 
 
 def candidates(cores: int) -> list[int]:
@@ -222,24 +222,18 @@ def candidates(cores: int) -> list[int]:
     return sorted({-(-cores * quarters // 4) for quarters in (1, 2, 3, 4)}, reverse=True)
 
 
-def fastest(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Threads:
+def fastest(seconds: Mapping[int, float]) -> int:
     """Returns the fewest threads that are nearly as fast as the fastest, of seconds by number of threads."""
-    decode, prompt = (
-        min(n for n, s in seconds.items() if s * ENOUGH <= min(seconds.values()))
-        for seconds in (decode_s, prompt_s)
-    )
-    return Threads(decode, max(decode, prompt))
+    return min(n for n, s in seconds.items() if s * ENOUGH <= min(seconds.values()))
 
 
 def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-    """Measures one block: seconds by number of threads, the best of a few rounds, of a token and of PROMPT_ROWS.
+    """Measures a block of the model: seconds by number of threads, of a token and of PROMPT_ROWS.
 
-    Numbers take turns, on a block of the model itself, so that its weights' format and the machine's instructions
-    count.
+    They are the best of a few rounds, in which the numbers of threads take turns.
     """
     (name, widths), rng = _block(store.arch), np.random.default_rng(0)
-    block = getattr(store.arch, name)
-    blocks = {n: functools.partial(block, CpuOps(store, Threads(n, n)), 0) for n in numbers}
+    blocks = {n: functools.partial(getattr(store.arch, name), CpuOps(store, Threads(n, n)), 0) for n in numbers}
     rows = {key: rng.standard_normal((PROMPT_ROWS, width), np.float32) for key, width in widths.items()}
     row = {key: x[:1] for key, x in rows.items()}
     for run in blocks.values():
@@ -258,12 +252,6 @@ def _best(
             block(**inputs)
             best[n] = min(best[n], time.perf_counter() - start)
     return best
-
-
-def remembered(arch: Architecture, form: ModelFormat) -> Threads | None:
-    """Returns what was measured on this machine for weights of this shape and format, None if nothing was."""
-    entry = (MEMO.read() or {}).get(_key(arch, form))
-    return entry and Threads(*entry)
 
 
 def _block(arch: Architecture) -> tuple[str, dict[str, int]]:

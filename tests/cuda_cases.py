@@ -136,7 +136,7 @@ def require_same_logits(
     """
     form, n = model.weight_format("auto"), len(tokens)
     weights = DeviceWeights(model.store(form), device.driver, None)
-    matrices = (w for each in weights.linears.values() for w in (each.data, each.scales, each.bias, each.shift))
+    matrices = (a for w in weights.linears.values() for a in (w.data, w.scales, w.bias, w.corrections))
     others = *weights.vectors.values(), *(table for table, _ in weights.tables.values())
     planned = SessionPlan.make(model, device="cuda").weights_bytes
     assert sum(array.nbytes for array in (*matrices, *others) if array is not None) == weights.nbytes == planned

@@ -159,8 +159,8 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
 def test_weights_beyond_float16_become_its_largest_number(
     device: OnDevice, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in more rows than a grid has blocks for."""
-    monkeypatch.setattr("edgekv.kernels.cuda.matvec.MAX_BLOCKS", 2)
+    """Also in more rows than a grid has thread blocks for."""
+    monkeypatch.setattr("edgekv.kernels.cuda.matvec.MAX_GRID_Y", 2)
     w = np.tile(np.array([1e5, -1e5, 3, 0], np.float32), (40, columns // 4))
     w[:, 3] = np.arange(40)
     stored = Matrix(40, columns, 32, 1, 0, device.up(w))

@@ -40,7 +40,7 @@ MIN_CHUNK, MAX_CHUNK = 256, 8192  # tokens
 MIN_REPLAYS = 8  # tokens left in the cache, for which a graph is worth its time
 MAX_FAILURES = 3  # failed captures of a scheme, after which its steps are not captured
 POSITIONS = "n_seen"  # the counter that all caches share
-Counts = list[dict[str, int]]
+Counts = list[dict[str, int]]  # of each group of caches, the counters by name
 
 
 def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
@@ -69,7 +69,8 @@ class CudaBackend(Backend):
     def __init__(self, weights: DeviceWeights, driver: Driver, threads: int) -> None:
         self.kernels, self.ops, self.weights = CudaKernels(driver), CudaOps(weights), weights
         self.driver, self.threads, self.free_bytes = driver, threads, driver.free_bytes
-        self.workspace, c = Workspace(driver), weights.arch.config
+        self.workspace = Workspace(driver)
+        c = weights.arch.config
         self.chunk = CHUNK if self.ops.half is None else chunk_tokens(c, driver)
         is_plain = c.score_cap is None and not any(rope.query_growth for rope in c.ropes)
         fits = driver.has_half_mma and c.head_dim <= MAX_WIDTH and is_plain
@@ -86,22 +87,18 @@ class CudaBackend(Backend):
         cls, spec: CacheSpec, config: ModelConfig | None = None, *, slots: int = 1, loras: bool = False
     ) -> None:
         """Raises CacheError for a scheme without kernels, ConfigError for anything else that the GPU can't run."""
+        advice = "or use {device:cpu}"
         if config is not None:
             require_layers(config)
         if slots > 1:  # a graph is of one conversation's step
-            problem, advice = "a GPU decodes one conversation at a time", "or use {device:cpu}"
+            problem = "a GPU decodes one conversation at a time"
             raise ConfigError(problem, field="slots", value=slots, accepted=["1"], advice=advice)
         if loras:
             raise lora_refusal()
         if not supports(spec):
             names = [name for name, scheme in schemes().items() if supports(CacheSpec(scheme, scheme.Config()))]
-            raise CacheError(
-                "does not run on a GPU",
-                field="kv",
-                value=spec.scheme.name,
-                accepted=names,
-                advice="or use {device:cpu}",
-            )
+            problem, value = "does not run on a GPU", spec.scheme.name
+            raise CacheError(problem, field="kv", value=value, accepted=names, advice=advice)
         cupy_driver.require_cupy()
 
     @classmethod
@@ -137,9 +134,9 @@ class CudaBackend(Backend):
         n_heads, n, head_dim = queries.shape
         n_kv_heads, earlier = len(keys), keys.shape[1] - n
         n_rep = n_heads // n_kv_heads
-        step = max(1, MAX_SCORES // (n_heads * keys.shape[1]))
-        for a in range(0, n, step):
-            b = min(a + step, n)
+        n_queries = max(1, MAX_SCORES // (n_heads * keys.shape[1]))  # at a time
+        for a in range(0, n, n_queries):
+            b = min(a + n_queries, n)
             first, *ranges = visible_range(earlier + a, earlier + b, options.window)
             lo, hi = (np.tile(limits, n_rep) for limits in ranges)
             q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
@@ -234,7 +231,7 @@ class CacheGroup:
             vars(cache).update(counts)
 
     def next_step(self) -> tuple[Hashable, bool]:
-        """Returns the next step's topology, what decides which kernels it launches, and whether it flushes."""
+        """Returns the next step's topology, equal for steps of equal launches, and whether it flushes."""
         cache, window = self.first, self.first.geometry.sliding_window
         cache.advance(1)
         try:
@@ -287,8 +284,9 @@ class GraphRunner:
 
     def _plan_replay(self) -> None:
         """Finds the deltas with which the graph takes the next step, unless that has to be captured anew."""
-        self._next_replay, self._counts = None, [group.counts() for group in self._groups]
         graph, groups = self._step_graph, self._groups
+        self._next_replay = None
+        self._counts = [group.counts() for group in groups]
         if graph is None or self._caches[0].n_seen > self._last_position:
             return
         are_static = all(group.first.is_static() for group in groups)

@@ -18,7 +18,7 @@ from edgekv.types import F32, I64, U8, Array
 from edgekv.weights.formats import FORMATS, ITEM_BYTES, FormatRows, MatrixFormat, ModelFormat, WeightFormat
 from edgekv.weights.integers import pack_numbers
 
-Codes = tuple[U8, Array, Array | None]
+CodedRows = tuple[U8, Array, Array | None]
 """Codes (rows, blocks, bytes), scales (rows, blocks), and zero points or offsets as `Tensor.blocks` has them."""
 
 
@@ -71,8 +71,8 @@ def common_format(names: Collection[str]) -> str:
 def spans(parts: Sequence[WeightPart], max_elements: int) -> Iterator[tuple[WeightPart, int, int]]:
     """Yields the parts in order, each by rows lo..hi of at most ``max_elements`` weights."""
     for part in parts:
-        step = max(1, max_elements // part.columns)
-        yield from ((part, lo, min(lo + step, part.rows)) for lo in range(0, part.rows, step))
+        n_rows = max(1, max_elements // part.columns)
+        yield from ((part, lo, min(lo + n_rows, part.rows)) for lo in range(0, part.rows, n_rows))
 
 
 class CheckpointWeights:
@@ -170,33 +170,34 @@ class CheckpointWeights:
                 continue
             specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
             arrays = {key: np.empty(shape, DTYPES[dtype]) for key, (dtype, shape) in specs.items()}
-            zero, end = code_of_zero(piece.form.bits), 0
+            zero = code_of_zero(piece.form.bits)
+            end = 0  # of the rows that are written
             for codes, scales, added in [(*rounded, None)] if rounded else self.codes_in(piece.form, parts):
-                rows = slice(end, end := end + len(codes))
-                arrays["codes"][rows], arrays["scales"][rows] = codes, scales
+                written = slice(end, end := end + len(codes))
+                arrays["codes"][written], arrays["scales"][written] = codes, scales
                 if piece.form.zeros:
-                    arrays["zeros"][rows] = zero if added is None else added + zero
+                    arrays["zeros"][written] = zero if added is None else added + zero
                 if piece.form.offsets:
-                    arrays["offsets"][rows] = -zero * scales if added is None else added
+                    arrays["offsets"][written] = -zero * scales if added is None else added
             yield from ((f"{piece.prefix}{key}", array) for key, array in arrays.items())
 
-    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:
+    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[CodedRows]:
         """Yields parts in order: as stored if every part fits the format exactly; otherwise all are quantized."""
         if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
-            for rows in self._rows_of(parts, QUANTIZED_ELEMENTS):
-                quantized = form.quantize(rows)
+            for weights in self._rows_of(parts, QUANTIZED_ELEMENTS):
+                quantized = form.quantize(weights)
                 yield quantized["codes"], quantized["scales"], None
             return
         for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
-            codes, scales, added = self._tensors[part.tensor].blocks(lo, hi)
+            numbers, scales, added = self._tensors[part.tensor].blocks(lo, hi)
             self._tensors[part.tensor].require_finite(scales, added)
-            finer, n = codes.shape[2] // form.block, form.n_blocks(part.columns)
-            codes = codes.reshape(hi - lo, -1, form.block)[:, :n]
-            scales = np.repeat(scales, finer, axis=1)[:, :n]
-            added = None if added is None else np.repeat(added, finer, axis=1)[:, :n]
+            finer, n_blocks = numbers.shape[2] // form.block, form.n_blocks(part.columns)
+            numbers = numbers.reshape(hi - lo, -1, form.block)[:, :n_blocks]
+            scales = np.repeat(scales, finer, axis=1)[:, :n_blocks]
+            added = None if added is None else np.repeat(added, finer, axis=1)[:, :n_blocks]
             if form.zeros and added is not None:
-                codes = codes + added[..., None]
-            yield pack_numbers(codes, form.bits, e2m1=form.e2m1), scales, added
+                numbers = numbers + added[..., None]
+            yield pack_numbers(numbers, form.bits, e2m1=form.e2m1), scales, added
 
     def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))

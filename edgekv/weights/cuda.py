@@ -52,8 +52,8 @@ def device_matrix_format(form: MatrixFormat) -> WeightFormat:
     stored, *others = (piece.form for piece in form.pieces)
     if others or stored.kept or stored.e2m1:
         return FORMATS["int8-32"]
-    shifted = dataclasses.replace(stored, zeros=False, offsets=stored.zeros or stored.offsets)
-    return next(held for held in FORMATS.values() if dataclasses.replace(held, name=stored.name) == shifted)
+    with_offsets = dataclasses.replace(stored, zeros=False, offsets=stored.zeros or stored.offsets)
+    return next(held for held in FORMATS.values() if dataclasses.replace(held, name=stored.name) == with_offsets)
 
 
 def device_model_format(form: ModelFormat) -> ModelFormat:
@@ -67,13 +67,14 @@ class DeviceWeights:
 
     def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
-        self.driver, specs = driver, store_specs(store.arch, device_model_format(store.form), store.table_dtypes)
+        self.driver = driver
+        specs = store_specs(store.arch, device_model_format(store.form), store.table_dtypes)
         self.nbytes, self.token_bytes = specs_bytes(specs), token_bytes(store.arch, specs)
         self.matrix, self.bias, self.vector, self.array = store.matrix, store.bias, store.vector, store.array
         self.linears: dict[str, Matrix] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
-            form, arrays, shift = device_matrix_format(store.form.of(name)), store.arrays(name), store.shift(name)
+            form, arrays = device_matrix_format(store.form.of(name)), store.arrays(name)
             if form == FORMATS["int8-32"] and form != store.form.of(name):
                 arrays = form.quantize(store.matrix(name))
             data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
@@ -82,7 +83,7 @@ class DeviceWeights:
                 scales = scales.view(np.uint16)
             uploaded: list[Any] = [
                 None if array is None else driver.upload(np.ascontiguousarray(array))
-                for array in (data, scales, store.bias(name), shift)
+                for array in (data, scales, store.bias(name), store.corrections(name))
             ]
             shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
             self.linears[name] = Matrix(*shape, *uploaded)._replace(rotated=form.rotated)
@@ -156,8 +157,8 @@ class CudaOps(NumpyOps):
             x = self._activation(x, "identity", 0)
         is_many = self._halves or len(x) > MATVEC_ROWS
         y = self._matmul(x, w, onto) if is_many else matvec(self.driver, x, w, onto)
-        if w.shift is not None:
-            y += self._block_sums(x, w) @ w.shift.T
+        if w.corrections is not None:
+            y += self._block_sums(x, w) @ w.corrections.T
         return y
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
@@ -184,9 +185,9 @@ class CudaOps(NumpyOps):
         """Returns the outputs (n, rows) of x (n, columns), by slabs of the matrix, added to ``onto`` in place."""
         y = self.driver.empty((len(x), w.rows), np.float32) if onto is None else onto
         x = rotated(self.driver, x, w) if w.rotated else x
-        step = self._slab_rows(w)
-        for a in range(0, w.rows, step):
-            rows = slice(a, min(a + step, w.rows))
+        slab_rows = self._slab_rows(w)
+        for a in range(0, w.rows, slab_rows):
+            rows = slice(a, min(a + slab_rows, w.rows))
             slab, out = self._widened(w, rows), y[:, rows]
             if self._halves:
                 self.driver.half_gemm(x, slab, out, onto is not None)

@@ -221,8 +221,8 @@ def allocate_layer_bits(needs: Mapping[str, float], sizes: Mapping[str, int], me
     errors, least = gaussian.SQUARED_ERRORS, min(CODEBOOKS)
     bits, room = dict.fromkeys(needs, least), (mean - least) * sum(sizes[name] for name in needs)
     gains = {n: errors[n] - errors[n + 1] for n in CODEBOOKS if n + 1 in CODEBOOKS}  # of one more bit than n
-    steps = ((needs[name] * gains[n] / sizes[name], n, name) for name in needs for n in gains)
-    for _, n, name in sorted(steps, key=lambda step: -step[0]):
+    upgrades = ((needs[name] * gains[n] / sizes[name], n, name) for name in needs for n in gains)
+    for _, n, name in sorted(upgrades, key=lambda upgrade: -upgrade[0]):
         if bits[name] == n and sizes[name] <= room:
             bits[name], room = n + 1, room - sizes[name]
     return bits

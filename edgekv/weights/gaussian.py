@@ -144,24 +144,25 @@ def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
     n_blocks, n_factors, weight, factors, near_at, levels_at, codes_at, scales = load_arguments(arguments, 8)
     near, levels, zero, one = chars(near_at), floats(levels_at), np.float32(0), np.float32(1)
     for i in range(first * n_blocks, last * n_blocks):
-        w, codes, square = floats(weight + 4 * ROTATED_INPUTS * i), chars(codes_at + ROTATED_INPUTS * i), zero
+        w, codes = floats(weight + 4 * ROTATED_INPUTS * i), chars(codes_at + ROTATED_INPUTS * i)
+        squares = zero
         for j in range(ROTATED_INPUTS):
-            square += get(w, j) * get(w, j)
-        deviation = np.sqrt(square / np.float32(ROTATED_INPUTS))
+            squares += get(w, j) * get(w, j)
+        deviation = np.sqrt(squares / np.float32(ROTATED_INPUTS))
         most, scale = zero, zero
         for k in range(n_factors + 1):  # at last with the best scale
-            d = deviation * get(floats(factors), k) if k < n_factors else scale
-            inverse = one / d if d != 0 else zero
-            square, product = zero, zero
+            tried = deviation * get(floats(factors), k) if k < n_factors else scale
+            inverse = one / tried if tried != 0 else zero
+            level_squares, product = zero, zero
             for j in range(HALF):
                 x, y = get(w, j), get(w, j + HALF)
                 code_x, code_y, level_x, level_y = round_pair(x * inverse, y * inverse, zero, one, near, levels)
-                square += level_x * level_x + level_y * level_y
+                level_squares += level_x * level_x + level_y * level_y
                 product += level_x * x + level_y * y
                 if k == n_factors:
                     put(codes, j, code_x)
                     put(codes, j + HALF, code_y)
-            # product^2 / square is how much these codes lessen the error at their best scale.
-            if product * product > most * square:
-                most, scale = product * product / square, product / square
+            # product^2 / level_squares is how much these codes lessen the error at their best scale.
+            if product * product > most * level_squares:
+                most, scale = product * product / level_squares, product / level_squares
         put(floats(scales), i, scale)

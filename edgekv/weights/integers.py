@@ -82,22 +82,22 @@ def _quantize_rows(first: int, last: int, thread: int, arguments: int) -> None:
                 peak = get(w, j)
         best, scale = np.float32(np.inf), np.float32(0)
         for k in range(n_shrink):
-            d = peak * get(floats(shrink), k) / full
-            inverse = np.float32(1) / d if d != 0 else np.float32(0)
-            square, product = np.float32(0), np.float32(0)
+            tried = peak * get(floats(shrink), k) / full
+            inverse = np.float32(1) / tried if tried != 0 else np.float32(0)
+            level_squares, product = np.float32(0), np.float32(0)
             for j in range(block):
                 level = min(max(np.rint(get(w, j) * inverse) + zero, np.float32(0)), top) - zero
                 put(q, j, level)
-                square += level * level
+                level_squares += level * level
                 product += level * get(w, j)
             if bits == 4:
-                d = product / max(square, np.float32(1)) if square > 0 else np.float32(0)
+                tried = product / max(level_squares, np.float32(1)) if level_squares > 0 else np.float32(0)
             error = np.float32(0)
             for j in range(block):
-                lost = get(w, j) - get(q, j) * d
+                lost = get(w, j) - get(q, j) * tried
                 error += lost * lost
             if error < best:
-                best, scale = error, d
+                best, scale = error, tried
         put(floats(scales), i, scale)
         inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
         for j in range(block):

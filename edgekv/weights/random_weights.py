@@ -16,7 +16,7 @@ from edgekv.checkpoint.tensors import DTYPES, Shape, Tensor, Tensors
 from edgekv.models import architecture
 from edgekv.models.architecture import WeightPart
 from edgekv.types import F32, Array, TaskProgress
-from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes
+from edgekv.weights.checkpoint_weights import CheckpointWeights, CodedRows
 from edgekv.weights.formats import ModelFormat, WeightFormat
 from edgekv.weights.store import WeightStore, open_or_build
 
@@ -50,12 +50,12 @@ class RandomWeights(CheckpointWeights):
         drawn = {key: RandomTensor(path, key, shape, self._rng) for key, shape in arch.tensors().items()}
         super().__init__(Checkpoint(path, None, Tensors(drawn, ()), config, None, None, lambda _: name), arch)
 
-    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[Codes]:
+    def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[CodedRows]:
         """Draws codes."""
         specs = form.arrays(sum(part.rows for part in parts), parts[0].columns)
-        (_, codes), (dtype, scales) = specs["codes"], specs["scales"]
-        step = STD / np.std(form.levels())  # gives uniform codes this deviation
-        yield self._rng.integers(0, 256, codes, np.uint8), np.full(scales, step, DTYPES[dtype]), None
+        (_, codes_shape), (dtype, scales_shape) = specs["codes"], specs["scales"]
+        scale = STD / np.std(form.levels())  # gives uniform codes this deviation
+        yield self._rng.integers(0, 256, codes_shape, np.uint8), np.full(scales_shape, scale, DTYPES[dtype]), None
 
     def vector(self, name: str) -> F32:
         """Returns ones (size,)."""

@@ -85,7 +85,8 @@ class Rounder:
     """Rounds rows of one linear layer; hessian (n, n) float32: H of the rotated inputs, positive definite."""
 
     def __init__(self, hessian: F32, bits: int) -> None:
-        self.bits, (self._order, self._blocks) = bits, pairs_order(hessian.diagonal())
+        self.bits = bits
+        self._order, self._blocks = pairs_order(hessian.diagonal())
         self._hessian = hessian[np.ix_(self._order, self._order)]
         self._cholesky = cholesky(self._hessian)
         diagonal = self._cholesky.diagonal().copy()
@@ -101,10 +102,12 @@ class Rounder:
         output_correction: b (r, n); rotated + b H^-1 is rounded.
         """
         w, b = rotated.take(self._order, 1), output_correction.take(self._order, 1)
-        wanted, last_first = w + self._forward(b) / self._costs, list(enumerate(self._spans))[::-1]
+        wanted = w + self._forward(b) / self._costs
+        last_first = list(enumerate(self._spans))[::-1]
         errors, codes = np.empty_like(w), np.empty(w.shape, np.uint8)
         scales = np.empty((len(self._spans), len(w)), np.float32)
-        (near, levels), scratch = nearest(self.bits), np.empty((threads.count(), SCRATCH), np.float32)
+        near, levels = nearest(self.bits)
+        scratch = np.empty((threads.count(), SCRATCH), np.float32)
         for again, (i, (lo, hi)) in itertools.product((False, True), last_first):
             rows = w[:, lo:hi].copy(), codes[:, lo:hi].copy(), errors[:, lo:hi].copy()
             block = BlockArrays(*rows, scales[i], near, levels)
@@ -285,10 +288,11 @@ def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
     for r in range(first, last):
         row = 4 * BLOCK * r
         t, weight, errors = floats(targets_at + row), floats(p.weight + row), floats(p.errors + row)
-        codes, square = chars(p.codes + BLOCK * r), np.float32(0)
+        codes = chars(p.codes + BLOCK * r)
+        squares = np.float32(0)
         for j in range(BLOCK):
-            square += get(t, j) * get(t, j)
-        deviation = np.sqrt(square / np.float32(BLOCK))
+            squares += get(t, j) * get(t, j)
+        deviation = np.sqrt(squares / np.float32(BLOCK))
         for s in range(CANDIDATES):
             put(sums, s, np.float32(0))
             for j in range(BLOCK):
@@ -305,15 +309,15 @@ def _round_block(first: int, last: int, thread: int, arguments: int) -> None:
                 put(targets, s + CANDIDATES, y)
             for s in range(CANDIDATES):
                 tried, x, y = floats(kept + 4 * BLOCK * s), get(targets, s), get(targets, s + CANDIDATES)
-                step = deviation * get(factors, s)
-                inverse = np.float32(1) / step if step != 0 else np.float32(0)
+                scale = deviation * get(factors, s)
+                inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
                 x += (get(weight, j + 1) - y) * share
                 code_x, code_y, level_x, level_y = round_pair(x * inverse, y * inverse, share, ratio, near, levels)
-                lost_y = y - step * level_y
-                lost_x = x + share * lost_y - step * level_x
+                lost_y = y - scale * level_y
+                lost_x = x + share * lost_y - scale * level_x
                 put(pairs, (s * BLOCK + j) // 2, np.float32(np.int32(code_x) + 256 * np.int32(code_y)))
-                put(tried, j, get(weight, j) - step * level_x)
-                put(tried, j + 1, get(weight, j + 1) - step * level_y)
+                put(tried, j, get(weight, j) - scale * level_x)
+                put(tried, j + 1, get(weight, j + 1) - scale * level_y)
                 put(sums, s, get(sums, s) + cost * (lost_x * lost_x + ratio * lost_y * lost_y))
         best = 0
         for s in range(1, CANDIDATES):
@@ -334,14 +338,15 @@ def _round_block_again(first: int, last: int, thread: int, arguments: int) -> No
     for r in range(first, last):
         row = 4 * BLOCK * r
         slope, weight, errors = floats(slopes + row), floats(p.weight + row), floats(p.errors + row)
-        codes, gain, square = chars(p.codes + BLOCK * r), np.float32(0), np.float32(0)
+        codes = chars(p.codes + BLOCK * r)
+        gain, curvature = np.float32(0), np.float32(0)
         for j in range(BLOCK):
             product, value = np.float32(0), get(weight, j) - get(errors, j)
             for i in range(BLOCK):
                 product += get(hessian, BLOCK * j + i) * (get(weight, i) - get(errors, i))
             gain += get(slope, j) * value
-            square += product * value
-        factor = np.float32(1) + (gain / square if square > 0 else np.float32(0))
+            curvature += product * value
+        factor = np.float32(1) + (gain / curvature if curvature > 0 else np.float32(0))
         scale = get(scales, r) * factor
         put(scales, r, scale)
         inverse = np.float32(1) / scale if scale != 0 else np.float32(0)

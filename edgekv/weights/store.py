@@ -131,15 +131,15 @@ class WeightStore:
         specs = self.form.of(name).arrays(linear.rows, linear.columns)
         return {key: self._tensors[f"{name}.{key}"].read() for key in specs}
 
-    def shift(self, name: str) -> F32 | None:
+    def corrections(self, name: str) -> F32 | None:
         """Returns what zeros or offsets add to scale * (code - code_of_zero), (rows, blocks) float32, or None."""
         arrays, zero = self.arrays(name), code_of_zero(self.form.of(name).pieces[0].form.bits)
         if "offsets" in arrays:
             return to_float32(zero * arrays["scales"] + arrays["offsets"])
         if "zeros" not in arrays:
             return None
-        shift: F32 = (zero - arrays["zeros"].astype(np.float32)) * arrays["scales"]
-        return shift
+        corrections: F32 = (zero - arrays["zeros"].astype(np.float32)) * arrays["scales"]
+        return corrections
 
     def bias(self, name: str) -> F32 | None:
         """Returns the biases (rows,) of a linear, float32, or None where it has none."""

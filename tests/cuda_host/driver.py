@@ -175,30 +175,30 @@ class HostDriver:
     def free_bytes(self) -> int:
         return self.free
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs the step once without its launches, and returns it to be run again, as nothing is captured here."""
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Runs the work once without its launches, and returns it to be run again, as nothing is captured here."""
         HostArray.is_recording = True
         try:
-            step()
+            work()
         except (RuntimeError, MemoryError) as error:
             raise CaptureError(str(error)) from error
         finally:
             HostArray.is_recording = False
-        return step
+        return work
 
     def launch(self, launch: Launch, *arguments: Any) -> None:
-        program, kernel, grid, block, *_ = launch
+        program, kernel, grid, threads, *_ = launch
         if HostArray.is_recording:
             return
         assert all(n > 0 for n in grid)
-        assert block > 0
+        assert threads > 0
         self.backwards = not self.backwards
         values = [by_value(x, program) for x in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
         x, y, z = (*grid, 1, 1)[:3]
         library, counts = _build(program)
         assert len(values) == counts[kernel], kernel
-        getattr(library, f"run_{kernel}")(x, y, z, block, self.backwards, pointers)
+        getattr(library, f"run_{kernel}")(x, y, z, threads, self.backwards, pointers)
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def _tiled(driver: Driver, rows: int, keys: Any, values: Any) -> Fused | None:
     if not (driver.has_integer_mma and fits):
         return None
     bits, factor = max(int(keys.bits.max()), int(values.bits.max())), f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
-    blocks = 3 if rows == 1 and bits <= 2 else 2  # decides the registers of a thread
+    blocks = 3 if rows == 1 and bits <= 2 else 2  # of threads on a multiprocessor: decides a thread's registers
     macros = ("TILED", 1), ("BLOCKS_AT_ONCE", blocks), ("HADAMARD_FACTOR", factor), ("MAX_FOUR_SUM", MAX_FOUR_SUM)
     return Fused(FOLDER / "tiled", macros, MAX_ROWS, blocks, keys.query_flips, keys.key_scale)
 

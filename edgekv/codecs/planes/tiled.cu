@@ -391,10 +391,10 @@ struct TiledWarp {
 // Does what attend_split does. Queries are the model's; queries.codes (G, HEAD_DIM) are the rotation's signs times the channels'
 // factors, queries.scale (G) a factor of the keys' estimates.
 __device__ void tiled_split(TiledShared& shared, const Queries& queries, const Store& keys, const Store& values, const Span& span,
-                            int part, int parts, int g, float* softmax, float (*out)[HEAD_DIM])
+                            int split, int n_splits, int g, float* softmax, float (*out)[HEAD_DIM])
 {
     int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
-    int begin = first + (i64)n * part / parts, end = first + (i64)n * (part + 1) / parts, warp = threadIdx.x / 32;
+    int begin = first + (i64)n * split / n_splits, end = first + (i64)n * (split + 1) / n_splits, warp = threadIdx.x / 32;
     int tile = begin + (end - begin) * warp / WARPS, last = begin + (end - begin) * (warp + 1) / WARPS;
     TiledWarp state(shared, keys, values, span, last, g);
     state.load_keys(tile);

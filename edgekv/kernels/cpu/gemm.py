@@ -83,24 +83,24 @@ class CodeLayout(NamedTuple):
         return self.block * self.bits // 8
 
     @property
-    def blocks(self) -> int:
+    def unit_blocks(self) -> int:
         """Blocks in a unit."""
         return 1 if self.rotated else max(1, VECTOR // self.block_bytes)
 
     @property
     def run(self) -> int:
         """Bytes of a vector that are codes of one block."""
-        return VECTOR // self.blocks
+        return VECTOR // self.unit_blocks
 
     @property
     def vectors(self) -> int:
         """Vectors of codes in a unit, as they are multiplied, a byte each."""
-        return self.blocks * self.block // VECTOR
+        return self.unit_blocks * self.block // VECTOR
 
     @property
     def bit_bytes(self) -> int:
         """Bytes that a bit of each of a unit's codes takes."""
-        return self.blocks * self.block // 8
+        return self.unit_blocks * self.block // 8
 
     def elements(self, vector: int) -> range:
         """Returns the elements of a block that a vector of a unit holds; vector: its number in the unit."""
@@ -126,7 +126,7 @@ class CodeLayout(NamedTuple):
 
     def row_bytes(self, blocks: int) -> int:
         """Bytes of a rounded row: its units, and one vector more where rows would else share places of a cache."""
-        return (-(-blocks // self.blocks) * self.unit_bytes // VECTOR | 1) * VECTOR
+        return (-(-blocks // self.unit_blocks) * self.unit_bytes // VECTOR | 1) * VECTOR
 
 
 def integer_layout(bits: int, block: int) -> CodeLayout:
@@ -268,12 +268,13 @@ def _planes_code(b: Any, layout: CodeLayout, planes: Sequence[tuple[Value, Seque
 
 def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None) -> list[Value]:
     """Returns the codes of the unit at an address, bytes in vectors; n_blocks: how many it has, None: all."""
+    block_lanes = LANES // layout.unit_blocks
     planes = []  # of each plane, for each vector: the words that have its codes, and each lane's shift
     for bits, before in code_planes(layout.bits):
         n_bytes, first = layout.bit_bytes * bits, layout.bit_bytes * before  # byte j has codes j, j + n_bytes, ...
         kind = emit.vector(emit.I32, min(n_bytes, VECTOR) // 4)
         offsets = range(first, first + n_bytes, VECTOR)
-        loads = [emit.masked_load(b, kind, start, offset, n_blocks, LANES // layout.blocks) for offset in offsets]
+        loads = [emit.masked_load(b, kind, start, offset, n_blocks, block_lanes) for offset in offsets]
         words = [emit.shuffle(b, load, [i % kind.count for i in range(LANES)]) for load in loads]
         shifts = [[(VECTOR * v + 4 * i) // n_bytes * bits for i in range(LANES)] for v in range(layout.vectors)]
         planes.append([(words[v % len(words)], shift) for v, shift in enumerate(shifts)])
@@ -283,9 +284,9 @@ def load_codes(b: Any, layout: CodeLayout, start: Value, n_blocks: Value | None)
 
 
 def load_scales(b: Any, layout: CodeLayout, scales: Value, block: Value, n_blocks: Value | None) -> Value:
-    """Returns the scales of a unit, (layout.blocks,) float32, from a block on; n_blocks as in `load_codes`."""
+    """Returns the scales of a unit, (unit_blocks,) float32, from a block on; n_blocks as in `load_codes`."""
     if not layout.rotated:
-        kind = emit.vector(emit.F32, layout.blocks)
+        kind = emit.vector(emit.F32, layout.unit_blocks)
         return emit.masked_load(b, kind, at(b, scales, (block, 4)), 0, n_blocks)
     bits = b.zext(emit.load(b, emit.vector(emit.I16, 1), at(b, scales, (block, 2))), emit.vector(emit.I32, 1))
     return b.bitcast(b.shl(bits, emit.constant(bits.type, 16)), emit.vector(emit.F32, 1))
@@ -355,7 +356,7 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         (p, output, start, n_blocks, memory), layout = args, layout_of(product)
-        before = b.mul(b.sdiv(start, emit.I64(layout.blocks)), emit.I64(layout.unit_bytes))
+        before = b.mul(b.sdiv(start, emit.I64(layout.unit_blocks)), emit.I64(layout.unit_bytes))
         for count, rows, to in _row_groups(b, p, output, PANEL_ROW_COUNTS, before):
             write = functools.partial(_emit_panel_products, layout, count)
             emit.call_internal(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
@@ -366,31 +367,31 @@ def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any,
 
 def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: Outputs, n: Value, memory: Value) -> None:
     """Unpacks n blocks of PANEL outputs into ``memory``."""
-    with emit.loop(b, 0, n, layout.blocks) as loop:
+    with emit.loop(b, 0, n, layout.unit_blocks) as loop:
         _emit_unpack_unit(layout, b, outputs, memory, loop.i, None)
-    if layout.blocks > 1:
-        with emit.loop(b, loop.i, at(b, n, layout.blocks - 1), layout.blocks) as last:
-            _emit_unpack_unit(layout, b, outputs, memory, last.i, b.sub(n, last.i))
+    if layout.unit_blocks > 1:
+        with emit.loop(b, loop.i, at(b, n, layout.unit_blocks - 1), layout.unit_blocks) as rest:
+            _emit_unpack_unit(layout, b, outputs, memory, rest.i, b.sub(n, rest.i))
 
 
 def _emit_unpack_unit(
     layout: CodeLayout, b: Any, outputs: Outputs, memory: Value, block: Value, n_blocks: Value | None
 ) -> None:
     """Unpacks the unit of PANEL outputs that begins with a block; n_blocks: how many it has, None: all."""
-    size = layout.vectors * VECTOR * PANEL // layout.blocks  # of a block's codes
+    size = layout.vectors * VECTOR * PANEL // layout.unit_blocks  # of a block's codes
     codes, target = at(b, outputs.codes, (block, layout.block_bytes)), at(b, memory, (block, size))
     for i in range(PANEL_VECTORS):
         addresses = [at(b, codes, (outputs.code_bytes, i * LANES + o)) for o in range(LANES)]
         for address in addresses:  # of the next PANEL_K, which then wait for no memory
             ahead = at(b, address, PANEL_K * layout.bits // 8)
-            emit.prefetch(b, ahead, layout.block_bytes * layout.blocks, locality=2)
+            emit.prefetch(b, ahead, layout.block_bytes * layout.unit_blocks, locality=2)
         for index, some in _emit_transposed_codes(layout, b, addresses, n_blocks):
             emit.store(b, some, target, (index * PANEL_VECTORS + i) * VECTOR)
     with emit.loop(b, 0, PANEL, 1) as output:
         first = b.add(block, b.mul(outputs.blocks, output.i))
         scales = load_scales(b, layout, outputs.scales, first, n_blocks)
         target = at(b, memory, SCALES_AT, (b.add(b.mul(block, emit.I64(PANEL)), output.i), 4))
-        for i in range(layout.blocks):
+        for i in range(layout.unit_blocks):
             emit.store(b, b.extract_element(scales, emit.I32(i)), target, 4 * PANEL * i)
 
 
@@ -398,12 +399,12 @@ def _emit_transposed_codes(
     layout: CodeLayout, b: Any, addresses: Sequence[Value], n_blocks: Value | None
 ) -> Iterator[tuple[int, Value]]:
     """Yields, of the units at LANES addresses, four codes each side by side, and which four elements they are."""
-    n, of_unit = layout.vectors * LANES, layout.bit_bytes * layout.bits // 4
+    n, unit_words = layout.vectors * LANES, layout.bit_bytes * layout.bits // 4
 
     @functools.cache
     def words(start: int) -> list[Value]:
-        is_whole = start + LANES <= of_unit
-        some, width = (n_blocks, LANES // layout.blocks) if is_whole else (emit.I64(of_unit - start), 1)
+        is_whole = start + LANES <= unit_words
+        some, width = (n_blocks, LANES // layout.unit_blocks) if is_whole else (emit.I64(unit_words - start), 1)
         return transpose(b, [emit.masked_load(b, INTS, address, 4 * start, some, width) for address in addresses])
 
     @functools.cache
@@ -425,15 +426,15 @@ def _emit_panel_products(
 ) -> None:
     """y (n, PANEL) = or += n rows times n_blocks unpacked blocks, to which x begins; = if start is 0."""
     panel_scales = at(b, memory, SCALES_AT)
-    end = at(b, n_blocks, layout.blocks - 1)  # what a unit lacks is 0
+    end = at(b, n_blocks, layout.unit_blocks - 1)  # what a unit lacks is 0
     zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
-    with emit.loop(b, 0, end, layout.blocks, zeros) as loop:
-        unit = b.sdiv(loop.i, emit.I64(layout.blocks))
+    with emit.loop(b, 0, end, layout.unit_blocks, zeros) as loop:
+        unit = b.sdiv(loop.i, emit.I64(layout.unit_blocks))
         of_unit = x.behind(b, (unit, layout.unit_bytes))
         units = [of_unit.row(b, m) for m in range(n)]
         codes = at(b, memory, (unit, layout.vectors * VECTOR * PANEL))
         scales = at(b, panel_scales, (loop.i, 4 * PANEL))
-        for i in range(layout.blocks):
+        for i in range(layout.unit_blocks):
             loop.next = _emit_block_products(layout, b, i, units, codes, scales, loop.next)
     is_first = b.icmp_signed("==", start, emit.I64(0))
     for i, total in enumerate(loop.values):
@@ -459,14 +460,14 @@ def _emit_block_products(
 
     units: of each row, rounded; codes, scales: of the unit, unpacked.
     """
-    lanes = LANES // layout.blocks
-    first = block * lanes  # lane of each vector at which the block begins
+    lanes = LANES // layout.unit_blocks
+    first_lane = block * lanes  # of each vector, at which the block begins
     dots = []
     for unit in units:
-        start = emit.splat(b, emit.load(b, emit.I32, unit, layout.sums_at + 4 * first), LANES)
+        start = emit.splat(b, emit.load(b, emit.I32, unit, layout.sums_at + 4 * first_lane), LANES)
         dots += [start] * PANEL_VECTORS
     for vector in range(layout.vectors):
-        with emit.loop(b, first, first + lanes, 4, dots) as loop:
+        with emit.loop(b, first_lane, first_lane + lanes, 4, dots) as loop:
             lane_codes = at(b, codes, (loop.i, VECTOR * PANEL_VECTORS))
             for j in range(4):
                 offset = (vector * LANES + j) * VECTOR * PANEL_VECTORS
@@ -482,7 +483,7 @@ def _emit_block_products(
         dots = loop.values
     result = []
     for m, unit in enumerate(units):
-        row_scale = emit.splat(b, emit.load(b, emit.F32, unit, layout.scales_at + 4 * first), LANES)
+        row_scale = emit.splat(b, emit.load(b, emit.F32, unit, layout.scales_at + 4 * first_lane), LANES)
         for i in range(PANEL_VECTORS):
             output_scales = emit.load(b, FLOATS, scales, 4 * (PANEL * block + LANES * i))
             dot = b.sitofp(dots[m * PANEL_VECTORS + i], FLOATS)
@@ -497,11 +498,11 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, memory: int, p: Product, address: int, step: int) -> None:
+def multiply_tiles(first: int, last: int, memory: int, p: Product, address: int, panel_blocks: int) -> None:
     """Multiplies tiles or panels first..last of p, a product whose fields are at an address.
 
     Outputs left over form one more tile, which overlaps the last whole one; one thread computes both, since panels
-    add to y. memory: a thread's scratch. step: blocks of PANEL_K.
+    add to y. memory: a thread's scratch. panel_blocks: blocks of PANEL_K.
     """
     size = PANEL if p.is_panel else OUTPUTS
     if first < last == p.outputs // size:
@@ -509,8 +510,8 @@ def multiply_tiles(first: int, last: int, memory: int, p: Product, address: int,
     for tile in range(first, last):
         output = min(tile * size, p.outputs - size)
         if p.is_panel:
-            for start in range(0, p.blocks, step):
-                n = min(step, p.blocks - start)
+            for start in range(0, p.blocks, panel_blocks):
+                n = min(panel_blocks, p.blocks - start)
                 _unpack_panel(p, output, start, n, memory)
                 _multiply_panel(p, output, start, n, memory)
         else:
@@ -548,8 +549,8 @@ def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: Rows, outputs: Ou
                 emit.call_internal(b, "multiply_row", write, x.first, *addresses, outputs.blocks, result=FLOATS)
             )
     else:  # share what is loaded of rows
-        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
-        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
+        add_unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
+        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, add_unit)
     for m in range(n):
         totals = emit.lane_sums(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
         emit.store(b, totals, y.row(b, m))
@@ -559,28 +560,28 @@ def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales
     """Returns one row times one output: LANES float32, to be added up."""
     zero = emit.I64(0)
     x_row, output = Rows(x, zero), Outputs(codes, zero, scales, blocks)
-    unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
-    return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
+    add_unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
+    return _emit_sums(layout, 1, UNITS, b, blocks, add_unit)[0]
 
 
 def _emit_sums(
-    layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
+    layout: CodeLayout, n: int, at_once: int, b: Any, blocks: Value, add_unit: Callable[..., list[Value]]
 ) -> list[Value]:
-    """Returns n sums of LANES float32 over all blocks, so many units at a time while there are.
+    """Returns n sums of LANES float32 over all blocks, ``at_once`` units at a time while there are.
 
-    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` returns them.
+    add_unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` returns them.
     """
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
-    for at_a_time in sorted({units, 1}, reverse=True):
-        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as loop:
+    for n_units in sorted({at_once, 1}, reverse=True):
+        with emit.loop(b, first, blocks, n_units * layout.unit_blocks, sums) as loop:
             loop.next = loop.values
-            for i in range(at_a_time):
-                loop.next = unit(at(b, loop.i, i * layout.blocks), loop.next, None)
+            for i in range(n_units):
+                loop.next = add_unit(at(b, loop.i, i * layout.unit_blocks), loop.next, None)
         first, sums = loop.i, loop.values
-    if layout.blocks > 1:  # what is no whole unit
-        with emit.loop(b, first, at(b, blocks, layout.blocks - 1), layout.blocks, sums) as last:
-            last.next = unit(last.i, last.values, b.sub(blocks, last.i))
-        sums = last.values
+    if layout.unit_blocks > 1:  # what is no whole unit
+        with emit.loop(b, first, at(b, blocks, layout.unit_blocks - 1), layout.unit_blocks, sums) as rest:
+            rest.next = add_unit(rest.i, rest.values, b.sub(blocks, rest.i))
+        sums = rest.values
     return sums
 
 
@@ -596,17 +597,17 @@ def _emit_unit(
     n_blocks: Value | None,
 ) -> list[Value]:
     """Returns sums (n, n_outputs) after the unit that begins with a block; n_blocks: its blocks, None: all."""
-    units = x.behind(b, (b.sdiv(block, emit.I64(layout.blocks)), layout.unit_bytes))
+    units = x.behind(b, (b.sdiv(block, emit.I64(layout.unit_blocks)), layout.unit_bytes))
     codes_at = at(b, outputs.codes, (block, layout.block_bytes))
     codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
     for o in range(n_outputs):
         start = at(b, codes_at, (outputs.code_bytes, o))
         if n_blocks is None:
-            emit.prefetch(b, at(b, start, PREFETCH_BYTES), layout.block_bytes * layout.blocks, locality=2)
+            emit.prefetch(b, at(b, start, PREFETCH_BYTES), layout.block_bytes * layout.unit_blocks, locality=2)
         codes.append(load_codes(b, layout, start, n_blocks))
-        first = b.add(block, b.mul(outputs.blocks, emit.I64(o)))
-        unit_scales = load_scales(b, layout, outputs.scales, first, n_blocks)
-        scales.append(emit.shuffle(b, unit_scales, [lane * layout.blocks // LANES for lane in range(LANES)]))
+        first_block = b.add(block, b.mul(outputs.blocks, emit.I64(o)))
+        unit_scales = load_scales(b, layout, outputs.scales, first_block, n_blocks)
+        scales.append(emit.shuffle(b, unit_scales, [lane * layout.unit_blocks // LANES for lane in range(LANES)]))
     updated = list(sums)
     for m in range(n):
         unit = units.row(b, m)

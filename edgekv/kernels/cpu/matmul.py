@@ -95,17 +95,17 @@ PREFETCH_BLOCKS = 8  # of x, which are fetched
 
 
 @fast_jit
-def prepare_rows(first: int, last: int, tail: int, p: Product, block: int, of_unit: int) -> None:
+def prepare_rows(first: int, last: int, tail: int, p: Product, block: int, unit_blocks: int) -> None:
     """Rounds rows first..last of x, padded with zeros.
 
-    tail: scratch for a block of float32. block: elements of one. of_unit: blocks of a unit.
+    tail: scratch for a block of float32. block: elements of one. unit_blocks: of a unit.
     """
-    n_whole, n_units = p.columns // block, (p.blocks + of_unit - 1) // of_unit
+    n_whole, n_units = p.columns // block, (p.blocks + unit_blocks - 1) // unit_blocks
     for m in range(first, last):
         row, target = p.x + 4 * m * p.columns, p.rounded + m * p.row_bytes
         for b in range(n_whole):
             _quantize_block(p, row + 4 * b * block, target, b, m)
-        for b in range(n_whole, n_units * of_unit):
+        for b in range(n_whole, n_units * unit_blocks):
             for i in range(block):
                 column = b * block + i
                 put(floats(tail), i, get(floats(row), column) if column < p.columns else ZERO)
@@ -154,8 +154,8 @@ def _emit_quantized_block(
         b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(floats, ROUND), flags=EXACT
     )
     rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
-    unit, run = b.sdiv(block, emit.I64(layout.blocks)), layout.run
-    inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
+    unit, run = b.sdiv(block, emit.I64(layout.unit_blocks)), layout.run
+    inside = b.mul(b.srem(block, emit.I64(layout.unit_blocks)), emit.I64(run))
     address = emit.at(b, row, (unit, layout.unit_bytes), inside)
     for v in range(layout.vectors):
         some = emit.shuffle(b, rounded, layout.elements(v))
@@ -242,7 +242,8 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
 
     Their items are the rows, and the tiles or panels, of all products.
     """
-    product, block, of_unit, step = PRODUCTS[layout], layout.block, layout.blocks, PANEL_K // layout.block
+    product, block = PRODUCTS[layout], layout.block
+    unit_blocks, panel_blocks = layout.unit_blocks, PANEL_K // block
     may_decode = layout == BYTE_CODES
 
     @RangeKernel
@@ -252,7 +253,7 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             p = load_tuple(product, address)
             a, b = max(first - p.first_row, 0), min(last - p.first_row, p.n)
             if a < b:
-                prepare_rows(a, b, p.scratch + thread * _scratch_bytes(p.blocks), p, block, of_unit)
+                prepare_rows(a, b, p.scratch + thread * _scratch_bytes(p.blocks), p, block, unit_blocks)
 
     @RangeKernel
     def multiply(first: int, last: int, thread: int, arguments: int) -> None:
@@ -263,9 +264,9 @@ def kernels_for(layout: CodeLayout) -> tuple[RangeKernel, RangeKernel]:
             if a < b:
                 memory = p.scratch + thread * _scratch_bytes(p.blocks)
                 if may_decode and p.decode:
-                    multiply_decoded(a, b, memory, p, address, step)
+                    multiply_decoded(a, b, memory, p, address, panel_blocks)
                 else:
-                    multiply_tiles(a, b, memory, p, address, step)
+                    multiply_tiles(a, b, memory, p, address, panel_blocks)
 
     return prepare, multiply
 
@@ -285,7 +286,7 @@ _scratch_bytes = jit(scratch_bytes)
 
 
 @fast_jit
-def multiply_decoded(first: int, last: int, memory: int, p: Product, source: int, step: int) -> None:
+def multiply_decoded(first: int, last: int, memory: int, p: Product, source: int, panel_blocks: int) -> None:
     """Multiplies tiles or panels first..last as `multiply_tiles` does, each after its outputs are decoded.
 
     Scratch: a panel's, the product's fields, then codes, scales and offsets of outputs.
@@ -309,7 +310,7 @@ def multiply_decoded(first: int, last: int, memory: int, p: Product, source: int
         put(target, CODES, codes - before * GROUP)
         put(target, SCALES, scales - before * 4)
         put(target, OFFSETS, offsets - before * 4)
-        multiply_tiles(tile, tile + 1, memory, load_tuple(_DecodedBlocks, address), address, step)
+        multiply_tiles(tile, tile + 1, memory, load_tuple(_DecodedBlocks, address), address, panel_blocks)
 
 
 @exact_loop

@@ -1,28 +1,27 @@
-// Attention in one launch, over a pair of codecs KEYS and VALUES and, beside it, float16 tokens. Each block takes the softmax over
-// a split of the tokens: a running maximum, the sum of the weights, the weighted values. The last block of a KV head combines the
-// splits.
+// Attention in one launch, over a pair of codecs KEYS and VALUES and, beside it, float16 tokens. Each thread block takes the softmax
+// over a split of the tokens: a running maximum, the sum of the weights, the weighted values. A KV head's last one combines the splits.
 
-// Attends to split `part` of `parts` of the tokens: out (ROWS, HEAD_DIM) is the weighted sum of values, softmax (ROWS, 2) the maximum
-// of the scores and the sum of the weights.
+// Attends to one of n_splits splits of the tokens: out (ROWS, HEAD_DIM) is the weighted sum of values, softmax (ROWS, 2) the maximum of
+// the scores and the sum of the weights.
 template <class K, class V>
 __device__ void attend_split(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
-                             int part, int parts, int g, float* softmax, float (*out)[HEAD_DIM])
+                             int split, int n_splits, int g, float* softmax, float (*out)[HEAD_DIM])
 {
     __shared__ typename K::Shared key_shared;
     __shared__ typename V::Shared value_shared;
     __shared__ float tile_max[ROWS][TILES], factor[ROWS], row_sums[WARPS][ROWS];
-    int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
-    int tile = first + (i64)n * part / parts, last = first + (i64)n * (part + 1) / parts;
-    int end = min_of(span.t1, last * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int first_tile = span.t0 / TILE, n_tiles = divide_up(span.t1, TILE) - first_tile;
+    int tile = first_tile + (i64)n_tiles * split / n_splits, end_tile = first_tile + (i64)n_tiles * (split + 1) / n_splits;
+    int end = min_of(span.t1, end_tile * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     K keys(key_shared, queries, key_store, g, 0, end);
     V values(value_shared, value_store, g, end);
     float running_max[ITEMS_PER_WARP], running_sum[ITEMS_PER_WARP];  // of the rows of this warp's items
     UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) running_max[i] = MINUS_INFINITY, running_sum[i] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
-    for (; tile < last; tile += TILES) {
+    for (; tile < end_tile; tile += TILES) {
         UNROLL for (int u = 0; u < TILES; ++u)
-            if (tile + u < last) keys.scores(u, tile + u);
+            if (tile + u < end_tile) keys.scores(u, tile + u);
         __syncthreads();
         float s[ITEMS_PER_WARP][2];
         UNROLL for (int i = 0; i < ITEMS_PER_WARP; ++i) {
@@ -54,7 +53,7 @@ __device__ void attend_split(const Queries& queries, const Store& key_store, con
         UNROLL for (int m = 0; m < ROWS; ++m)
             if (factor[m] != 1) values.rescale(m, factor[m]);
         UNROLL for (int u = 0; u < TILES; ++u) {
-            if (tile + u < last) values.add(u, tile + u);
+            if (tile + u < end_tile) values.add(u, tile + u);
             values.load(u, tile + TILES + u);
         }
     }
@@ -96,14 +95,14 @@ __device__ void add_splits(const float* sums, const float (*weights)[ROWS], int 
     }
 }
 
-// The first blocks split the tokens of `pair`, the next ones those of exact1, the last ones those of exact2, float16 both.
+// The first splits are those of the tokens of `pair`, then come exact1's and exact2's, float16 both.
 struct AttendArgs {
     Queries queries;              // for `pair`
     const float* exact_queries;   // (G, ROWS, HEAD_DIM)
     Segment pair, exact1, exact2;
     Visible visible;
-    float *block_softmax, *block_sums;  // scratch of each block: (G, blocks, ROWS, 2) as `softmax`, (G, blocks, ROWS, HEAD_DIM)
-    u32* done;                          // blocks that are done (G): zeros, left so
+    float *split_softmax, *split_sums;  // each split's: (G, splits, ROWS, 2) as `softmax`, (G, splits, ROWS, HEAD_DIM)
+    u32* done;                          // splits that are done (G): zeros, left so
     float* softmax;                     // (G, ROWS, 2): the maximum of all scores and the sum of all weights
     float *out, *exact_out;  // (G, ROWS, HEAD_DIM): the pair's part and the exact tokens' part; or one array, for their sum
 };
@@ -123,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
 #ifdef TILED
     __shared__ TiledShared tiled;
 #endif
-    int g = blockIdx.y, split = blockIdx.x, splits = gridDim.x, pair_splits = args.pair.blocks;
+    int g = blockIdx.y, split = blockIdx.x, n_splits = gridDim.x, pair_splits = args.pair.n_splits;
     launch_dependents();
 #ifdef TILED
     // The splits of packed tokens wait later, in tiled_split: below, counters are read before the launches ahead are done. That is
@@ -132,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
 #else
     grid_dependency_wait();
 #endif
-    float* softmax = args.block_softmax + ((i64)g * splits + split) * ROWS * 2;
+    float* softmax = args.split_softmax + ((i64)g * n_splits + split) * ROWS * 2;
     int delta = *args.visible.position_delta, hi = args.visible.hi + delta, lo = args.visible.lo + (args.visible.lo > 0 ? delta : 0);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     if (split < pair_splits) {
@@ -145,39 +144,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
 #endif
     } else {
 #ifdef EXACT
-        int first = pair_splits + args.exact1.blocks;
-        bool second = split >= first;
+        int exact2_start = pair_splits + args.exact1.n_splits;
+        bool is_exact2 = split >= exact2_start;
         Segment exact = args.exact1;
-        if (second) exact = args.exact2;
+        if (is_exact2) exact = args.exact2;
         exact.values.capacity = exact.keys.capacity;  // as they are: a register less
-        int part = second ? split - first : split - pair_splits;
+        int exact_split = is_exact2 ? split - exact2_start : split - pair_splits;
         Queries queries = {args.exact_queries, 0, 0, ROWS};
         Span span = {exact.first, exact.stop.now(), exact.position.now(), lo, hi};
         attend_split<RowKeys<Numbers<u16>, EXACT_IN_FLIGHT, 1>, RowValues<Numbers<u16>, EXACT_IN_FLIGHT, 1>>(
-            queries, exact.keys, exact.values, span, part, exact.blocks, g, softmax, out);
+            queries, exact.keys, exact.values, span, exact_split, exact.n_splits, g, softmax, out);
 #endif
     }
-    const float* softmaxes = args.block_softmax + (i64)g * splits * ROWS * 2;
-    float* sums = args.block_sums + (i64)g * splits * ROWS * HEAD_DIM;
+    const float* softmaxes = args.split_softmax + (i64)g * n_splits * ROWS * 2;
+    float* sums = args.split_sums + (i64)g * n_splits * ROWS * HEAD_DIM;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)split * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicInc(&args.done[g], splits - 1) == (u32)splits - 1;
+    if (threadIdx.x == 0) is_last = atomicInc(&args.done[g], n_splits - 1) == (u32)n_splits - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();
     __shared__ float weights[MAX_SPLITS][ROWS];
     for (int m = threadIdx.x / 32; m < ROWS; m += WARPS) {
         float largest = MINUS_INFINITY, total = 0;
-        for (int i = threadIdx.x % 32; i < splits; i += 32) largest = fmaxf(largest, __ldcg(&softmaxes[(i * ROWS + m) * 2]));
+        for (int i = threadIdx.x % 32; i < n_splits; i += 32) largest = fmaxf(largest, __ldcg(&softmaxes[(i * ROWS + m) * 2]));
         largest = lane_max(largest);
         if (largest == MINUS_INFINITY) largest = 0;
-        for (int i = threadIdx.x % 32; i < splits; i += 32) {
+        for (int i = threadIdx.x % 32; i < n_splits; i += 32) {
             weights[i][m] = expf(__ldcg(&softmaxes[(i * ROWS + m) * 2]) - largest);
             total += weights[i][m] * __ldcg(&softmaxes[(i * ROWS + m) * 2 + 1]);
         }
         total = lane_sum(total);
-        for (int i = threadIdx.x % 32; i < splits; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
+        for (int i = threadIdx.x % 32; i < n_splits; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
         if (threadIdx.x % 32 == 0) {
             args.softmax[((i64)g * ROWS + m) * 2] = largest;
             args.softmax[((i64)g * ROWS + m) * 2 + 1] = total;
@@ -186,12 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) attend(con
     __syncthreads();
     float *pair_out = args.out + (i64)g * ROWS * HEAD_DIM, *exact_out = args.exact_out + (i64)g * ROWS * HEAD_DIM;
 #ifdef TILED
-    add_splits(sums, weights, pair_splits, splits, exact_out);
+    add_splits(sums, weights, pair_splits, n_splits, exact_out);
     add_splits(sums, weights, 0, pair_splits, out[0]);
     rotate_back(tiled, out, (const float*)args.pair.values.d, exact_out);
 #else
     bool together = pair_out == exact_out;
-    add_splits(sums, weights, 0, together ? splits : pair_splits, pair_out);
-    if (!together) add_splits(sums, weights, pair_splits, splits, exact_out);
+    add_splits(sums, weights, 0, together ? n_splits : pair_splits, pair_out);
+    if (!together) add_splits(sums, weights, pair_splits, n_splits, exact_out);
 #endif
 }

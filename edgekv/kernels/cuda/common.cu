@@ -6,9 +6,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define THREADS 128  // threads of a block, unless a kernel says otherwise
+#define THREADS 128  // of a thread block, unless a kernel says otherwise
 #define WARPS (THREADS / 32)
-#define TILE 64      // tokens that a block works on at a time: BLOCK of edgekv.kernels.interface
+#define TILE 64      // tokens that a thread block works on at a time: BLOCK of edgekv.kernels.interface
 #define UNROLL _Pragma("unroll")  // a loop whose arrays stay in registers
 #define ALL_LANES 0xffffffffu
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -124,7 +124,7 @@ template <int N, int TO> struct SpreadSum<N, TO, TO> {
     template <class T> static __device__ __forceinline__ void run(T* x, int& first, bool& is_owner) {}
 };
 
-// A block works on TILES tiles of 64 tokens at a time. A codec takes tile u of them in these steps:
+// A thread block works on TILES tiles of 64 tokens at a time. A codec takes tile u of them in these steps:
 //   load         starts the reads; nothing waits for them before the step that needs them
 //   scores       keys write the tile's scores to shared memory; after a barrier `score` returns one of them
 //   set_weights  a warp gives the values a row's weights, two tokens per lane; after a barrier `add` sums
@@ -148,10 +148,10 @@ struct Store {
     int capacity;
 };
 
-// Tokens first .. stop of a pair of stores, the first at `position` of the conversation; `blocks` blocks share them.
+// Tokens first .. stop of a pair of stores, the first at `position` of the conversation, in `n_splits` splits.
 struct Segment {
     Store keys, values;
-    int first, blocks;
+    int first, n_splits;
     Counter stop, position;
 };
 

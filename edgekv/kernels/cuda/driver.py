@@ -115,7 +115,7 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
 
 
 class Launch(NamedTuple):
-    """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
+    """A kernel of a program, run by ``grid`` thread blocks of ``threads`` threads.
 
     early: the kernel may begin before earlier launches have ended, and waits for them by `grid_dependency_wait`.
     shared: bytes of its DYNAMIC_SHARED memory.
@@ -124,7 +124,7 @@ class Launch(NamedTuple):
     program: Program
     kernel: str
     grid: tuple[int, ...]
-    block: int
+    threads: int
     early: bool = False
     shared: int = 0
 
@@ -194,7 +194,7 @@ class Driver:
 
         Raises MemoryError without enough memory, ConfigError where the program does not compile.
         """
-        program, kernel, grid, block, early, shared = launch
+        program, kernel, grid, threads, early, shared = launch
         values = tuple(by_value(x, program) for x in arguments)  # CuPy passes arrays () of NumPy's by value
         try:
             function = self._kernels.get((program, kernel))
@@ -205,9 +205,9 @@ class Driver:
                 self._kernels[program, kernel] = function
             if early and self._launch_early is not None:
                 stream = self._capture_stream if self._is_capturing else self.stream
-                self._launch_early(function.kernel.ptr, grid, block, shared, stream.ptr, values)
+                self._launch_early(function.kernel.ptr, grid, threads, shared, stream.ptr, values)
             else:
-                function(grid, (block,), values, shared_mem=shared)
+                function(grid, (threads,), values, shared_mem=shared)
         except RuntimeError as error:
             _raise_memory_error(error, f"for {kernel}")
             raise
@@ -221,10 +221,9 @@ class Driver:
             log = cache_root() / "cuda-compile.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(log, f"{program}\n{error}\n".encode())
-            raise ConfigError(
-                f"{'+'.join(map(str, program.files))}.cu does not compile for this GPU; the compiler said: {log}",
-                advice="use {device:cpu}",
-            ) from None
+            files = "+".join(map(str, program.files))
+            problem = f"{files}.cu does not compile for this GPU; the compiler said: {log}"
+            raise ConfigError(problem, advice="use {device:cpu}") from None
 
     def half_gemm(self, x: Array, w: Array, y: Array, adds: bool) -> None:
         """Sets y (n, rows) float32 to x (n, k) times w (rows, k), both float16; ``adds``: adds the product to y.
@@ -247,8 +246,8 @@ class Driver:
             _raise_memory_error(error, "for a product of cuBLAS")
             raise
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Captures the work that ``step`` launches, without doing it, and returns a function that does it.
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures what ``work`` launches, without running it, and returns a function that runs it.
 
         Memory comes from a pool of the graph's own. Raises CaptureError where CuPy or a library that it calls
         can't capture something, or has no memory for it: the device is then as it was before.
@@ -259,7 +258,7 @@ class Driver:
                 self._capture_stream.begin_capture()
                 self._is_capturing = True
                 try:
-                    step()
+                    work()
                 finally:
                     self._is_capturing = False
                     graph = self._capture_stream.end_capture()
@@ -297,7 +296,7 @@ class _Config(ctypes.Structure):
 def _early_launcher() -> Callable[..., None] | None:
     """Returns a function that launches a kernel early, by cuLaunchKernelEx, which CuPy lacks; None without it.
 
-    The function takes the kernel's handle, grid, block, shared bytes, stream and values, and raises RuntimeError.
+    It takes the kernel's handle, grid, threads of a block, shared bytes, stream, values, and raises RuntimeError.
     """
     try:
         launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
@@ -305,11 +304,11 @@ def _early_launcher() -> Callable[..., None] | None:
         return None
 
     def launch(
-        function: int, grid: tuple[int, ...], block: int, shared: int, stream: int, values: tuple[Any, ...]
+        function: int, grid: tuple[int, ...], threads: int, shared: int, stream: int, values: tuple[Any, ...]
     ) -> None:
         attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
-        config = _Config(x, y, z, block, 1, 1, shared, stream, ctypes.pointer(attribute), 1)
+        config = _Config(x, y, z, threads, 1, 1, shared, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
         status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
         if status:
@@ -321,27 +320,24 @@ def _early_launcher() -> Callable[..., None] | None:
 
 def require_cupy() -> Any:
     """Returns the module `cupy`. Raises ConfigError, which says what is missing, unless it can use a GPU."""
+    advice = f"{INSTALL}, or use {{device:cpu}}"
     try:
         import cupy
     except ImportError as error:
         detail = str(error).splitlines()[0]
-        raise ConfigError(f"a GPU needs CuPy ({detail})", advice=f"{INSTALL}, or use {{device:cpu}}") from error
+        raise ConfigError(f"a GPU needs CuPy ({detail})", advice=advice) from error
     try:
         cupy.cuda.runtime.getDeviceCount()
         cupy.zeros(1)
     except (RuntimeError, ImportError) as error:  # CUDARuntimeError and CUDADriverError are RuntimeErrors
         version = ".".join(map(str, divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)))
-        raise ConfigError(
-            f"CuPy for CUDA {version} finds no GPU that it can use ({error})",
-            advice=f"install or update the NVIDIA driver, or {INSTALL}, or use {{device:cpu}}",
-        ) from error
+        problem = f"CuPy for CUDA {version} finds no GPU that it can use ({error})"
+        raise ConfigError(problem, advice=f"install or update the NVIDIA driver, or {advice}") from error
     try:
         cupy.cuda.nvrtc.getVersion()
     except (RuntimeError, ImportError) as error:
         detail = str(error).splitlines()[0]
-        raise ConfigError(
-            f"CuPy finds no CUDA compiler ({detail})", advice=f"{INSTALL}, or use {{device:cpu}}"
-        ) from error
+        raise ConfigError(f"CuPy finds no CUDA compiler ({detail})", advice=advice) from error
     return cupy
 
 
@@ -359,7 +355,7 @@ Terms = tuple[tuple[Hashable, int], ...]
 
 
 class Counter(int):
-    """A number of a captured step that changes between replays: a constant plus a sum of the caches' counters.
+    """A number in a captured graph that changes between replays: a constant plus a sum of the caches' counters.
 
     Comparisons see its value in the capture. Divisions raise CaptureError.
     """
@@ -422,9 +418,10 @@ class GraphInputs:
         return [sum(n * counter_deltas[name] for name, n in terms) for terms in self._indices]
 
     def write(self, token: int, deltas: list[int]) -> None:
-        """Writes what the next replay reads, after the last one."""
+        """Waits for the end of the last replay, then writes what the next one reads."""
         self.replayed.synchronize()
-        self.pinned[: len(deltas)], self.pinned[-2] = deltas, token
+        self.pinned[: len(deltas)] = deltas
+        self.pinned[-2] = token
 
 
 def set_inputs(driver: Driver, pinned: npt.NDArray[np.int32] | None) -> None:

@@ -1,7 +1,7 @@
 """The CUDA backend: attention over segments and within prompts, encoders of new tokens, rotations.
 
-A launch of attend.cu stores no scores: blocks share the tokens, each with a running softmax. It takes one segment
-of any pair of codecs and two of float16. Results of several launches are merged by the sums of their weights.
+A launch of attend.cu stores no scores: thread blocks share the tokens, each with a running softmax. It takes one
+segment of any pair of codecs and two of float16. Results of launches are merged by the sums of their weights.
 Prompts, requested probabilities, and tokens at arbitrary positions go through a buffer of scores (ranges.cu).
 """
 
@@ -35,17 +35,17 @@ from edgekv.kernels.interface import Segment, Visible, Workspace, find_codec_ker
 from edgekv.types import I64
 
 THREADS, TILE = 128, 64
-MAX_ROWS = 8  # query rows of a block
+MAX_ROWS = 8  # query rows of a thread block
 MAX_CHANNELS = 1024
-MAX_SPLITS = 128  # blocks that share the tokens of a KV head
+MAX_SPLITS = 128  # of the tokens of a KV head, each a thread block's
 MAX_CONSTANTS = 4096
 ENCODE = Program(("exact",), exact=True)
-ATTEND_BLOCKS = {1: 4}  # blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
+BLOCKS_AT_ONCE = {1: 4}  # thread blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
 MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
 MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
-EXACT_TILES = 3  # at most, of float16 tokens, that a block takes beside a fused kernel's blocks
+EXACT_TILES = 3  # at most, of float16 tokens, that a thread block takes beside those of a fused kernel
 ALL_VISIBLE = np.zeros(1, np.int64), np.full(1, 1 << 30)
-PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a block of prefill_attention.cu, and channels of a head
+PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a thread block of prefill_attention.cu, channels of a head
 LAYERS = Program(("layers",))
 
 
@@ -104,14 +104,15 @@ def plain_queries(cuda: CudaKernels, codec: Any, q: Array) -> Queries:
 class Fused(NamedTuple):
     """A kernel for one pair of codecs that replaces the loop of attend.cu.
 
-    file, macros: its source, and macros beside those of all pairs. max_rows: query rows of a launch. blocks: its
-    blocks on a multiprocessor. It gets queries as the model makes them, with codes and scale as in `Queries`.
+    file, macros: its source, and macros beside those of all pairs. max_rows: query rows of a launch.
+    blocks_at_once: its thread blocks on a multiprocessor. It gets queries as the model makes them, with codes and
+    scale as in `Queries`.
     """
 
     file: pathlib.Path
     macros: Macros
     max_rows: int
-    blocks: int
+    blocks_at_once: int
     codes: Array
     scale: Array
 
@@ -269,13 +270,13 @@ class CudaKernels:
         """Returns the arrays (size,) that launches use beside their operands."""
         return [*self._workspace.buffers(), *self._constants.values(), *self._done_counts.values()]
 
-    def splits(self, rounds: int, n_ranges: int, blocks: int = 8, reserved: int = 0) -> int:
-        """Returns how many blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` other blocks.
+    def n_splits(self, rounds: int, n_ranges: int, blocks_at_once: int = 8, reserved: int = 0) -> int:
+        """Returns how many thread blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` others.
 
-        So many run at once, with ``blocks`` on a multiprocessor: one more would wait, and take as long again.
+        So many run at once, ``blocks_at_once`` on a multiprocessor: one more would wait, and take as long again.
         """
-        at_once = self.driver.multiprocessors * blocks // n_ranges - reserved
-        return max(1, min(rounds, at_once, MAX_SPLITS))
+        n_running = self.driver.multiprocessors * blocks_at_once // n_ranges - reserved
+        return max(1, min(rounds, n_running, MAX_SPLITS))
 
     def limits(self, lo: I64, hi: I64) -> Array | None:
         """Returns lo and hi (n,) as (2, n) int32 of the device; None where all are equal."""
@@ -371,17 +372,17 @@ class CudaKernels:
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
         fused = self._find_fused(main, rows)
-        blocks = fused.blocks if fused else ATTEND_BLOCKS.get(rows, 2)
+        blocks_at_once = fused.blocks_at_once if fused else BLOCKS_AT_ONCE.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_per_round(rows, keys, values))
         n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
         # A fused kernel's blocks are quick: those with float16 tokens must not end last.
-        exact_tiles = 1
-        if fused:
-            exact_tiles = max(1, min(EXACT_TILES, n_tiles // self.splits(n_tiles, n_kv_heads, blocks) // 8))
+        fused_tiles = n_tiles // self.n_splits(n_tiles, n_kv_heads, blocks_at_once)
+        exact_tiles = max(1, min(EXACT_TILES, fused_tiles // 8)) if fused else 1
         exact_splits = [n_rounds(seg.segment.first, seg.last_stop, exact_tiles) for seg in exact]
         n_exact = sum(exact_splits)
-        splits = min(self.splits(rounds, n_kv_heads, blocks, n_exact if fused else 0), MAX_SPLITS - n_exact)
-        n_splits = splits + n_exact
+        pair_splits = self.n_splits(rounds, n_kv_heads, blocks_at_once, n_exact if fused else 0)
+        pair_splits = min(pair_splits, MAX_SPLITS - n_exact)
+        n_splits = pair_splits + n_exact
         program = attend_program(keys, values, rows, bool(exact), fused)
         if fused:
             rotated, queries = out, Queries(main.q, fused.codes, fused.scale)
@@ -397,11 +398,11 @@ class CudaKernels:
             "AttendArgs",
             queries=query_argument(queries),
             exact_queries=main.q,
-            pair=self.segment_argument(main.segment, keys, values, splits),
+            pair=self.segment_argument(main.segment, keys, values, pair_splits),
             **exact_segments,
             visible=self.visible_argument(visible, rows),
-            block_softmax=self.scratch("attend.block_softmax", (n_kv_heads, n_splits, rows, 2)),
-            block_sums=self.scratch("attend.block_sums", (n_kv_heads, n_splits, rows, head_dim)),
+            split_softmax=self.scratch("attend.split_softmax", (n_kv_heads, n_splits, rows, 2)),
+            split_sums=self.scratch("attend.split_sums", (n_kv_heads, n_splits, rows, head_dim)),
             done=self._done(n_kv_heads),
             softmax=softmax,
             out=rotated,
@@ -411,11 +412,11 @@ class CudaKernels:
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
 
-    def segment_argument(self, segment: Segment, keys: Reader, values: Reader, blocks: int = 0) -> Struct:
-        """Returns a segment as the `Segment` of common.cu, whose tokens ``blocks`` blocks share."""
+    def segment_argument(self, segment: Segment, keys: Reader, values: Reader, n_splits: int = 0) -> Struct:
+        """Returns a segment as the `Segment` of common.cu, whose tokens are in so many splits."""
         stop, position = (counter(self.driver, x) for x in (segment.stop, segment.position))
         stores = {"keys": store_argument(keys), "values": store_argument(values)}
-        return Struct("Segment", **stores, first=segment.first, blocks=blocks, stop=stop, position=position)
+        return Struct("Segment", **stores, first=segment.first, n_splits=n_splits, stop=stop, position=position)
 
     def visible_argument(self, visible: Visible, rows: int) -> Struct:
         """Returns the positions that ``rows`` queries of each KV head see as the `Visible` of common.cu."""
@@ -424,7 +425,7 @@ class CudaKernels:
         return Struct("Visible", lo=int(lo[0]), hi=int(hi[0]), limits=limits, position_delta=delta)
 
     def _done(self, n_kv_heads: int) -> Array:
-        """Returns counts (n_kv_heads,) of the blocks that are done: zeros, which every launch leaves as zeros."""
+        """Returns counts (n_kv_heads,) of the splits that are done: zeros, which every launch leaves as zeros."""
         if n_kv_heads not in self._done_counts:
             self._done_counts[n_kv_heads] = self.driver.zeros((n_kv_heads,), np.uint32)
         return self._done_counts[n_kv_heads]
@@ -454,10 +455,10 @@ class CudaKernels:
     def launch_scores(self, keys: Reader, queries: Queries, s: Array, segment: Segment, visible: Visible) -> None:
         """Sets s (G, M, columns) to scores with the segment's tokens, -inf where a query does not see one."""
         n_kv_heads, rows, columns = s.shape
-        block_m, t0 = rows_per_block(rows), segment.first
-        tiles, row_blocks = tiles_per_round(block_m, keys), -(-rows // block_m)
-        splits = self.splits(n_rounds(t0, t0 + columns, tiles), n_kv_heads * row_blocks)
-        launch = Launch(range_program("KEYS", keys, block_m), "scores", (splits, n_kv_heads, row_blocks), THREADS)
+        block_rows, t0 = rows_per_block(rows), segment.first
+        tiles, grid_z = tiles_per_round(block_rows, keys), -(-rows // block_rows)
+        n_splits = self.n_splits(n_rounds(t0, t0 + columns, tiles), n_kv_heads * grid_z)
+        launch = Launch(range_program("KEYS", keys, block_rows), "scores", (n_splits, n_kv_heads, grid_z), THREADS)
         positions = segment.positions
         stride = 0 if positions is None else positions.strides[0] // positions.itemsize
         tokens = self.segment_argument(segment, keys, keys), scores_argument(s), columns, positions, stride
@@ -466,12 +467,12 @@ class CudaKernels:
     def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
         """Adds p (G, M, t1 - t0) times values t0..t1, rotated back, to out (G, M, D)."""
         n_kv_heads, rows, _ = p.shape
-        block_m = rows_per_block(rows)
-        tiles, row_blocks = tiles_per_round(block_m, values), -(-rows // block_m)
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks)
-        partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
+        block_rows = rows_per_block(rows)
+        tiles, grid_z = tiles_per_round(block_rows, values), -(-rows // block_rows)
+        n_splits = self.n_splits(n_rounds(t0, t1, tiles), n_kv_heads * grid_z)
+        partial = self.scratch("values", (n_kv_heads, n_splits, rows, values.width))
         launch = Launch(
-            range_program("VALUES", values, block_m), "values", (splits, n_kv_heads, row_blocks), THREADS
+            range_program("VALUES", values, block_rows), "values", (n_splits, n_kv_heads, grid_z), THREADS
         )
         self.driver.launch(launch, scores_argument(p), store_argument(values), t0, t1, rows, partial)
         if values.rotation is None:
@@ -484,10 +485,10 @@ class CudaKernels:
 
     def _add_partial(self, partial: Array, out: Array) -> None:
         """Adds the sum over the second axis of partial (G, splits, ...) to out (G, ...)."""
-        n_kv_heads, splits = partial.shape[:2]
+        n_kv_heads, n_splits = partial.shape[:2]
         n = out.size
         launch = Launch(LAYERS, "add_partial", (-(-n // 256),), 256)
-        self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
+        self.driver.launch(launch, partial, n_splits, n // n_kv_heads, n, out)
 
     def split_rope(
         self,

@@ -1,5 +1,5 @@
-// The layers between matrix products: norms, activations, embeddings, rotations by position, softmax. A block takes a row unless a
-// kernel says otherwise. y is float16 with `halves`, otherwise float32.
+// The layers between matrix products: norms, activations, embeddings, rotations by position, softmax. A thread block takes a row unless
+// a kernel says otherwise. y is float16 with `halves`, otherwise float32.
 
 __device__ __forceinline__ void put(void* y, i64 i, float x, int halves)
 {
@@ -12,10 +12,10 @@ __device__ __forceinline__ void put(void* y, i64 i, float x, int halves)
 extern "C" __global__ void __launch_bounds__(512) rms_norm(const float* x, int size, const float* weight, float eps, void* y, int halves)
 {
     i64 row = (i64)blockIdx.x * size;
-    float square = 0;
-    for (int c = threadIdx.x; c < size; c += blockDim.x) square += x[row + c] * x[row + c];
-    float length = sqrtf(block_sum(square) / size + eps);
-    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, x[row + c] / length * weight[c], halves);
+    float sum_of_squares = 0;
+    for (int c = threadIdx.x; c < size; c += blockDim.x) sum_of_squares += x[row + c] * x[row + c];
+    float rms = sqrtf(block_sum(sum_of_squares) / size + eps);
+    for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, x[row + c] / rms * weight[c], halves);
 }
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -23,11 +23,11 @@ layer_norm(const float* x, int size, const float* weight, const float* bias, flo
 {
     i64 row = (i64)blockIdx.x * size;
     x += row;
-    float sum = 0, square = 0;
+    float sum = 0, sum_of_squares = 0;
     for (int c = threadIdx.x; c < size; c += blockDim.x) sum += x[c];
     float mean = block_sum(sum) / size;
-    for (int c = threadIdx.x; c < size; c += blockDim.x) square += (x[c] - mean) * (x[c] - mean);
-    float deviation = sqrtf(block_sum(square) / size + eps);
+    for (int c = threadIdx.x; c < size; c += blockDim.x) sum_of_squares += (x[c] - mean) * (x[c] - mean);
+    float deviation = sqrtf(block_sum(sum_of_squares) / size + eps);
     for (int c = threadIdx.x; c < size; c += blockDim.x) put(y, row + c, (x[c] - mean) / deviation * weight[c] + bias[c], halves);
 }
 
@@ -112,18 +112,18 @@ split_rope(const float* qkv, const Rope rope, Heads q, Heads k, Heads v, int n_h
     if (half_out) half_out += ((is_query ? (i64)head * gridDim.x : (i64)g * halves.capacity + halves.first.now()) + token) * width;
     const float *cos = rope.cos + table_row, *sin = rope.sin + table_row;
     if (!is_query) scale = 1;
-    float square = 0, size = 1;
+    float sum_of_squares = 0, rms = 1;
     bool normed = norm && !is_value;
     if (normed) {
-        for (int c = threadIdx.x; c < head_dim; c += THREADS) square += x[c] * x[c];
-        size = sqrtf(block_sum(square) / head_dim + norms.eps);
+        for (int c = threadIdx.x; c < head_dim; c += THREADS) sum_of_squares += x[c] * x[c];
+        rms = sqrtf(block_sum(sum_of_squares) / head_dim + norms.eps);
     }
     for (int c = threadIdx.x; c < max_of(head_dim, width); c += THREADS) {
         bool is_there = c < head_dim, turns = !is_value && c < 2 * half;
         int other = c < half ? c + half : c - half;
         float a = is_there ? x[c] : 0, b = turns ? x[other] : 0;
-        if (normed && is_there) a = a / size * norm[c];
-        if (normed && turns) b = b / size * norm[other];
+        if (normed && is_there) a = a / rms * norm[c];
+        if (normed && turns) b = b / rms * norm[other];
         if (turns) a = c < half ? a * cos[c] - b * sin[c] : a * cos[other] + b * sin[other];
         if (is_wanted && is_there) out[(i64)token * head_dim + c] = a * scale;
         if (half_out) half_out[c] = finite_half(a * scale);

@@ -35,8 +35,8 @@ __device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
     UNROLL for (int n = 1; n < 16; n *= 2) {
         UNROLL for (int i = 0; i < 16; ++i) {
             if (i & n) continue;
-            float &first = x[i / 4][i % 4], &second = x[(i + n) / 4][(i + n) % 4], a = first;
-            first = a + second, second = a - second;
+            float &upper = x[i / 4][i % 4], &lower = x[(i + n) / 4][(i + n) % 4], a = upper;
+            upper = a + lower, lower = a - lower;
         }
     }
     UNROLL for (int n = 1; n < 8; n *= 2) {
@@ -75,12 +75,12 @@ template <int COPIES, int TABLES = 1> __device__ __forceinline__ void fill_level
 
 // Sets at[k] to the address of this lane's word for inputs a + k and a + k + 64 of a block, a = 4 q, from the words of the planes that
 // have their codes: q % (4 * PLANE_BITS) of the first one, q % 4 of the second one.
-template <int COPIES> __device__ __forceinline__ void find_levels(const u32* table, u32 code, u32 second, int q, u32 (&at)[4])
+template <int COPIES> __device__ __forceinline__ void find_levels(const u32* table, u32 code, u32 second_plane, int q, u32 (&at)[4])
 {
     constexpr int ENTRY = 4 * COPIES, STRIDE = ENTRY * PER_BYTE;  // bytes
     if (PLANE_BITS == 2) code >>= q / 8 * 2;
-    if (WEIGHT_BITS == 3) code = code & 0x33333333 | second >> q / 4 << 2 & 0xcccccccc;
-    u32 top = WEIGHT_BITS == 5 ? second >> q / 4 & 0x01010101 | second >> q / 4 >> 3 & 0x02020202 : 0;
+    if (WEIGHT_BITS == 3) code = code & 0x33333333 | second_plane >> q / 4 << 2 & 0xcccccccc;
+    u32 top = WEIGHT_BITS == 5 ? second_plane >> q / 4 & 0x01010101 | second_plane >> q / 4 >> 3 & 0x02020202 : 0;
     u32 copy = shared_address(table) + threadIdx.x % COPIES * 4;
     UNROLL for (int k = 0; k < 4; ++k) {
         at[k] = dp4a(code, min_of(STRIDE, 128) << 8 * k, copy);
@@ -90,9 +90,9 @@ template <int COPIES> __device__ __forceinline__ void find_levels(const u32* tab
 }
 
 // Sets x[h] to the levels of inputs b, b + 64, b + 1 and b + 65, b = 4 q + 2 h, a byte each, for codes as `find_levels` takes them.
-template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* table, u32 code, u32 second, int q, u32 (&x)[2])
+template <int COPIES> __device__ __forceinline__ void decode_levels(const u32* table, u32 code, u32 second_plane, int q, u32 (&x)[2])
 {
     u32 at[4];
-    find_levels<COPIES>(table, code, second, q, at);
+    find_levels<COPIES>(table, code, second_plane, q, at);
     UNROLL for (int h = 0; h < 2; ++h) x[h] = prmt(shared_word(table, at[2 * h]), shared_word(table, at[2 * h + 1]), 0x5410);
 }

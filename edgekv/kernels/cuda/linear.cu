@@ -1,8 +1,8 @@
 // Products of weights (rows, columns) and an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
 // less for block-quantized codes (levels.cu), BLOCK_INPUTS to a scale.
 
-#define ROWS_AT_ONCE 4  // rows of a block, which reads the activation once for them
-#define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
+#define ROWS_AT_ONCE 4  // rows of a thread block, which reads the activation once for them
+#define INPUTS_AT_ONCE (8 * (int)blockDim.x)  // of a thread block
 #define QUANTIZED (WEIGHT_BITS < 16)
 #define COPIES (WEIGHT_BITS == 5 ? 1 : 4)  // of each entry of the table of levels
 
@@ -19,8 +19,8 @@ struct Eight {
         if (ROTATED) {
             const u32* block = (const u32*)row + k / 128 * 4 * WEIGHT_BITS;
             int q = k % 128 / 8;
-            u32 second = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2];
-            decode_levels<COPIES>(table, block[q % (4 * PLANE_BITS)], second, q, levels);
+            u32 second_plane = HAS_SECOND_PLANE ? block[4 * PLANE_BITS + q % 4] : 0, levels[2];
+            decode_levels<COPIES>(table, block[q % (4 * PLANE_BITS)], second_plane, q, levels);
             words[0] = levels[0], words[1] = levels[1];
             return;
         }
@@ -72,7 +72,7 @@ matvec(const u8* weights, const void* scales, const float* bias, const float* on
     x += (i64)blockIdx.y * columns;
     float sum[ROWS_AT_ONCE] = {};
 #pragma unroll (WEIGHT_BITS == 4 ? 4 : 2)
-    for (int k = 8 * threadIdx.x; k < padded; k += STEP) {
+    for (int k = 8 * threadIdx.x; k < padded; k += INPUTS_AT_ONCE) {
         Eight w[ROWS_AT_ONCE];
         float scale[ROWS_AT_ONCE], v[8], total = 0;
         UNROLL for (int r = 0; r < ROWS_AT_ONCE; ++r) {

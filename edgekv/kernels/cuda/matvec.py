@@ -12,9 +12,9 @@ from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
 from edgekv.kernels.weight_codes import FLIPS, ROTATED_INPUTS, code_planes, level_tables
 
 MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
-WARPS, WARPS_OF_TILE = 16, 8  # of a block of `packed_matvec`, and of those that share a tile of rows
-THREADS, ROWS_PER_BLOCK, ROWS_PER_WIDENING = 128, 4, 8
-MAX_BLOCKS = 65535  # in a grid's second direction
+WARPS, WARPS_OF_TILE = 16, 8  # of a thread block of `packed_matvec`, and of those that share a tile of rows
+THREADS, ROWS_AT_ONCE, ROWS_PER_WIDENING = 128, 4, 8  # of a thread block of linear.cu
+MAX_GRID_Y = 65535
 COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # of 16 bytes in a row, for which programs are compiled
 # By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
 MAX_CHUNKS = {2: 224, 4: 448, 8: 448}
@@ -24,9 +24,9 @@ TABLE_BYTES = 1 << 16  # of the tables of levels, in shared memory
 class Matrix(NamedTuple):
     """A linear layer's weights (rows, columns): numbers of 32 or 16 bits, or codes of fewer bits with scales.
 
-    block: inputs that share a scale. blocks: blocks of a row. scales: (rows, blocks). bias: (rows,). shift:
-    (rows, blocks), what zero points or offsets add to each weight of a block. rotated: whether codes stand for
-    rotated weights (`edgekv.weights.gaussian`); their scales are the bits of bfloat16.
+    block: inputs that share a scale. blocks: blocks of a row. scales: (rows, blocks). bias: (rows,).
+    corrections: (rows, blocks), what zero points or offsets add to each weight of a block. rotated: whether
+    codes stand for rotated weights (`edgekv.weights.gaussian`); their scales are the bits of bfloat16.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Matrix(NamedTuple):
     data: Array
     scales: Array | None = None
     bias: Array | None = None
-    shift: Array | None = None
+    corrections: Array | None = None
     rotated: bool = False
 
     @property
@@ -63,7 +63,7 @@ def matvec(driver: Driver, x: Array, w: Matrix, onto: Array | None = None) -> Ar
         x, columns = rotated(driver, x.reshape(n, columns), w), w.blocks * w.block
     y = driver.empty((n, w.rows), np.float32)
     threads = min(THREADS, -(-columns // 256) * 32)
-    launch = Launch(linear_program(*w.form), "matvec", (-(-w.rows // ROWS_PER_BLOCK), n), threads)
+    launch = Launch(linear_program(*w.form), "matvec", (-(-w.rows // ROWS_AT_ONCE), n), threads)
     driver.launch(launch, w.data, w.scales, w.bias, onto, x, w.rows, columns, w.blocks, y)
     return y
 
@@ -80,7 +80,7 @@ def widen(driver: Driver, w: Matrix, rows: slice, dtype: npt.DTypeLike) -> Array
     """Returns some rows of a matrix as float16 or float32 (rows, columns); rotated ones in whole blocks."""
     n, columns = rows.stop - rows.start, w.blocks * w.block if w.rotated else w.columns
     out = driver.empty((n, columns), dtype)
-    grid = -(-columns // (8 * 256)), min(-(-n // ROWS_PER_WIDENING), MAX_BLOCKS)
+    grid = -(-columns // (8 * 256)), min(-(-n // ROWS_PER_WIDENING), MAX_GRID_Y)
     launch = Launch(linear_program(*w.form), "widen", grid, 256)
     scales = None if w.scales is None else w.scales[rows]
     driver.launch(launch, w.data[rows], scales, n, columns, w.blocks, out, int(dtype == np.float16))
@@ -88,8 +88,8 @@ def widen(driver: Driver, w: Matrix, rows: slice, dtype: npt.DTypeLike) -> Array
 
 
 def takes_packed(driver: Driver, w: Matrix) -> bool:
-    """Returns whether `packed_matvec` takes a matrix: codes without shifts, rows of whole fours, not too long."""
-    is_packed = driver.has_integer_mma and w.bits < 16 and w.shift is None and w.columns % 4 == 0
+    """Returns whether `packed_matvec` takes a matrix: uncorrected codes, rows of whole fours, not too long."""
+    is_packed = driver.has_integer_mma and w.bits < 16 and w.corrections is None and w.columns % 4 == 0
     return is_packed and w.chunks <= MAX_CHUNKS[w.first_plane_bits] and w.data.nbytes < 1 << 32
 
 
@@ -137,7 +137,7 @@ def rotated_program(bits: int) -> Program:
 def packed_program(bits: int, block: int, rotated: bool, chunks: int, warps: int) -> Program:
     """Returns tiled_linear.cu for weights of this form; chunks: of 16 bytes in a row; warps: for a tile."""
     size = next(size for size in COMPILED_CHUNKS if size >= chunks)
-    sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_TILE", warps), ("WARPS_OF_BLOCK", WARPS)
+    sizes = ("MAX_SPANS", size // 8), ("WARPS_OF_TILE", warps), ("N_WARPS", WARPS)
     return Program(("levels", "tiled_linear"), (*_form_macros(bits, block, rotated), *sizes))
 
 

@@ -10,12 +10,12 @@ scores(const Queries queries, const Segment segment, Scores scores, int columns,
 {
     __shared__ KEYS::Shared shared;
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, rows = queries.rows, t0 = segment.first, t1 = t0 + columns;
-    int first = t0 / TILE, tiles = divide_up(t1, TILE) - first, stop = segment.stop.now(), position = segment.position.now();
-    int tile = first + (i64)tiles * blockIdx.x / gridDim.x, last = first + (i64)tiles * (blockIdx.x + 1) / gridDim.x;
-    int end = min_of(t1, last * TILE), delta = *visible.position_delta, lo = visible.lo, hi = visible.hi;
+    int first_tile = t0 / TILE, n_tiles = divide_up(t1, TILE) - first_tile, stop = segment.stop.now(), position = segment.position.now();
+    int tile = first_tile + (i64)n_tiles * blockIdx.x / gridDim.x, end_tile = first_tile + (i64)n_tiles * (blockIdx.x + 1) / gridDim.x;
+    int end = min_of(t1, end_tile * TILE), delta = *visible.position_delta, lo = visible.lo, hi = visible.hi;
     KEYS keys(shared, queries, segment.keys, g, m0, end);
     UNROLL for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
-    for (; tile < last; tile += TILES) {
+    for (; tile < end_tile; tile += TILES) {
         UNROLL for (int u = 0; u < TILES; ++u) keys.scores(u, tile + u);
         __syncthreads();
         UNROLL for (int turn = 0; turn < ITEMS_PER_WARP; ++turn) {
@@ -45,13 +45,13 @@ values(const Scores p, const Store store, int t0, int t1, int rows, float* parti
 {
     __shared__ VALUES::Shared shared;
     __shared__ float out[ROWS][HEAD_DIM];
-    int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, n = divide_up(t1, TILE) - first;
-    int tile = first + (i64)n * blockIdx.x / gridDim.x, last = first + (i64)n * (blockIdx.x + 1) / gridDim.x;
-    int end = min_of(t1, last * TILE);
+    int g = blockIdx.y, m0 = blockIdx.z * ROWS, first_tile = t0 / TILE, n_tiles = divide_up(t1, TILE) - first_tile;
+    int tile = first_tile + (i64)n_tiles * blockIdx.x / gridDim.x, end_tile = first_tile + (i64)n_tiles * (blockIdx.x + 1) / gridDim.x;
+    int end = min_of(t1, end_tile * TILE);
     VALUES values(shared, store, g, end);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     UNROLL for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
-    for (; tile < last; tile += TILES) {
+    for (; tile < end_tile; tile += TILES) {
         UNROLL for (int turn = 0; turn < ITEMS_PER_WARP; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;

@@ -96,8 +96,8 @@ template <int BITS, int SCALES> struct Integers : Row {
     }
 };
 
-// How a block reads rows: LANES neighbouring threads take one token, UNITS_OF_LANE units each, TOKENS_AT_ONCE tokens at a time. A
-// thread has at most IN_FLIGHT words on their way, from each of the first TILES_READ tiles.
+// How a thread block reads rows: LANES neighbouring threads take one token, UNITS_OF_LANE units each, TOKENS_AT_ONCE tokens at a time.
+// A thread has at most IN_FLIGHT words on their way, from each of the first TILES_READ tiles.
 template <class C, int IN_FLIGHT, int TILES_READ> struct Rows : C {
     static constexpr int LANES = min_of(32, power_above(C::UNITS));
     static constexpr int UNITS_OF_LANE = divide_up(C::UNITS, LANES);

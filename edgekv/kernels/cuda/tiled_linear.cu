@@ -1,7 +1,7 @@
 // Products of packed weights (rows, columns), with BLOCK_INPUTS to a scale (levels.cu), and an activation on tensor cores, from sm_80 on.
 //
 //     digit   8 bits: an input, rotated for levels, is an integer of two digits; weights are the stored integers, or levels
-//     unit    scale of an input's integer: one for each chunk's inputs, or for each block's of rotated ones
+//     scale   of the inputs' integers (input_scale): one for each chunk's inputs, or for each block's of rotated ones
 //     chunk   16 bytes of a row
 //     span    8 chunks, whole cache lines
 //     tile    16 rows, or 8 rows and the 8 that they gate; at most MAX_SPANS spans
@@ -20,18 +20,18 @@
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / PLANE_BITS)       // times 16 bytes of digits to a chunk and digit
 #define SCALES (BLOCK_INPUTS >= 2 * PER_LOAD ? 1 : 2)  // scales of a lane's chunks in a row
-#define TEAMS (WARPS_OF_BLOCK / WARPS_OF_TILE)
+#define TEAMS (N_WARPS / WARPS_OF_TILE)
 #define AHEAD 2                       // spans that a warp reads ahead
 #define LARGEST 32639                 // 127 * 256 + 127
 #define GROUP (ROTATED ? 4 : 1)       // fours of inputs that a thread puts into shared memory together
 // Fours that a thread reads at once.
-#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK * GROUP))
+#define BATCH min_of(HAS_SECOND_PLANE ? 4 : 8, GROUP * divide_up(MAX_SPANS * 8 * FOURS, 32 * N_WARPS * GROUP))
 #define EVEN (BLOCK_INPUTS / PER_LOAD % 2 == 0)  // whether rows have even numbers of chunks
 #define TABLES (ROTATED && WEIGHT_BITS != 5 ? 2 : 1)  // of levels: the second one's are in the upper bytes of its words
 #define COPIES (32 / (WEIGHT_BITS == 5 ? 2 : 1))  // of each entry of a table, which lanes read without conflicts
 
 struct Chunk {
-    float unit;
+    float input_scale;
     int offset;  // what the weights' zero adds to their sum
 };
 
@@ -39,7 +39,7 @@ struct Chunk {
 __device__ __forceinline__ int chunk_at(int f) { return ROTATED ? f / 32 * PLANE_BITS + f % (8 * PLANE_BITS) / 8 : f / FOURS; }
 
 // Returns the group of the k-th four that a thread reads after the first `base` of a row: groups go to the threads in order.
-__device__ __forceinline__ int group_at(int base, int k) { return base / GROUP + k / GROUP * 32 * WARPS_OF_BLOCK + threadIdx.x; }
+__device__ __forceinline__ int group_at(int base, int k) { return base / GROUP + k / GROUP * 32 * N_WARPS + threadIdx.x; }
 
 // Returns that four. A rotated block has 32 fours, in 8 groups: u, u + 8, u + 16 and u + 24 are group u.
 __device__ __forceinline__ int four_at(int base, int k)
@@ -58,9 +58,9 @@ __device__ __forceinline__ u32 two_digits(float x, float inverse) { return __flo
 __device__ __forceinline__ void put_digits(u8* staged, int f, const u32 (&x)[4])
 {
     int chunk = chunk_at(f), step = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2;
-    u32 first = prmt(x[0], x[1], 0x5140), last = prmt(x[2], x[3], 0x5140);
+    u32 x01 = prmt(x[0], x[1], 0x5140), x23 = prmt(x[2], x[3], 0x5140);
     UNROLL for (int d = 0; d < 2; ++d) {
-        u32 digits = prmt(first, last, d ? 0x5410 : 0x7632) ^ 0x80808080;
+        u32 digits = prmt(x01, x23, d ? 0x5410 : 0x7632) ^ 0x80808080;
         if (ROTATED) {
             int half = f % 32 / (8 * PLANE_BITS) * 2 + f % 8 / 4, slot = (step * HALVES + half) * 8 + column + d;
             *(u32*)(staged + slot * 16 + f % 4 * 4) = digits;
@@ -90,20 +90,20 @@ struct Rows {
 // 32 bytes of each of a lane's two rows.
 struct WeightFragment {
     u32 words[2][2][4];  // row, chunk
-    u32 second[2][4];    // the second plane of a row's block
+    u32 second_plane[2][4];  // of a row's block
     u32 scale[2][SCALES];  // as stored, so that nothing waits for them before they are used
 
     // Reads chunks `at` and at + 1.
     __device__ __forceinline__ void load(const u8* weights, const void* scales, const Rows& rows, u32 chunks, u32 at)
     {
         at = min_of(at, chunks - (EVEN ? 2 : 1));
-        u32 next = EVEN || at + 1 < chunks ? 1 : 0, block = HAS_SECOND_PLANE * (at / PLANE_BITS);
+        u32 has_next = EVEN || at + 1 < chunks ? 1 : 0, block = HAS_SECOND_PLANE * (at / PLANE_BITS);
         UNROLL for (int r = 0; r < 2; ++r) {
             u32 from = rows.weights[r] + (at + block) * 16;
-            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + (from + h * next * 16), words[r][h]);
-            if (HAS_SECOND_PLANE) load_words<4>(weights + (rows.weights[r] + ((block + 1) * PLANE_BITS + block) * 16), second[r]);
+            UNROLL for (int h = 0; h < 2; ++h) load_words<4>(weights + (from + h * has_next * 16), words[r][h]);
+            if (HAS_SECOND_PLANE) load_words<4>(weights + (rows.weights[r] + ((block + 1) * PLANE_BITS + block) * 16), second_plane[r]);
             UNROLL for (int h = 0; h < SCALES; ++h)
-                scale[r][h] = scale_at(scales, rows.scales[r] + (at + h * next) * PER_LOAD / BLOCK_INPUTS);
+                scale[r][h] = scale_at(scales, rows.scales[r] + (at + h * has_next) * PER_LOAD / BLOCK_INPUTS);
         }
     }
 
@@ -133,8 +133,8 @@ struct WeightFragment {
         UNROLL for (int n = 0; n < 4; ++n) c[0][n] += ROTATED ? c[1][n] : 0;  // both chunks of one block
         UNROLL for (int k = 0; k < (ROTATED ? 1 : 2); ++k) {
             UNROLL for (int r = 0; r < 2; ++r) {
-                float unit = chunk[k].unit * scale_of(scale[r][k % SCALES]);
-                sum[r] += (float)(256 * c[k][2 * r] + c[k][2 * r + 1]) * unit;
+                float both_scales = chunk[k].input_scale * scale_of(scale[r][k % SCALES]);
+                sum[r] += (float)(256 * c[k][2 * r] + c[k][2 * r + 1]) * both_scales;
             }
         }
     }
@@ -145,7 +145,7 @@ struct WeightFragment {
     {
         int t = h % 2 * 2 + i, q = h / 2 * 8 + (2 * (threadIdx.x % 4) + k) % PLANE_BITS * 4 + t;
         u32 word = words[r][k][t], at[4];
-        if (ROTATED) find_levels<COPIES>(table, word, second[r][t], q, at);
+        if (ROTATED) find_levels<COPIES>(table, word, second_plane[r][t], q, at);
         UNROLL for (int n = 0; n < 2; ++n) {
             u32 low = ROTATED ? shared_word(table, at[2 * n]) : 0;
             u32 high = ROTATED ? shared_word<(TABLES - 1) * 4 * ENTRIES * COPIES>(table, at[2 * n + 1]) : 0;
@@ -159,7 +159,7 @@ struct WeightFragment {
     }
 };
 
-// Returns the largest size of N numbers of each of `lanes` neighbouring lanes, NaN if one is: then a chunk's unit and its sums are.
+// Returns the largest size of N numbers of each of `lanes` neighbouring lanes, NaN if one is: then a chunk's scale and its sums are.
 template <int N> __device__ __forceinline__ float largest_of(const float* x, int lanes)
 {
     float largest = 0;
@@ -167,12 +167,12 @@ template <int N> __device__ __forceinline__ float largest_of(const float* x, int
     return reduce_lanes<MaximumOrNaN>(largest, lanes);
 }
 
-__device__ __forceinline__ float inverse_unit(float largest) { return largest > 1e-30f ? LARGEST / largest : 0; }
+__device__ __forceinline__ float inverse_scale(float largest) { return largest > 1e-30f ? LARGEST / largest : 0; }
 
 // Rounds four inputs to 16 bits and stores their digits where the products read them.
 __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int fours, const float (&x)[4])
 {
-    float largest = largest_of<4>(x, FOURS), inverse = inverse_unit(largest);
+    float largest = largest_of<4>(x, FOURS), inverse = inverse_scale(largest);
     u32 whole[4];
     u32 total = 0;
     UNROLL for (int k = 0; k < 4; ++k) total += (whole[k] = two_digits(x[k], inverse)) - __float_as_uint(ROUNDS);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void put_four(u8* staged, Chunk* chunk_of, int f, int
 __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, int fours, float (&x)[4][4])
 {
     rotate_sixteen(x);
-    float largest = largest_of<16>(x[0], 8), inverse = inverse_unit(largest);
+    float largest = largest_of<16>(x[0], 8), inverse = inverse_scale(largest);
     if (4 * u >= fours) return;
     UNROLL for (int k = 0; k < 2; ++k) {
         UNROLL for (int i = 0; i < 4; i += 2) {
@@ -203,34 +203,34 @@ __device__ __forceinline__ void put_rotated(u8* staged, Chunk* chunk_of, int u, 
 // y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k]; bias, onto and norm may be null. With a norm x[n, k] is
 // times norm[k], over the root of the mean square of x[n] plus eps. With a gate of 0 or more, y[n, r] is the activation of that
 // number of row r's sum, times row `rows` + r's. Grid (any, n).
-extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK)
+extern "C" __global__ void __launch_bounds__(32 * N_WARPS)
 tiled_matvec(const u8* weights, const void* scales, const float* bias, const float* onto, const float* norm, float eps, int gate,
              const float* x, int rows, int columns, int blocks, float* y)
 {
     __shared__ uint4 staged[MAX_SPANS * 2 * HALVES * 8];
     __shared__ Chunk chunk_of[MAX_SPANS * 8];
-    __shared__ float sums[TEAMS][2][WARPS_OF_TILE][16], squares[WARPS_OF_BLOCK];
+    __shared__ float sums[TEAMS][2][WARPS_OF_TILE][16], warp_squares[N_WARPS];
     int chunks = blocks * BLOCK_INPUTS / PER_LOAD, spans = divide_up(chunks, 8), fours = spans * 8 * FOURS;
     int lane = threadIdx.x % 32, i = lane / 4, j = lane % 4;
     int team = threadIdx.x / (32 * WARPS_OF_TILE), warp = threadIdx.x / 32 % WARPS_OF_TILE;
     bool gated = gate >= 0;
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs);
-    int second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
-    int stride = gridDim.x * TEAMS, tile = team * gridDim.x + blockIdx.x, span = warp;  // the next to compute
-    int next_tile = tile, next_span = span;  // the next to read
+    int row_offset = gated ? rows : 8, last_row = gated ? 2 * rows - 1 : rows - 1;  // offset: from a lane's first row to its second
+    int stride = gridDim.x * TEAMS, tile = team * gridDim.x + blockIdx.x, span = warp;  // to be computed
+    int tile_ahead = tile, span_ahead = span;  // to be read
     WeightFragment ring[AHEAD];
     Rows from;
     auto find_rows = [&](int tile) {
         UNROLL for (int r = 0; r < 2; ++r) {
-            u32 row = min_of(tile * outputs + i + r * second, last);
+            u32 row = min_of(tile * outputs + i + r * row_offset, last_row);
             from.weights[r] = row * (chunks + HAS_SECOND_PLANE * blocks) * 16, from.scales[r] = row * blocks;
         }
     };
-    find_rows(next_tile);
-    auto load_next = [=, &next_tile, &next_span, &from](WeightFragment& fragment) {
-        if (next_tile < tiles) fragment.load(weights, scales, from, chunks, 8 * next_span + 2 * j);
-        next_span += WARPS_OF_TILE;
-        if (next_span >= spans) next_span = warp, find_rows(next_tile += stride);
+    find_rows(tile_ahead);
+    auto load_next = [=, &tile_ahead, &span_ahead, &from](WeightFragment& fragment) {
+        if (tile_ahead < tiles) fragment.load(weights, scales, from, chunks, 8 * span_ahead + 2 * j);
+        span_ahead += WARPS_OF_TILE;
+        if (span_ahead >= spans) span_ahead = warp, find_rows(tile_ahead += stride);
     };
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += onto ? (i64)blockIdx.y * rows : 0;
     DYNAMIC_SHARED(uint4, memory, 1 << 12);
@@ -238,19 +238,19 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
     launch_dependents();
     UNROLL for (int a = 0; a < AHEAD; ++a) load_next(ring[a]);
     if (ROTATED) fill_levels<COPIES, TABLES>(table, 0);
-    float v[BATCH][4], weight[BATCH][4], square = 0;
+    float v[BATCH][4], weight[BATCH][4], sum_of_squares = 0;
     auto load_norm = [&](int base) {
         UNROLL for (int k = 0; k < BATCH; ++k) load_four(norm, 4 * four_at(base, k), columns, weight[k]);
     };
-    bool ahead = BATCH <= 4;  // while registers last
-    if (norm && ahead) load_norm(0);
+    bool norm_early = BATCH <= 4;  // while registers last
+    if (norm && norm_early) load_norm(0);
     grid_dependency_wait();
-    for (int base = 0; group_at(base, 0) - lane < fours / GROUP; base += BATCH * 32 * WARPS_OF_BLOCK) {
+    for (int base = 0; group_at(base, 0) - lane < fours / GROUP; base += BATCH * 32 * N_WARPS) {
         UNROLL for (int k = 0; k < BATCH; ++k) load_four(x, 4 * four_at(base, k), columns, v[k]);
-        if (norm && (base || !ahead)) load_norm(base);
+        if (norm && (base || !norm_early)) load_norm(base);
         if (norm) {
             UNROLL for (int k = 0; k < BATCH; ++k) {
-                UNROLL for (int i = 0; i < 4; ++i) square += v[k][i] * v[k][i], v[k][i] *= weight[k][i];
+                UNROLL for (int i = 0; i < 4; ++i) sum_of_squares += v[k][i] * v[k][i], v[k][i] *= weight[k][i];
             }
         }
         UNROLL for (int k = 0; k < BATCH; ++k) {
@@ -259,13 +259,13 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
                 put_rotated((u8*)staged, chunk_of, group_at(base, k), fours, *(float (*)[4][4])(v + k - 3));
         }
     }
-    if (norm) squares[threadIdx.x / 32] = lane_sum(square);
+    if (norm) warp_squares[threadIdx.x / 32] = lane_sum(sum_of_squares);
     __syncthreads();
-    square = 0;
+    sum_of_squares = 0;
     if (norm) {
-        UNROLL for (int w = 0; w < WARPS_OF_BLOCK; ++w) square += squares[w];
+        UNROLL for (int w = 0; w < N_WARPS; ++w) sum_of_squares += warp_squares[w];
     }
-    float factor = norm ? 1 / sqrtf(square / columns + eps) : 1;
+    float factor = norm ? 1 / sqrtf(sum_of_squares / columns + eps) : 1;
 
     float(*parts)[WARPS_OF_TILE][16] = sums[team];
     bool has_part = i / 2 == j;  // whether this lane's chunk is in its column
@@ -277,7 +277,7 @@ tiled_matvec(const u8* weights, const void* scales, const float* bias, const flo
             if (tile >= tiles) break;
             if (adds) {
                 int first = tile * outputs;
-                if (bias) added = bias[min_of(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+                if (bias) added = bias[min_of(gated && k >= 8 ? rows + first + k - 8 : first + k, last_row)];
                 if (onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
                 adds = false;
             }

@@ -34,18 +34,11 @@ class FakeError(RuntimeError):
     """An error in place of CuPy's own."""
 
 
-PROPERTIES = {"multiProcessorCount": 1, "totalGlobalMem": 1 << 30, "major": 8, "minor": 7}
-
-
 def fake_cupy(zeros: Any = np.zeros, nvrtc: Any = lambda: (12, 9)) -> Any:
     """Returns the module as far as a driver touches it before its first launch."""
-    runtime = SimpleNamespace(
-        getDeviceCount=lambda: 1,
-        getDevice=lambda: 0,
-        getDeviceProperties=lambda device: PROPERTIES,
-        runtimeGetVersion=lambda: 12090,
-        memGetInfo=lambda: (1 << 30, 4 << 30),
-    )
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, getDevice=lambda: 0, runtimeGetVersion=lambda: 12090)
+    properties = {"multiProcessorCount": 1, "totalGlobalMem": 1 << 30, "major": 8, "minor": 7}
+    runtime.getDeviceProperties, runtime.memGetInfo = lambda device: properties, lambda: (1 << 30, 4 << 30)
     stream = type("Stream", (), {"null": None, "__init__": lambda self, non_blocking: None})
     compiler, compiles = SimpleNamespace(CompileException=FakeError), SimpleNamespace(getVersion=nvrtc)
     cuda = SimpleNamespace(runtime=runtime, Stream=stream, compiler=compiler, nvrtc=compiles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import cache_cases
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from helpers import SCHEMES, divergence, n_cached
 
 from edgekv import Session
 from edgekv.checkpoint.hub import shipped_model
+from edgekv.codecs.f16 import F16
 from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.kvcache.policies import SinkWindowCache
 
@@ -138,6 +141,9 @@ def test_layers_that_were_interrupted_meet_at_one_length(name: str) -> None:
     outputs = [read(cache, tokens, kept, 1300) for cache in layers]
     for each in outputs[1:]:
         assert relative(each[:, -300:], outputs[0][:, -300:]) < 2e-3
+    with mock.patch.object(F16, "move", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        read(layers[0], draw(HEADS, 64, 9), 0, 64)
+    assert rewind(layers, 1290) == 0  # of the exact tokens some may have been moved
 
 
 @pytest.fixture(scope="module")

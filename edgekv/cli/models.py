@@ -302,8 +302,7 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> SessionPlan:
     """Plans a session; the mean bits of calibrated weights, such as 3.6, take what lies between q3 and q4."""
     plan = partial(SessionPlan.make, model, kv=kv, ctx=options.ctx, kv_budget=options.kv_budget)
-    mean = mean_bits(options.weights)
-    if mean is None or model.is_store:
+    if (mean := mean_bits(options.weights)) is None or model.is_store:
         return plan(weights=options.weights)
     low, high, share = model.weight_format(f"q{math.floor(mean)}"), plan(weights=f"q{math.ceil(mean)}"), mean % 1
     least = {"weights_bytes": model.weights_bytes(low), "idle_bytes": model.idle_bytes(low)}

@@ -271,7 +271,8 @@ class GraphRunner:
             self.forget()
             if not self._capture_step(caches):
                 self._compiled.add(_kinds(caches))
-                return self._run(self._decoder.embed((token,), caches[0].n_seen), caches)
+                x = self._decoder.forward(self._decoder.embed((token,), caches[0].n_seen), caches)
+                return self._decoder.head(x)[0]
             if earlier_caches == [group.caches for group in self._groups]:
                 self._flush_graphs = flush_graphs
             self._plan_replay()
@@ -293,9 +294,6 @@ class GraphRunner:
         if are_static and self._topologies == [group.next_step()[0] for group in groups]:
             self._next_replay = graph, self._deltas(graph)
 
-    def _run(self, x: Array, caches: Sequence[KVCache]) -> Array:
-        return self._decoder.head(self._decoder.forward(x, caches))[0]
-
     def _capture_step(self, caches: Sequence[KVCache]) -> bool:
         """Returns whether the step of the next token could be captured; it has not been taken then."""
         kinds, start = _kinds(caches), caches[0].n_seen
@@ -311,7 +309,8 @@ class GraphRunner:
             return False
 
         def step() -> None:
-            self._logits = self._run(self._backend.embed_ids(self._driver.ids, start), self._caches)
+            x = self._decoder.forward(self._backend.embed_ids(self._driver.ids, start), self._caches)
+            self._logits = self._decoder.head(x)[0]
 
         self._step_graph = self._capture(step)
         self._failures[kinds] += self._step_graph is None
@@ -387,7 +386,11 @@ class GraphRunner:
         if key not in self._flush_graphs:
             self._flush_graphs[key] = self._capture(flush)
         if graph := self._flush_graphs[key]:
-            self._replay(graph, self._deltas(graph), 0)
+            deltas, n_seen = self._deltas(graph), caches[0].n_seen
+            caches[0].n_seen = 0  # see `SinkWindowCache.flush`
+            self._replay(graph, deltas, 0)
+            for cache in caches:
+                cache.n_seen = n_seen
         else:
             flush()
 

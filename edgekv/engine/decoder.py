@@ -376,10 +376,8 @@ class Decoder:
         q, k, v = self._qkv_buffers("step", n)
         row = self.backend.reserve_row(cache) if n == 1 else ()
         self._split(i, projected, rotation, q, k, v, *row)
-        if row:
-            return self._merge(cache.attend_stored(q), projected)
         if n <= GEMV_ROWS:
-            return self._merge(cache.attend(q, k, v, sinks), projected)
+            return self._merge(cache.attend_stored(q) if row else cache.attend(q, k, v, sinks), projected)
         out = self.workspace.array("step.out", q.shape)
         block = max(1, MAX_SCORES // (len(q) * (cache.n_seen + n)))
         for a in range(0, n, block):

@@ -278,10 +278,12 @@ class SinkWindowCache(CodecCache):
         if self.n_stored == self.n_packed:
             keys, values = (store.decode(0, block) for store in stores)
             self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_packed)
+        n_seen, self.n_seen = self.n_seen, 0  # after an interrupt none of its tokens is used again
         for store in stores:
             store.move(block, self.n_recent, 0)
         self.n_recent -= block
         self._count_packed(block)
+        self.n_seen = n_seen
 
     def _count_packed(self, n: int) -> None:
         self.n_packed += n

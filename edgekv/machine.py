@@ -158,7 +158,7 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
 def format_bytes(n: int) -> str:
     """Formats bytes in the largest binary unit that fits, with one decimal: 1536 -> '1.5 KiB'."""
     if n < 1024:
-        return f"{n} B"
+        return f"{int(n)} B"
     size, unit = float(n), 0
     while round(size, 1) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1

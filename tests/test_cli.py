@@ -19,7 +19,7 @@ from helpers import SCHEMES, Cli
 from edgekv import SamplingParams
 from edgekv.checkpoint.hub import parse_model_name
 from edgekv.cli import COMMANDS, build_parser, parse
-from edgekv.cli.options import error_text, option_name
+from edgekv.cli.options import bytes_text, error_text, option_name
 from edgekv.cli.terminal import Bars
 from edgekv.engine.loading import Options
 from edgekv.engine.model import Model
@@ -71,6 +71,7 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(cli: Cli) -> None:
     assert auto["total_bytes"] <= auto["available_bytes"] == 7 << 30
     assert auto["least_machine_bytes"] == 8 << 30
     assert budget(cli, *shape, "--memory", "4G", fits=False)["longest_ctx"] == {}  # not even the weights fit
+    assert "438 B of 500 B, an eighth left" in cli("budget", "demo", "--memory", "500B", status=1).out
 
 
 def test_a_budget_of_bits_by_need_is_an_upper_bound(cli: Cli) -> None:
@@ -81,6 +82,18 @@ def test_a_budget_of_bits_by_need_is_an_upper_bound(cli: Cli) -> None:
         needed = Model.open("demo").weights_bytes(ModelFormat("mixed", tuple((n, f"q{bits[n]}") for n in bits)))
         most = budget(cli, "demo", "--weights", f"q{mean}")["weights_bytes"]
         assert 0.97 * most < needed <= most
+
+
+def test_a_budget_of_bits_by_need_chooses_by_its_bytes(cli: Cli) -> None:
+    """It gives one figure of what a token leaves out; at 5,600 tokens weights of 3 bits choose another cache."""
+    given = ["--shape", "mixtral-8x7b", "--memory", "64G", "--ctx", "5600", "--weights"]
+    low, high, facts = (budget(cli, *given, weights) for weights in ("q2", "q3", "q2.2"))
+    sizes = [each["weights_bytes"] - each["active_weights_bytes"] for each in (low, high, facts)]
+    assert sizes[2] == pytest.approx(0.8 * sizes[0] + 0.2 * sizes[1], abs=1)
+    assert facts["kv"] == low["kv"] != high["kv"]
+    most, idle, said = bytes_text(facts["weights_bytes"]), bytes_text(sizes[2]), cli("budget", *given, "q2.2").out
+    assert f"at most {most} as q2.2, about {idle} of them experts" in said
+    assert f"{idle.partition(' (')[0]} of the weights are experts" in said
 
 
 def test_a_budget_says_which_context_would_fit(cli: Cli) -> None:
@@ -154,13 +167,14 @@ BAD = {
     "serve demo --prot 80": "did you mean --port?",
     "bench --shape qwen3-0.6b --ctx 512": "--ctx: is no option of `edgekv bench`",
     "budget qwen3-9b": "or of its shape: qwen3-",
-    "budget --memory 8": "--memory 8: has no unit; accepted: 8G",
     "pull demo extra": "'extra' is one word too many; see `edgekv pull --help`",
     "list nothing": "'nothing' is one word too many; see `edgekv list --help`",
     "run qwen3-0.6 x": "did you mean Qwen/Qwen3-0.6B (596 M parameters)?",
     "run --model qwen3:0.6b --prompt x": "did you mean Qwen/Qwen3-0.6B (596 M",
     "pull qwen3-0.6": "did you mean Qwen/Qwen3-0.6B (596 M",
-    "budget demo --memory 4": "did you mean 4G?",
+    "budget demo --memory 4": "--memory 4: has no unit; accepted: 4G, 4M, 4K, 4B; did you mean 4G?",
+    "budget demo --memory 0": "--memory 0: accepted: more than 0 bytes",
+    "budget demo --memory 0.0G": "--memory 0.0G: accepted: more than 0 bytes",
     "run demo x --kv q3:": "did you mean q3?",
     "run demo x --kv q2.5": "did you mean planes:k_bits=2.5,v_bits=2.5?",
     "run demo x --kv planes:kbits=2": "did you mean k_bits or v_bits?",

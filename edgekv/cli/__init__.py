@@ -25,7 +25,7 @@ COMMANDS = {
     "list": ("models", "list what is on the disk: models, their quantized weights, kernels; bytes and last use"),
     "rm": ("models", "remove what `edgekv list` shows, at once, and say how many bytes that freed"),
     "info": ("models", "print a model's shapes, the bytes of its weights and their hash, without loading them"),
-    "budget": ("models", "say whether weights and KV cache fit: exact bytes, before anything is downloaded"),
+    "budget": ("models", "say whether weights and KV cache fit, before anything is downloaded"),
     "schemes": ("eval", "list the KV schemes: bytes, measured quality and speed, and which to take"),
     "quantize": ("models", "write a model's weights as a store that the next start maps (run does it by itself)"),
     "warm": ("models", "compile kernels, and quantize the model's weights, so that the first run need not"),

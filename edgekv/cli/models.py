@@ -231,7 +231,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
     smallest = next(((size, kv) for size, kv in fitting if kv), None)
-    idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
+    most, about = ("at most ", "about ") if mean_bits(plan.weights) and not model.is_store else ("", "")
+    idle = f", {about}{bytes_text(n)} of them experts that a token leaves out" if (n := plan.idle_bytes) else ""
     state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
     verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
     longest = _contexts_that_fit(model, options, plan, free) if total > free else {}
@@ -241,7 +242,7 @@ def budget_command(arguments: argparse.Namespace) -> int:
         ("ctx", plan.ctx, None),
         ("kv", str(plan.kv), f"{plan.kv.short} at --ctx {plan.ctx}, {per_token:.1f} bytes per token"),
         ("weights", plan.weights, None),
-        ("weights_bytes", plan.weights_bytes, f"{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
+        ("weights_bytes", plan.weights_bytes, f"{most}{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
         ("active_weights_bytes", plan.weights_bytes - plan.idle_bytes, None),
         ("cache_bytes", plan.cache_bytes, size_text(str(plan.kv), plan.cache_bytes, plan.f16_bytes)),
         ("f16_cache_bytes", plan.f16_bytes, None),
@@ -300,14 +301,13 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 
 
 def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> SessionPlan:
-    """Plans a session; the mean bits of calibrated weights, such as 3.6, take what lies between q3 and q4."""
+    """Plans a session; calibrated weights of 3.6 bits in the mean take at most what lies between q3 and q4."""
     plan = partial(SessionPlan.make, model, kv=kv, ctx=options.ctx, kv_budget=options.kv_budget)
     if (mean := mean_bits(options.weights)) is None or model.is_store:
         return plan(weights=options.weights)
-    low, high, share = model.weight_format(f"q{math.floor(mean)}"), plan(weights=f"q{math.ceil(mean)}"), mean % 1
-    least = {"weights_bytes": model.weights_bytes(low), "idle_bytes": model.idle_bytes(low)}
-    between = {name: round(n * (1 - share) + getattr(high, name) * share) for name, n in least.items()}
-    return dataclasses.replace(high, weights=options.weights, **between)
+    low, high, share = ModelFormat(f"q{math.floor(mean)}"), ModelFormat(f"q{math.ceil(mean)}"), mean % 1
+    whole, idle = (round(n(low) * (1 - share) + n(high) * share) for n in (model.weights_bytes, model.idle_bytes))
+    return dataclasses.replace(plan(weights=high.name, sizes=(whole, idle)), weights=options.weights)
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:

@@ -127,16 +127,16 @@ class Size(int):
 
 def size(field: str, text: str, default: str | None = None, off: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for bytes, which errors call ``field``; ``off`` is None."""
-
     usual = "G" if field == "memory" else "M"
 
     def read(given: str) -> int | None:
         if given == off:
             return None
-        if given.strip().isdigit() and int(given) < 1 << 20:
+        if given.strip().isdecimal() and 0 < int(given) < 1 << 20:
             accepted, advice = [f"{given}{unit}" for unit in "GMKB"], f"did you mean {given}{usual}?"
             raise ConfigError("has no unit", field=field, value=given, accepted=accepted, advice=advice)
-        value = Size(parse_bytes(given, field))
+        if not (value := Size(parse_bytes(given, field))):
+            raise ConfigError(field=field, value=given, accepted=["more than 0 bytes", *(off or "").split()])
         value.given = given.strip()
         return value
 

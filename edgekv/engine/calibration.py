@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -72,10 +73,8 @@ class Calibration:
         if not isinstance(model.weights, CheckpointWeights):
             raise _refusal(f"{model.path} is a store, rounded already", "give the original checkpoint")
         if any(config.layer_recurrences):
-            raise _refusal(
-                f"models with recurrent layers ({config.model_type}) can't be rounded with a text",
-                "leave {calibrate} out",
-            )
+            problem = f"models with recurrent layers ({config.model_type}) can't be rounded with a text"
+            raise _refusal(problem, "leave {calibrate} out")
         if model.adapter:
             raise _refusal(f"--calibrate does not go with the adapter {model.adapter.path}; give one of them")
         n, elements = min(WINDOW, config.max_positions), sum(a.n_elements for a in model.arch.linears().values())
@@ -105,36 +104,39 @@ def open_decoder(ops: StreamingOps, n: int) -> Decoder:
 
 def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progress: TaskProgress) -> ModelFormat:
     """Returns the format with more bits where layers need them, ``mean`` in all; windows: token ids (m, n)."""
-    linears = weights.arch.linears()
+    linears, needs = weights.arch.linears(), measure_needs(weights, windows, progress)
+    bits = allocate_layer_bits(needs, {name: linears[name].n_elements for name in needs}, mean)
+    return ModelFormat(f"q{mean}", tuple((name, f"q{bits[name]}" if name in bits else "f32") for name in linears))
+
+
+def measure_needs(weights: CheckpointWeights, windows: I64, progress: TaskProgress) -> dict[str, float]:
+    """Returns the needs of all linear layers but routers; windows: token ids (m, n)."""
+    linears, vocab_size = weights.arch.linears(), weights.arch.config.vocab_size
     sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
-    ops, needs = StreamingOps(weights), dict[str, float]()
-    decoder = open_decoder(ops, windows.shape[1])
-    least, most = NEED_TOKENS
+    ops, needs, (least, most) = StreamingOps(weights), dict[str, float](), NEED_TOKENS
     n_tokens = min(most, max(least, 2 * NEED_WORK // (len(sizes) * sum(sizes.values()))))
-    n = min(NEED_WINDOW, n_tokens, windows.shape[1])
+    n, decoder = min(NEED_WINDOW, n_tokens, windows.shape[1]), open_decoder(ops, windows.shape[1])
+
+    def with_noise(name: str, compute: Callable[[], F32]) -> F32:
+        progress("measuring what needs bits", list(sizes).index(name), len(sizes))
+        add_noise(matrix := weights.matrix(name), NEED_BITS)
+        with ops.using(name, matrix):
+            return compute()
+
     with blas_threads(decoder.threads):
         inputs = [embedded(decoder, spread(windows, n_tokens // n)[:, :n])]
-        for i in range(weights.arch.config.n_layers):
+        for i in range(decoder.config.n_layers):
             inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
-        rows = slice(None, None, -(-len(inputs[0]) * weights.arch.config.vocab_size // LOGITS))
+        rows = slice(None, None, -(-len(inputs[0]) * vocab_size // LOGITS))
         exact = log_softmax(decoder.head(inputs[-1][rows]))
-        for layer, names in itertools.groupby(sizes, lambda name: name.partition(".")[0]):
-            changed = dict[str, F32]()  # the layer's outputs with noise in one of its matrices
-            for name in names:
-                progress("measuring what needs bits", len(needs) + len(changed), len(sizes))
-                add_noise(matrix := weights.matrix(name), NEED_BITS)
-                with ops.using(name, matrix):
-                    if name == "head":
-                        needs[name] = _divergence(exact, decoder.head(inputs[-1][rows]))
-                        continue
-                    changed[name] = decoder.read_together(inputs[int(layer)], n, int(layer), int(layer) + 1)
-            if changed:  # go through the other layers together: each matrix is read once for all
-                last = decoder.read_together(np.concatenate(list(changed.values())), n, int(layer) + 1)
-                logits = decoder.head(np.concatenate([x[rows] for x in np.split(last, len(changed))]))
-                for name, noisy in zip(changed, np.split(logits, len(changed)), strict=True):
-                    needs[name] = _divergence(exact, noisy)
-    of_need = {name: f"q{bits}" for name, bits in allocate_layer_bits(needs, sizes, mean).items()}
-    return ModelFormat(f"q{mean}", tuple((name, of_need.get(name, "f32")) for name in linears))
+        for i, x in enumerate(inputs[:-1]):
+            names = [name for name in sizes if name.startswith(f"{i}.")]
+            layer = partial(decoder.read_together, x, n, i, i + 1)
+            changed = np.concatenate([with_noise(name, layer) for name in names])
+            last = decoder.read_together(changed, n, i + 1)  # of all together: each matrix is read once
+            logits = decoder.head(np.concatenate([out[rows] for out in np.split(last, len(names))]))
+            needs |= zip(names, map(partial(_divergence, exact), np.split(logits, len(names))), strict=True)
+        return needs | {"head": _divergence(exact, with_noise("head", lambda: decoder.head(inputs[-1][rows])))}
 
 
 def embedded(decoder: Decoder, windows: I64) -> F32:

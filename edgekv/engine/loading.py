@@ -170,12 +170,14 @@ class SessionPlan:
         kv: str | CacheSpec | None = None,
         ctx: int | None = None,
         weights: str = "auto",
+        sizes: tuple[int, int] | None = None,
         kv_budget: int | None = None,
         fit: Callable[[CacheSpec], CacheSpec] = lambda spec: spec,
         device: str = "cpu",
     ) -> SessionPlan:
         """Makes the plan for options of `LoadOptions`; device: not auto. fit: `fit_head_bits` of a loaded model.
 
+        sizes: weights_bytes and idle_bytes, where they are not those of the format ``weights``.
         Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
         and for a scheme that does not fit the budget.
         """
@@ -186,7 +188,7 @@ class SessionPlan:
             raise ContextError(what, field="ctx", value=ctx, accepted=[f"1 to {c.max_positions}"])
         form = model.weight_format(weights)
         held = find_device(device).device_format(form)
-        weights_bytes, idle = model.weights_bytes(held), model.idle_bytes(held)
+        weights_bytes, idle = sizes or (model.weights_bytes(held), model.idle_bytes(held))
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
         model_bytes, passed = weights_bytes - idle + state_bytes, functools.partial(Verdicts(model).passed, ctx)

@@ -43,7 +43,7 @@ class Weights(Protocol):
     def rows(self, table: str, ids: I64) -> F32: ...
 
 
-QUANTIZED_ELEMENTS = 1 << 24  # weights quantized at a time: 64 MiB of float32
+QUANTIZED_ELEMENTS = 1 << 24  # weights quantized or searched at a time: 64 MiB of float32
 
 
 def holds_exactly(exact: str | None, form: WeightFormat) -> bool:
@@ -80,7 +80,7 @@ class CheckpointWeights:
 
     def __init__(self, source: Checkpoint, arch: Architecture) -> None:
         self.arch, self.source, self._tensors = arch, source, source.tensors
-        self._linears, self._finite = arch.linears(), set[str]()  # finite: tensors that `_rows_of` has searched
+        self._linears, self._finite = arch.linears(), set[str]()  # finite: tensors that `_part_rows` has searched
         for tensor, shape in arch.tensors().items():
             self._tensors.require(tensor, shape)
         extra = unexpected(arch, self._tensors)
@@ -184,8 +184,8 @@ class CheckpointWeights:
     def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[CodedRows]:
         """Yields parts in order: as stored if every part fits the format exactly; otherwise all are quantized."""
         if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
-            for weights in self._rows_of(parts, QUANTIZED_ELEMENTS):
-                quantized = form.quantize(weights)
+            for span in spans(parts, QUANTIZED_ELEMENTS):
+                quantized = form.quantize(self._part_rows(*span))
                 yield quantized["codes"], quantized["scales"], None
             return
         for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
@@ -199,32 +199,27 @@ class CheckpointWeights:
                 numbers = numbers + added[..., None]
             yield pack_numbers(numbers, form.bits, e2m1=form.e2m1), scales, added
 
-    def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
-        return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
+    def _part_rows(self, part: WeightPart, lo: int, hi: int, out: F32 | None = None) -> F32:
+        """Returns rows lo..hi, in ``out`` if given; raises as `matrix`."""
+        tensor = self._tensors[part.tensor]
+        rows = to_float32(tensor.rows(lo, hi, part.conv1d), out)
+        if part.tensor not in self._finite:
+            tensor.require_finite(rows)
+        if hi == part.rows:
+            self._finite.add(part.tensor)
+        return rows
 
     def rows_of(self, name: str, max_elements: int) -> Iterator[F32]:
-        """Yields the rows of a linear layer in order, (r, columns) float32 of at most ``max_elements``.
-
-        Raises CheckpointError for a number that is not finite.
-        """
-        return self._rows_of(self._linears[name].parts, max_elements)
-
-    def _rows_of(self, parts: Sequence[WeightPart], max_elements: int) -> Iterator[F32]:
-        for part, lo, hi in spans(parts, max_elements):
-            rows = self._part_rows(part, lo, hi)
-            if part.tensor not in self._finite:
-                self._tensors[part.tensor].require_finite(rows)
-            if hi == part.rows:
-                self._finite.add(part.tensor)
-            yield rows
+        """Yields a linear layer's rows (r, columns), ``max_elements`` or fewer at a time; raises as `matrix`."""
+        return (self._part_rows(*span) for span in spans(self._linears[name].parts, max_elements))
 
     def matrix(self, name: str) -> F32:
-        """Returns a linear layer's weights (rows, columns) float32."""
+        """Returns a linear layer's weights (rows, columns) float32. Raises CheckpointError for NaN or inf."""
         linear, end = self._linears[name], 0
         matrix = np.empty((linear.rows, linear.columns), np.float32)
-        for part in linear.parts:
-            start, end = end, end + part.rows
-            to_float32(self._tensors[part.tensor].rows(0, part.rows, part.conv1d), matrix[start:end])
+        for part, lo, hi in spans(linear.parts, QUANTIZED_ELEMENTS):
+            start, end = end, end + hi - lo
+            self._part_rows(part, lo, hi, matrix[start:end])
         return matrix
 
     def bias(self, name: str) -> F32 | None:

@@ -174,8 +174,9 @@ class ModelFormat:
 
     def of(self, linear: str) -> MatrixFormat:
         """Returns the format of one linear layer; f32 for a router, whose error could choose other experts."""
-        exact = linear.endswith(ROUTER)
-        return matrix_format("f32" if exact else self._names[linear] if self.linears else self.name)
+        if linear.endswith(ROUTER):
+            return FORMATS["f32"]
+        return matrix_format(self._names[linear] if self.linears else self.name)
 
 
 FORMATS = {

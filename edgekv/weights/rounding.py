@@ -18,7 +18,7 @@ cheapest of the four is kept. A block is rounded in this way with several scales
 
 A second pass is coordinate descent, last block first: refit the scale, then round each pair again with the other
 columns fixed. For slopes s = (w - q) H of a pair and its 2 x 2 block P of H, the errors should change by -s P^-1.
-An output correction b moves w to w + b H^-1: slopes by b, and targets by (b L^-T)_j / L_jj.
+With an output correction b, w + b H^-1 is rounded in place of w: slopes grow by b, targets by (b L^-T)_j / L_jj.
 
 Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885);
 Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.

@@ -23,8 +23,8 @@ In a panel a lane is one output: four elements of a row, in every lane, times fo
 outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked PANEL_K
 at a time, which stay in the first cache while all rows pass.
 
-With corrections the zero point of all codes is 0: a block's own one, z, adds -z * scale to each of its weights, an
-offset o adds o. `CORRECTION` adds that times the sum of the rounded row's block, in float32, after the other sums.
+With corrections, codes are multiplied as they are (zero point 0). The block's zero point z or offset o is added
+afterwards: -z * scale, or o, to each weight, times the sum of the rounded row's block, in float32 (`CORRECTION`).
 """
 
 from __future__ import annotations

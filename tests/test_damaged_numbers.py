@@ -40,29 +40,32 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
     assert cache.counters_valid()
 
 
-def damage(folder: pathlib.Path, *tensors: str) -> pathlib.Path:
-    """Makes row 3 of each tensor NaN."""
+def damage(folder: pathlib.Path, tensor: str, value: float = np.nan) -> pathlib.Path:
+    """Sets row 3 of a tensor to a value."""
     arrays = load_file(folder / "model.safetensors")
-    for tensor in tensors:
-        arrays[tensor][3] = np.nan
+    arrays[tensor][3] = value
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8", "int4", "int4-32", "q3"])
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("name", "part", "value"),
     [
-        ("mixtral", "self_attn.k_proj.weight"),
-        ("mixtral", "block_sparse_moe.gate.weight"),
-        ("llama1", "input_layernorm.weight"),
-        ("qwen2", "self_attn.v_proj.bias"),
+        ("mixtral", "self_attn.k_proj.weight", np.nan),
+        ("mixtral", "self_attn.q_proj.weight", -1e16),
+        ("mixtral", "block_sparse_moe.gate.weight", -np.inf),
+        ("llama1", "input_layernorm.weight", np.nan),
+        ("qwen2", "self_attn.v_proj.bias", np.inf),
     ],
 )
-def test_weights_are_checked_when_loaded(name: str, part: str, weights: str, tmp_path: pathlib.Path) -> None:
+def test_weights_are_checked_when_loaded(
+    name: str, part: str, value: float, weights: str, tmp_path: pathlib.Path
+) -> None:
     """Also those that are not quantized: all as f32, a router's, norms and biases."""
-    folder = damage(golden_cases.write_checkpoint(name, tmp_path), f"model.layers.1.{part}")
-    with pytest.raises(CheckpointError, match=f"{part}' has a number that is not finite"):
+    folder = damage(golden_cases.write_checkpoint(name, tmp_path), f"model.layers.1.{part}", value)
+    problem = "that is not finite, or not below 1e" if part.endswith("j.weight") else "that is not finite"
+    with pytest.raises(CheckpointError, match=f"{part}' has a number {problem}"):
         Session.load(folder, weights=weights)
 
 

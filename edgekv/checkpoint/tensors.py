@@ -101,10 +101,11 @@ class Tensor(abc.ABC):
         if self.dtype not in DTYPES:
             raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
 
-    def require_finite(self, *arrays: Array | None) -> None:
-        """Raises CheckpointError where an array of any shape, read from this tensor, is not finite."""
-        if not all(array is None or np.isfinite(array).all() for array in arrays):
-            raise self.error("has a number that is not finite; download the checkpoint again")
+    def require_finite(self, *arrays: Array | None, below: float = math.inf) -> None:
+        """Raises CheckpointError for a number in arrays of this tensor that is not finite, or too large."""
+        if not all(x is None or -below < x.min(initial=0) <= x.max(initial=0) < below for x in arrays):
+            problem = "has a number that is not finite" + f", or not below {below:g}" * (below < math.inf)
+            raise self.error(f"{problem}; download the checkpoint again")
 
     def error(self, problem: str) -> CheckpointError:
         """Returns an error about this tensor. problem: what is wrong with it."""

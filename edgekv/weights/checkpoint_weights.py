@@ -184,8 +184,7 @@ class CheckpointWeights:
     def codes_in(self, form: WeightFormat, parts: Sequence[WeightPart]) -> Iterator[CodedRows]:
         """Yields parts in order: as stored if every part fits the format exactly; otherwise all are quantized."""
         if not all(holds_exactly(self._tensors[part.tensor].exact_format, form) for part in parts):
-            for span in spans(parts, QUANTIZED_ELEMENTS):
-                quantized = form.quantize(self._part_rows(*span))
+            for quantized in (form.quantize(self._part_rows(*span)) for span in spans(parts, QUANTIZED_ELEMENTS)):
                 yield quantized["codes"], quantized["scales"], None
             return
         for part, lo, hi in spans(parts, QUANTIZED_ELEMENTS):
@@ -204,7 +203,7 @@ class CheckpointWeights:
         tensor = self._tensors[part.tensor]
         rows = to_float32(tensor.rows(lo, hi, part.conv1d), out)
         if part.tensor not in self._finite:
-            tensor.require_finite(rows)
+            tensor.require_finite(rows, below=1e15)  # float32 can't hold sums of larger ones' squares
         if hi == part.rows:
             self._finite.add(part.tensor)
         return rows

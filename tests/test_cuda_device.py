@@ -57,9 +57,8 @@ def failing(message: str) -> mock.Mock:
 
 
 def test_no_module_of_edgekv_imports_cupy() -> None:
-    names = [
-        each.name for each in pkgutil.walk_packages(edgekv.__path__, "edgekv.") if "__main__" not in each.name
-    ]
+    modules = pkgutil.walk_packages(edgekv.__path__, "edgekv.")
+    names = [each.name for each in modules if "__main__" not in each.name]
     code = f"import sys, {', '.join(names)}; sys.exit('cupy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -117,15 +116,13 @@ def test_auto_is_the_gpu_where_there_is_one() -> None:
         find_device("tpu")
 
 
-def test_the_log_of_a_kernel_that_does_not_compile_is_kept(cupy: Any) -> None:
+def test_launches_that_fail(cupy: Any) -> None:
+    """The log of a kernel that does not compile is kept; too little memory is a MemoryError."""
     cupy.RawModule = failing("layers.cu(3): error: what is this?\n1 error detected")
     driver, log = cupy_driver.Driver(), cupy_driver.cache_root() / "cuda-compile.log"
     with raises(ConfigError, "layers.cu", log, "device='cpu'"):
         driver.launch(Launch(Program(("layers",)), "softmax", (1,), 256))
     assert "what is this?" in log.read_text()
-
-
-def test_too_little_memory_for_a_launch(cupy: Any) -> None:
     for text, kind in (("CUDA_ERROR_OUT_OF_MEMORY", MemoryError), ("CUDA_ERROR_INVALID_VALUE", RuntimeError)):
         cupy.RawModule = mock.Mock(**{"return_value.get_function.return_value": failing(f"{text}: no")})
         with pytest.raises(kind, match=text):

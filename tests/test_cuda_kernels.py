@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -32,11 +33,6 @@ CASES = [
     Case(d=256, length=100, g=2, r=2, n=1, t0=1, s0=0),
     Case(d=12, length=100, g=2, r=2, n=1, t0=1, s0=0),
 ]
-Arrays = dict[str, np.ndarray]
-
-
-def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return normal(rng, *shape).astype(np.float16).view(np.uint16)
 
 
 def test_every_kernel_has_the_signature_of_the_specification() -> None:
@@ -67,10 +63,21 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
     device.check_sums(values, p, case.t0, case.t1, q)
 
 
-def test_an_encoder_that_takes_no_counter(device: OnDevice) -> None:
+ALONE = "-x +x ~x abs(x) round(x) math.floor(x) math.ceil(x) math.trunc(x) x+0.5 divmod(x,64) divmod(64,x)"
+
+
+def test_counters_take_sums_alone(device: OnDevice) -> None:
+    """Anything else is refused in a capture, by an encoder without counters too."""
     values, x = blank(KiviValues(1, 64, 64, 2, 64), device.kernels, device.driver), device.up(np.ones((1, 1, 64)))
-    with pytest.raises(CaptureError):
-        device.kernels.encode(values, x, Counter(1, (("n", 1),), GraphInputs(device.driver, "n")))
+    count = Counter(7, (("n", 1),), GraphInputs(device.driver, "n"))
+    sums = 3 + count - 1, np.int64(9) - count, count + count - np.int32(4)
+    assert [(int(n), n.terms) for n in sums] == [(9, (("n", 1),)), (2, (("n", -1),)), (10, (("n", 2),))]
+    names = {"x": count, "np": np, "math": math, "encode": lambda t0: device.kernels.encode(values, x, t0)}
+    signs = "* / // % ** << >> & | ^".split()  # noqa: SIM905
+    both = [text for sign in signs for text in (f"x {sign} 2", f"64 {sign} x", f"np.int64(64) {sign} x")]
+    for text in (*ALONE.split(), *both, "pow(x, 2, 3)", "encode(x)"):
+        with pytest.raises(CaptureError):
+            eval(text, names)
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])
@@ -143,7 +150,7 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
 @pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])
 def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     rng, groups, rows, d = np.random.default_rng(group), 640 // group, 3, 80
-    keys = halves(rng, 2, 640, d)
+    keys = normal(rng, 2, 640, d).astype(np.float16).view(np.uint16)
     s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
     here, there = (SignIndex(2, 640, d, group, "minmax" if minmax else "mad") for _ in range(2))
     blank(here).encode(keys, 1, groups)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.interface import bound_scores
 from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, Workspace
-from edgekv.kvcache.policies import FullCache, RollingCache, SinkWindowCache
+from edgekv.kvcache.policies import FullCache, RollingCache, SinkWindowCache, Sizes
 from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32, I64, TaskProgress
@@ -216,8 +215,8 @@ class CacheGroup:
         """Returns the groups of the caches."""
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
-            size = cache.geometry.capacity, cache.geometry.sliding_window
-            key = type(cache), repr(cache.config), size, tuple(cache.state().counters.items())
+            sizes = (item for item in vars(cache).items() if isinstance(item[1], (int, Sizes)))  # and counters
+            key = type(cache), repr(cache.config), cache.capacity, cache.geometry.sliding_window, *sizes
             groups.setdefault(key, []).append(cache)
         return [CacheGroup(members) for members in groups.values()]
 
@@ -240,6 +239,40 @@ class CacheGroup:
             cache.advance(-1)
 
 
+class Conversation:
+    """A conversation's caches, and the graphs that take its steps while nothing but counters changes."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches, self.groups = tuple(caches), list[CacheGroup]()  # grouped for the first capture
+        self.step_graph: CapturedGraph | None = None
+        self.topologies: list[Hashable] = []  # of the captured step, one for each group
+        self.flush_graphs: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
+        self.note_step()
+
+    def present_counts(self) -> Counts:
+        """Returns the groups' counters as they are."""
+        return [group.counts() for group in self.groups]
+
+    def note_step(self) -> None:
+        """Notes the counters after a step, and the deltas with which the graph takes the next one, if it can."""
+        graph, self.counts = self.step_graph, self.present_counts()
+        self.next_replay: tuple[CapturedGraph, list[int]] | None = None
+        if graph is None or self.counts[0][POSITIONS] > graph.captured[0][POSITIONS] + GRAPH_TOKENS:
+            return
+        are_static = all(group.first.is_static() for group in self.groups)
+        if are_static and self.topologies == [group.next_step()[0] for group in self.groups]:
+            self.next_replay = graph, self.deltas(graph)
+
+    def deltas(self, graph: CapturedGraph) -> list[int]:
+        """Returns the deltas of the graph's sums of counters."""
+        counter_deltas = {
+            _counter_key(i, name): count - captured[name]
+            for i, (counts, captured) in enumerate(zip(self.present_counts(), graph.captured, strict=True))
+            for name, count in counts.items()
+        }
+        return graph.inputs.deltas(counter_deltas)
+
+
 class GraphRunner:
     """Takes a decoder's steps by replaying CUDA graphs of the conversation that it served last."""
 
@@ -251,93 +284,72 @@ class GraphRunner:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the conversation, of which more than counters may change."""
-        self._step_graph: CapturedGraph | None = None
-        self._flush_graphs: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
-        self._caches: tuple[KVCache, ...] = ()
-        self._groups: list[CacheGroup] = []
-        self._topologies: list[Hashable] = []  # of the captured step, one for each group
-        self._counts: Counts = []  # of the groups after the last step
-        self._next_replay: tuple[CapturedGraph, list[int]] | None = None  # a graph and its deltas
-        self._last_position = 0  # up to which the step's graph is replayed
+        """Drops all graphs: something other than counters may have changed."""
+        self._conversation: Conversation | None = None
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
-        if self._caches != tuple(caches) or self._counts != [group.counts() for group in self._groups]:
-            self.forget()  # others have changed them, perhaps what they point to
-        if self._next_replay is None:
-            earlier_caches = [group.caches for group in self._groups]
-            flush_graphs = self._flush_graphs
-            self.forget()
-            if not self._capture_step(caches):
-                self._compiled.add(_kinds(caches))
-                x = self._decoder.forward(self._decoder.embed((token,), caches[0].n_seen), caches)
-                return self._decoder.head(x)[0]
-            if earlier_caches == [group.caches for group in self._groups]:
-                self._flush_graphs = flush_graphs
-            self._plan_replay()
-        assert self._next_replay is not None
-        self._replay(*self._next_replay, token)
-        self.n_replayed += 1
-        self._flush()
-        self._plan_replay()  # while the device computes
-        return self._logits
+        now = self._conversation
+        if now is None or now.caches != tuple(caches) or now.counts != now.present_counts():
+            now = Conversation(caches)  # others have changed them, perhaps what they point to
+        self._conversation = None  # if the step fails
+        if now.next_replay is None:
+            self._capture_step(now)
+        if now.next_replay is None:
+            self._compiled.add(_kinds(caches))
+            keeps_arrays = all(cache.is_static() and cache.flush_is_static for cache in caches)
+            x = self._decoder.forward(self._decoder.embed((token,), caches[0].n_seen), caches)
+            logits: Array = self._decoder.head(x)[0]
+        else:
+            self._replay(now, *now.next_replay, token)
+            self.n_replayed += 1
+            keeps_arrays, logits = self._flush(now), self._logits
+        if keeps_arrays:
+            now.note_step()  # while the device computes
+            self._conversation = now
+        return logits
 
-    def _plan_replay(self) -> None:
-        """Finds the deltas with which the graph takes the next step, unless that has to be captured anew."""
-        graph, groups = self._step_graph, self._groups
-        self._next_replay = None
-        self._counts = [group.counts() for group in groups]
-        if graph is None or self._caches[0].n_seen > self._last_position:
-            return
-        are_static = all(group.first.is_static() for group in groups)
-        if are_static and self._topologies == [group.next_step()[0] for group in groups]:
-            self._next_replay = graph, self._deltas(graph)
-
-    def _capture_step(self, caches: Sequence[KVCache]) -> bool:
-        """Returns whether the step of the next token could be captured; it has not been taken then."""
-        kinds, start = _kinds(caches), caches[0].n_seen
+    def _capture_step(self, now: Conversation) -> None:
+        """Captures the next token's step, without taking it, where that is possible and worth its time."""
+        kinds, start, now.step_graph = _kinds(now.caches), now.caches[0].n_seen, None
         ready = self._decoder.can_replay and kinds in self._compiled and self._failures[kinds] < MAX_FAILURES
-        room = caches[0].geometry.capacity - start
-        if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in caches):
-            return False
-        self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
-        next_steps = [group.next_step() for group in self._groups]
-        self._topologies = [topology for topology, _ in next_steps]
-        self._last_position = start + GRAPH_TOKENS
+        room = now.caches[0].geometry.capacity - start
+        if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in now.caches):
+            return
+        now.groups = now.groups or CacheGroup.of(now.caches)
+        next_steps = [group.next_step() for group in now.groups]
         if any(flushes for _, flushes in next_steps):
-            return False
+            return
 
         def step() -> None:
-            x = self._decoder.forward(self._backend.embed_ids(self._driver.ids, start), self._caches)
+            x = self._decoder.forward(self._backend.embed_ids(self._driver.ids, start), now.caches)
             self._logits = self._decoder.head(x)[0]
 
-        self._step_graph = self._capture(step)
-        self._failures[kinds] += self._step_graph is None
-        return self._step_graph is not None
+        now.step_graph, now.topologies = self._capture(step, now.groups), [topology for topology, _ in next_steps]
+        self._failures[kinds] += now.step_graph is None
+        now.note_step()
 
-    def _capture(self, work: Callable[[], None]) -> CapturedGraph | None:
+    def _capture(self, work: Callable[[], None], groups: list[CacheGroup]) -> CapturedGraph | None:
         """Captures ``work`` with the counters as they are, without doing it; None where it can't be captured."""
         set_inputs(self._driver, None)  # compiles
-        inputs, captured = GraphInputs(self._driver, POSITIONS), [group.counts() for group in self._groups]
+        inputs, captured = GraphInputs(self._driver, POSITIONS), [group.counts() for group in groups]
         increments: Counts = []
 
         def work_on_counters() -> None:
-            before = [group.counts() for group in self._groups]
+            before = [group.counts() for group in groups]
             try:
-                for i, (group, counts) in enumerate(zip(self._groups, captured, strict=True)):
+                for i, (group, counts) in enumerate(zip(groups, captured, strict=True)):
                     terms = {name: ((_counter_key(i, name), 1),) for name in counts}
                     group.set_counts({name: Counter(n, terms[name], inputs) for name, n in counts.items()})
                 set_inputs(self._driver, inputs.pinned)
                 work()
-                after = [group.counts() for group in self._groups]
+                increments[:] = [
+                    {name: n - counts[name] for name, n in group.counts().items()}
+                    for group, counts in zip(groups, captured, strict=True)
+                ]
             finally:
-                for group, counts in zip(self._groups, before, strict=True):
+                for group, counts in zip(groups, before, strict=True):
                     group.set_counts(counts)
-            increments[:] = [
-                {name: counts_after[name] - n for name, n in counts.items()}
-                for counts_after, counts in zip(after, captured, strict=True)
-            ]
             set_inputs(self._driver, None)  # for what is not replayed
 
         try:
@@ -348,51 +360,40 @@ class GraphRunner:
         buffers = [*self._backend.workspace.buffers(), *self._backend.kernels.buffers()]
         return CapturedGraph(launch, inputs, captured, increments, buffers)
 
-    def _deltas(self, graph: CapturedGraph) -> list[int]:
-        """Returns the deltas of the graph's sums of counters."""
-        counter_deltas = {
-            _counter_key(i, name): count - captured[name]
-            for i, (group, captured) in enumerate(zip(self._groups, graph.captured, strict=True))
-            for name, count in group.counts().items()
-        }
-        return graph.inputs.deltas(counter_deltas)
-
-    def _replay(self, graph: CapturedGraph, deltas: list[int], token: int) -> None:
+    def _replay(self, now: Conversation, graph: CapturedGraph, deltas: list[int], token: int) -> None:
         graph.inputs.write(token, deltas)
         graph.launch()
         graph.inputs.replayed.record(self._driver.stream)
-        for group, increments in zip(self._groups, graph.increments, strict=True):
+        for group, increments in zip(now.groups, graph.increments, strict=True):
             counts = group.counts()
             group.set_counts({name: counts[name] + n for name, n in increments.items() if n})
 
-    def _flush(self) -> None:
-        """Packs what is due after a token: by a replay where that can be captured."""
-        due = [(i, group) for i, group in enumerate(self._groups) if group.first.needs_flush()]
-        if not due:
-            return
+    def _flush(self, now: Conversation) -> bool:
+        """Packs what is due after a token, by a replay where it can be captured; returns whether arrays stayed."""
+        due = [(i, group) for i, group in enumerate(now.groups) if group.first.needs_flush()]
         caches = [cache for _, group in due for cache in group.caches]
 
         def flush() -> None:
             for cache in caches:
                 cache.flush()
 
-        if not all(cache.flush_is_static for cache in caches):
-            self.forget()  # it may replace arrays
+        if not due or not all(cache.flush_is_static for cache in caches):
             flush()
-            return
+            return not due
         # Which counters are equal may decide what `flush` does.
-        pairs = ((i, itertools.combinations(group.counts().values(), 2)) for i, group in due)
-        key = tuple((i, *(a == b for a, b in of_group)) for i, of_group in pairs)
-        if key not in self._flush_graphs:
-            self._flush_graphs[key] = self._capture(flush)
-        if graph := self._flush_graphs[key]:
-            deltas, n_seen = self._deltas(graph), caches[0].n_seen
+        counts = ((i, list(group.counts().values())) for i, group in due)
+        key = tuple((i, *map(of_group.index, of_group)) for i, of_group in counts)
+        if key not in now.flush_graphs:
+            now.flush_graphs[key] = self._capture(flush, now.groups)
+        if graph := now.flush_graphs[key]:
+            deltas, n_seen = now.deltas(graph), caches[0].n_seen
             caches[0].n_seen = 0  # see `SinkWindowCache.flush`
-            self._replay(graph, deltas, 0)
+            self._replay(now, graph, deltas, 0)
             for cache in caches:
                 cache.n_seen = n_seen
         else:
             flush()
+        return True
 
 
 @functools.cache
@@ -403,7 +404,7 @@ def _stores_rows(kind: type[KVCache]) -> bool:
 
 
 def _kinds(caches: Sequence[KVCache]) -> Hashable:
-    return frozenset((type(cache), cache.config) for cache in caches)
+    return frozenset((type(cache), repr(cache.config)) for cache in caches)
 
 
 def _counter_key(group: int, name: str) -> Hashable:

@@ -162,9 +162,9 @@ class LayerState(abc.ABC):
         self.n_seen += n
 
     def is_static(self) -> bool:
-        """Returns whether a captured step can be replayed for the next token: only counters differ.
+        """Returns whether the next step makes the same launches as this one, with other counters.
 
-        So it is for `flush` when it is due.
+        Where True, a due `flush` must be replayable too.
         """
         return False
 
@@ -350,7 +350,7 @@ class KVCache(LayerState):
 
     def visible(self, n: int) -> Visible:
         """Returns lo, hi (n,): the queries of the latest n tokens see the positions lo..hi, within the window."""
-        hi = np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64)
+        hi = np.arange(1 - n, 1, dtype=np.int64) + int(self.n_seen)  # as captured: kernels add their delta
         window = self.geometry.sliding_window
         return (np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)), hi
 

@@ -235,8 +235,10 @@ class SinkWindowCache(CodecCache):
 
     def append(self, keys: F32, values: F32) -> None:
         taken = self._fill_sink(keys, values)
-        if taken < keys.shape[1]:
-            self._append_recent(keys[:, taken:], values[:, taken:])
+        if n := keys.shape[1] - taken:
+            recent = self._stores["recent_key"], self._stores["recent_value"]
+            self.kernels.append(*recent, keys[:, taken:], values[:, taken:], self.n_recent)
+            self.advance(n)
 
     def _fill_sink(self, keys: F32, values: F32) -> int:
         """Stores the first tokens of a conversation; returns how many were taken."""
@@ -247,12 +249,6 @@ class SinkWindowCache(CodecCache):
             self.n_sink += taken
             self.n_seen += taken
         return taken
-
-    def _append_recent(self, keys: F32, values: F32) -> None:
-        s, n = self._stores, keys.shape[1]
-        self.kernels.append(s["recent_key"], s["recent_value"], keys, values, self.n_recent)
-        self.n_recent += n
-        self.n_seen += n
 
     def is_static(self) -> bool:
         return self.n_sink == self.sizes.sink and self.n_seen < self.geometry.capacity

@@ -111,7 +111,9 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
         return np.array(x.ctypes.data, np.uintp)
     if isinstance(x, (int, np.integer)):
         return np.array(x, np.int32)
-    return np.array(x, np.float32) if isinstance(x, float) else np.array(0 if x is None else x.data.ptr, np.uintp)
+    if isinstance(x, float):
+        return np.array(x, np.float32)
+    return np.array(0 if x is None else x.data.ptr, np.uintp)
 
 
 class Launch(NamedTuple):
@@ -357,40 +359,39 @@ Terms = tuple[tuple[Hashable, int], ...]
 class Counter(int):
     """A number in a captured graph that changes between replays: a constant plus a sum of the caches' counters.
 
-    Comparisons see its value in the capture. Divisions raise CaptureError.
+    Comparisons see its value in the capture. Arithmetic other than + and - of integers raises CaptureError.
     """
 
     terms: Terms
     inputs: GraphInputs
+    __array_ufunc__ = None  # NumPy's integers leave arithmetic to it
 
     def __new__(cls, value: int, terms: Terms, inputs: GraphInputs) -> Counter:
         self = super().__new__(cls, value)
         self.terms, self.inputs = terms, inputs
         return self
 
-    def _combine(self, value: int, other: Any, sign: int, self_sign: int = 1) -> Counter:
-        factors = {name: self_sign * n for name, n in self.terms}
+    def _sum(self, sign: int, other_sign: int, other: Any) -> Counter:
+        """Returns ``sign`` times this plus ``other_sign`` times the other."""
+        if not isinstance(other, (int, np.integer)):
+            self._refuse(other)
+        factors = {name: sign * n for name, n in self.terms}
         for name, n in other.terms if isinstance(other, Counter) else ():
-            factors[name] = factors.get(name, 0) + sign * n
+            factors[name] = factors.get(name, 0) + other_sign * n
         terms = sorted(((name, n) for name, n in factors.items() if n), key=repr)
-        return Counter(value, tuple(terms), self.inputs)
+        return Counter(sign * int(self) + other_sign * int(other), tuple(terms), self.inputs)
 
-    def __add__(self, other: int) -> Counter:
-        return self._combine(int(self) + int(other), other, 1)
+    def _refuse(self, *others: Any) -> Any:
+        raise CaptureError(f"neither + nor - of integers, of {self.terms} and {others}")
 
-    __radd__ = __add__
 
-    def __sub__(self, other: int) -> Counter:
-        return self._combine(int(self) - int(other), other, -1)
-
-    def __rsub__(self, other: int) -> Counter:
-        return self._combine(int(other) - int(self), other, 1, self_sign=-1)
-
-    def __floordiv__(self, other: int) -> int:
-        raise CaptureError(f"{self.terms} // {other}")
-
-    def __mod__(self, other: int) -> int:
-        raise CaptureError(f"{self.terms} % {other}")
+SUMS = {"add": (1, 1), "radd": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}  # signs of a counter and of the other
+UNARY = "neg pos abs invert round trunc floor ceil"
+BINARY = "mul truediv floordiv mod divmod pow lshift rshift and or xor"
+for _name in (*UNARY.split(), *BINARY.split(), *(f"r{name}" for name in BINARY.split())):
+    setattr(Counter, f"__{_name}__", Counter._refuse)
+for _name, _signs in SUMS.items():
+    setattr(Counter, f"__{_name}__", functools.partialmethod(Counter._sum, *_signs))
 
 
 class GraphInputs:

@@ -43,7 +43,7 @@ ENCODE = Program(("exact",), exact=True)
 BLOCKS_AT_ONCE = {1: 4}  # thread blocks of attend.cu on a multiprocessor, by query rows; otherwise 2
 MAX_EXACT = 2  # float16 segments that a launch takes beside its first segment
 MAX_EXACT_TOKENS = 2048  # tokens of each of these; a longer segment is the first one of a launch
-EXACT_TILES = 3  # at most, of float16 tokens, that a thread block takes beside those of a fused kernel
+EXACT_TILES = 3  # most tiles of float16 tokens per thread block, in a launch of a fused kernel
 ALL_VISIBLE = np.zeros(1, np.int64), np.full(1, 1 << 30)
 PREFILL_ROWS, MAX_WIDTH = 64, 256  # queries of a thread block of prefill_attention.cu, channels of a head
 LAYERS = Program(("layers",))
@@ -172,7 +172,7 @@ def tiles_per_round(rows: int, *readers: Reader) -> int:
 
 def n_rounds(t0: int, t1: int, tiles: int) -> int:
     """Returns how many rounds of `tiles` tiles the tokens t0..t1 take."""
-    return -(-(-(-t1 // TILE) - t0 // TILE) // tiles)
+    return -(-(-(-int(t1) // TILE) - int(t0) // TILE) // tiles)
 
 
 def query_argument(queries: Queries) -> Struct:
@@ -273,7 +273,7 @@ class CudaKernels:
     def n_splits(self, rounds: int, n_ranges: int, blocks_at_once: int = 8, reserved: int = 0) -> int:
         """Returns how many thread blocks share each of ``n_ranges`` ranges of rounds, beside ``reserved`` others.
 
-        So many run at once, ``blocks_at_once`` on a multiprocessor: one more would wait, and take as long again.
+        As many as the GPU runs at once: one block more would wait for a second round and double the time.
         """
         n_running = self.driver.multiprocessors * blocks_at_once // n_ranges - reserved
         return max(1, min(rounds, n_running, MAX_SPLITS))
@@ -471,9 +471,8 @@ class CudaKernels:
         tiles, grid_z = tiles_per_round(block_rows, values), -(-rows // block_rows)
         n_splits = self.n_splits(n_rounds(t0, t1, tiles), n_kv_heads * grid_z)
         partial = self.scratch("values", (n_kv_heads, n_splits, rows, values.width))
-        launch = Launch(
-            range_program("VALUES", values, block_rows), "values", (n_splits, n_kv_heads, grid_z), THREADS
-        )
+        program = range_program("VALUES", values, block_rows)
+        launch = Launch(program, "values", (n_splits, n_kv_heads, grid_z), THREADS)
         self.driver.launch(launch, scores_argument(p), store_argument(values), t0, t1, rows, partial)
         if values.rotation is None:
             self._add_partial(partial, out)
@@ -485,8 +484,7 @@ class CudaKernels:
 
     def _add_partial(self, partial: Array, out: Array) -> None:
         """Adds the sum over the second axis of partial (G, splits, ...) to out (G, ...)."""
-        n_kv_heads, n_splits = partial.shape[:2]
-        n = out.size
+        (n_kv_heads, n_splits), n = partial.shape[:2], out.size
         launch = Launch(LAYERS, "add_partial", (-(-n // 256),), 256)
         self.driver.launch(launch, partial, n_splits, n // n_kv_heads, n, out)
 
@@ -530,8 +528,7 @@ class CudaKernels:
 
     def hadamard_back(self, x: Array, flips: Array, out: Array) -> None:
         """Adds the inverse rotation of x (A, n, width) to out (A, n, D)."""
-        rows, n, d = out.shape
-        stride = out.strides[0] // out.itemsize
+        (rows, n, d), stride = out.shape, out.strides[0] // out.itemsize
         self._transform("hadamard_back", x.shape[2], rows * n, contiguous(x), n, stride, d, flips, out)
 
     def _transform(self, name: str, width: int, rows: int, *arguments: Any) -> None:
@@ -573,8 +570,7 @@ class CudaKernels:
         """
         n_heads, n, width = q.shape
         n_kv_heads, capacity, _ = k.shape
-        macros = ("WIDTH", width), ("HEAD_DIM", out.shape[1] // n_heads)
-        program = Program(("prefill_attention",), macros)
+        program = Program(("prefill_attention",), (("WIDTH", width), ("HEAD_DIM", out.shape[1] // n_heads)))
         launch = Launch(program, "prefill_attention", (-(-n // PREFILL_ROWS), n_heads), THREADS)
         sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
         self.driver.launch(launch, q, k, v, *sizes, out)

@@ -45,9 +45,9 @@ __device__ __forceinline__ void rotate_sixteen(float (&x)[4][4])
     }
 }
 
-// A table of the levels of pairs of codes, in shared memory: each entry has COPIES words, which have in their lower bytes the levels of
-// an input and of its partner, the one 64 further. An entry's index is a byte of the first plane; for 3 and 5 bits, the top bits of both
-// codes (from the second plane) are added. Bits of x, the input's code, and of p, the partner's (-: of no effect):
+// A table of the levels of an input and of its partner, the one 64 further, in shared memory. An entry is one word, stored COPIES times:
+// byte 0 is the input's level, byte 1 its partner's. The index is a byte of the first plane, extended for 3 and 5 bits by both codes' top
+// bits, from the second plane. Bits of x, the input's code, and of p, the partner's (-: of no effect):
 //
 //     bit of the index     9   8   7   6   5   4   3   2   1   0
 //     2 bits                       -   -   p1  p0  -   -   x1  x0

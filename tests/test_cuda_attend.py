@@ -18,7 +18,7 @@ from edgekv.codecs.planes import CentredPlanes, InterleavedValues
 from edgekv.kernels import arrays, numpy_kernels, reference
 from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.driver import Launch
-from edgekv.kernels.interface import Segment
+from edgekv.kernels.interface import Segment, Visible
 from edgekv.papers.h1b.codec import SignSketch
 from edgekv.papers.int4 import Int4, Symmetric4
 from edgekv.papers.kivi import KiviKeys, KiviValues
@@ -85,22 +85,17 @@ class Both:
             segments.append(Segment(*codecs, first, stop, position))
 
     def check(
-        self,
-        n: int,
-        lo: np.ndarray,
-        hi: np.ndarray,
-        with_weights: bool,
-        tolerance: float,
-        ahead: int = 0,
-        cap: float | None = None,
+        self, n: int, seen: Visible, with_weights: bool, tolerance: float, ahead: int = 0, cap: float | None = None
     ) -> np.ndarray:
         queries = normal(self.rng, self.g * self.rep, n, self.d) * np.float32(1.5 / np.sqrt(self.d))
         columns = sum(s.stop - s.first for s in self.here)  # of all segments
         weights = np.full((self.g, self.rep * n, columns), np.nan, np.float32) if with_weights else None
         found = None if weights is None else self.device.up(weights)
         expected, actual = np.full_like(queries, np.nan), self.device.up(np.full_like(queries, np.nan))
-        reference.attend(queries, self.here, (lo, hi), expected, weights, cap=cap)
-        self.device.kernels.attend(self.device.up(queries), self.there, (lo, hi + ahead), actual, found, cap=cap)
+        reference.attend(queries, self.here, seen, expected, weights, cap=cap)
+        self.device.kernels.attend(
+            self.device.up(queries), self.there, (seen[0], seen[1] + ahead), actual, found, cap=cap
+        )
         difference = np.linalg.norm(to_host(actual) - expected)
         assert difference <= tolerance * np.linalg.norm(expected)
         if weights is not None:
@@ -135,7 +130,7 @@ def test_pairs_between_exact_tokens(device: OnDevice, pair: str, shape: str, cas
     both.add("f16", 1, 38, 131)
     lossy = pair == "signs" or "-bit" in pair
     for cap in (None, 1.5) if pair in ("f16", "kivi", "4-bit keys") else (None,):
-        both.check(n, *causal(n, 168, window), n > 1, TOLERANCE if lossy else 1e-5, cap=cap)
+        both.check(n, causal(n, 168, window), n > 1, TOLERANCE if lossy else 1e-5, cap=cap)
 
 
 @pytest.mark.parametrize("pair", ["f16", "int8", "signs"])
@@ -143,10 +138,9 @@ def test_odd_ranges(device: OnDevice, pair: str) -> None:
     """Tokens from within a block to within another; one query sees nothing."""
     both = Both(device, "gqa")
     both.add(pair, 5, 130, 0)
-    both.check(1, *causal(1, 125, None), False, TOLERANCE)
-    both.check(3, np.array([0, 3, 9]), np.array([60, 3, 125]), True, TOLERANCE)
-    nothing = both.check(1, np.array([9]), np.array([9]), False, 0)
-    assert not nothing.any()
+    both.check(1, causal(1, 125, None), False, TOLERANCE)
+    both.check(3, (np.array([0, 3, 9]), np.array([60, 3, 125])), True, TOLERANCE)
+    assert not both.check(1, (np.array([9]), np.array([9])), False, 0).any()
 
 
 @pytest.mark.parametrize(
@@ -163,8 +157,8 @@ def test_mixed_pairs(device: OnDevice, pairs: tuple[str, ...], shape: str, n: in
         length = 7 if pair == "f16" else 64 + position % 2 * 64
         both.add(pair, 0, length, position)
         position += length
-    both.check(n, *causal(n, position, None), False, TOLERANCE)
-    both.check(n, *causal(n, position, 100), n > 1, TOLERANCE)
+    both.check(n, causal(n, position, None), False, TOLERANCE)
+    both.check(n, causal(n, position, 100), n > 1, TOLERANCE)
 
 
 def test_mixed_pairs_take_a_launch_each(device: OnDevice, kernels: list[str]) -> None:
@@ -172,7 +166,7 @@ def test_mixed_pairs_take_a_launch_each(device: OnDevice, kernels: list[str]) ->
     for i, pair in enumerate(("f16", "signs", "sketches", "f16", "f16", "f16")):
         both.add(pair, 0, 64, 64 * i)
     kernels.clear()
-    both.check(1, *causal(1, 384, None), False, TOLERANCE)
+    both.check(1, causal(1, 384, None), False, TOLERANCE)
     assert [kernels.count(each) for each in ("attend", "merge", "scores", "values", "softmax")] == [4, 1, 0, 0, 0]
 
 
@@ -184,7 +178,7 @@ def test_a_replayed_step_sees_less(device: OnDevice, pairs: tuple[str, ...]) -> 
         both.add(pair, 0, 64, 64 * i)
     device.driver.position_delta.fill(-9)
     try:
-        both.check(1, *causal(1, 64 * len(pairs) + 55, None), False, TOLERANCE, ahead=9)
+        both.check(1, causal(1, 64 * len(pairs) + 55, None), False, TOLERANCE, ahead=9)
     finally:
         device.driver.position_delta.fill(0)
 
@@ -197,8 +191,8 @@ def test_tokens_that_stand_anywhere(device: OnDevice, pair: str, with_weights: b
     both.here[-1] = both.here[-1]._replace(positions=positions)
     both.there[-1] = both.there[-1]._replace(positions=device.up(positions))
     both.add("f16", 0, 20, 300)
-    both.check(1, *causal(1, 320, 170), with_weights, 1e-5)
-    both.check(3, *causal(3, 320, 170), with_weights, 1e-5)
+    both.check(1, causal(1, 320, 170), with_weights, 1e-5)
+    both.check(3, causal(3, 320, 170), with_weights, 1e-5)
 
 
 PLANES = [  # the pair, queries per KV head, head_dim
@@ -239,12 +233,12 @@ def test_planes(
     both.add(pair, 0, TOKENS - 64, 3)
     both.add("f16", 1, 38, TOKENS - 61)
     kernels.clear()
-    both.check(1, *causal(1, TOKENS - 24, None), False, TOLERANCE)
-    both.check(1, *causal(1, TOKENS - 24, 150), False, TOLERANCE, cap=1.5 if shape == (2, 64) else None)
-    both.check(1, np.array([70]), np.array([80]), False, TOLERANCE)
+    both.check(1, causal(1, TOKENS - 24, None), False, TOLERANCE)
+    both.check(1, causal(1, TOKENS - 24, 150), False, TOLERANCE, cap=1.5 if shape == (2, 64) else None)
+    both.check(1, (np.array([70]), np.array([80])), False, TOLERANCE)
     assert "tiled" in kernels
     assert "hadamard" not in kernels
-    assert not both.check(1, np.array([9]), np.array([9]), False, 0).any()
+    assert not both.check(1, (np.array([9]), np.array([9])), False, 0).any()
 
 
 def test_planes_before_sm_80(device: OnDevice, kernels: list[str]) -> None:
@@ -252,5 +246,5 @@ def test_planes_before_sm_80(device: OnDevice, kernels: list[str]) -> None:
     both = Both(device, "mha")
     both.add("signs", 0, 192, 0)
     both.add("f16", 1, 38, 192)
-    both.check(1, *causal(1, 229, None), False, TOLERANCE)
+    both.check(1, causal(1, 229, None), False, TOLERANCE)
     assert "read" in kernels

@@ -17,15 +17,15 @@ import pytest
 from helpers import SCHEMES, Cli
 
 from edgekv import SamplingParams
-from edgekv.checkpoint.hub import parse_model_name
+from edgekv.checkpoint.hub import parse_model_name, read_shape
 from edgekv.cli import COMMANDS, build_parser, parse
 from edgekv.cli.options import bytes_text, error_text, option_name
 from edgekv.cli.terminal import Bars
 from edgekv.engine.loading import Options
-from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError, PowerError
+from edgekv.eval.bench import unread_model
 from edgekv.kvcache.registry import PRESETS
-from edgekv.weights.formats import ModelFormat, allocate_layer_bits
+from edgekv.weights.formats import ROUTER, ModelFormat, allocate_layer_bits
 
 
 def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -74,25 +74,26 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(cli: Cli) -> None:
     assert "438 B of 500 B, an eighth left" in cli("budget", "demo", "--memory", "500B", status=1).out
 
 
-def test_a_budget_of_bits_by_need_is_an_upper_bound(cli: Cli) -> None:
-    arch = Model.open("demo").arch
-    sizes = {name: linear.n_elements for name, linear in arch.linears().items()}
+@pytest.mark.parametrize("name", ["llama3.2-1b", "mixtral-8x7b"])
+def test_a_budget_of_bits_by_need_is_an_upper_bound(name: str, cli: Cli) -> None:
+    """Also of what a token reads where all but the experts get most bits."""
+    model = unread_model(name, read_shape(name))
+    sizes = {k: each.n_elements for k, each in model.arch.linears().items() if not k.endswith(ROUTER)}
     for mean in (2.1, 3.6, 4.9):
-        bits = allocate_layer_bits({name: 1 + i % 5 for i, name in enumerate(sizes)}, sizes, mean)
-        needed = Model.open("demo").weights_bytes(ModelFormat("mixed", tuple((n, f"q{bits[n]}") for n in bits)))
-        most = budget(cli, "demo", "--weights", f"q{mean}")["weights_bytes"]
-        assert 0.97 * most < needed <= most
+        needs = {k: 1 + i % 5 + 1e3 * ("experts" not in k) for i, k in enumerate(sizes)}
+        form = ModelFormat("", tuple((k, f"q{n}") for k, n in allocate_layer_bits(needs, sizes, mean).items()))
+        most, needed = budget(cli, name, "--weights", f"q{mean}", "--memory", "99G"), model.weights_bytes(form)
+        assert 0.97 * most["weights_bytes"] < needed <= most["weights_bytes"]
+        assert 0.8 * most["active_weights_bytes"] < needed - model.idle_bytes(form) <= most["active_weights_bytes"]
 
 
 def test_a_budget_of_bits_by_need_chooses_by_its_bytes(cli: Cli) -> None:
-    """It gives one figure of what a token leaves out; at 5,600 tokens weights of 3 bits choose another cache."""
-    given = ["--shape", "mixtral-8x7b", "--memory", "64G", "--ctx", "5600", "--weights"]
-    low, high, facts = (budget(cli, *given, weights) for weights in ("q2", "q3", "q2.2"))
-    sizes = [each["weights_bytes"] - each["active_weights_bytes"] for each in (low, high, facts)]
-    assert sizes[2] == pytest.approx(0.8 * sizes[0] + 0.2 * sizes[1], abs=1)
+    given = ["mixtral-8x7b", "--memory", "64G", "--ctx", "5600", "--weights"]  # where q3 chooses another cache
+    low, high, facts = (budget(cli, *given, weights) for weights in ("q2", "q3", "q2.1"))
     assert facts["kv"] == low["kv"] != high["kv"]
-    most, idle, said = bytes_text(facts["weights_bytes"]), bytes_text(sizes[2]), cli("budget", *given, "q2.2").out
-    assert f"at most {most} as q2.2, about {idle} of them experts" in said
+    whole, said = facts["weights_bytes"], cli("budget", *given, "q2.1").out
+    idle = bytes_text(whole - facts["active_weights_bytes"])
+    assert f"at most {bytes_text(whole)} as q2.1, at least {idle} of them experts" in said
     assert f"{idle.partition(' (')[0]} of the weights are experts" in said
 
 
@@ -195,7 +196,6 @@ BAD = {
     "chat --ctx 64 --chat-template x": "--chat-template x",
     "chat --session pyproject.toml --chat-template x": "--chat-template x",  # before the session is read
     "power --meter x": "--meter x",
-    "budget --memory much": "much",
     "nosuch": "nosuch",
 }
 

@@ -231,8 +231,8 @@ def budget_command(arguments: argparse.Namespace) -> int:
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     fitting = ((size, _scheme_that_fits(model, options, _usable_memory(size))) for size in MACHINES)
     smallest = next(((size, kv) for size, kv in fitting if kv), None)
-    most, about = ("at most ", "about ") if mean_bits(plan.weights) and not model.is_store else ("", "")
-    idle = f", {about}{bytes_text(n)} of them experts that a token leaves out" if (n := plan.idle_bytes) else ""
+    most, least = ("at most ", "at least ") if mean_bits(plan.weights) and not model.is_store else ("", "")
+    idle = f", {least}{bytes_text(n)} of them experts that a token leaves out" if (n := plan.idle_bytes) else ""
     state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
     verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
     longest = _contexts_that_fit(model, options, plan, free) if total > free else {}
@@ -301,12 +301,14 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 
 
 def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> SessionPlan:
-    """Plans a session; calibrated weights of 3.6 bits in the mean take at most what lies between q3 and q4."""
+    """Plans a session; of weights of 3.6 bits in the mean it takes most bytes, and least of idle experts."""
     plan = partial(SessionPlan.make, model, kv=kv, ctx=options.ctx, kv_budget=options.kv_budget)
     if (mean := mean_bits(options.weights)) is None or model.is_store:
         return plan(weights=options.weights)
-    low, high, share = ModelFormat(f"q{math.floor(mean)}"), ModelFormat(f"q{math.ceil(mean)}"), mean % 1
-    whole, idle = (round(n(low) * (1 - share) + n(high) * share) for n in (model.weights_bytes, model.idle_bytes))
+    low, high, q5 = (ModelFormat(f"q{bits}") for bits in (math.floor(mean), math.ceil(mean), 5))
+    whole = round(model.weights_bytes(low) * (1 - mean % 1) + model.weights_bytes(high) * (mean % 1))
+    share = 1 - experts.per_token / experts.count if (experts := model.config.experts) else 0
+    idle = max(0, model.idle_bytes(q5) - math.ceil((model.weights_bytes(q5) - whole) * share))  # all else as q5
     return dataclasses.replace(plan(weights=high.name, sizes=(whole, idle)), weights=options.weights)
 
 

@@ -111,8 +111,7 @@ def format_by_need(weights: CheckpointWeights, windows: I64, mean: float, progre
 
 def measure_needs(weights: CheckpointWeights, windows: I64, progress: TaskProgress) -> dict[str, float]:
     """Returns the needs of all linear layers but routers; windows: token ids (m, n)."""
-    linears, vocab_size = weights.arch.linears(), weights.arch.config.vocab_size
-    sizes = {name: linear.n_elements for name, linear in linears.items() if not name.endswith(ROUTER)}
+    sizes = {k: linear.n_elements for k, linear in weights.arch.linears().items() if not k.endswith(ROUTER)}
     ops, needs, (least, most) = StreamingOps(weights), dict[str, float](), NEED_TOKENS
     n_tokens = min(most, max(least, 2 * NEED_WORK // (len(sizes) * sum(sizes.values()))))
     n, decoder = min(NEED_WINDOW, n_tokens, windows.shape[1]), open_decoder(ops, windows.shape[1])
@@ -127,7 +126,7 @@ def measure_needs(weights: CheckpointWeights, windows: I64, progress: TaskProgre
         inputs = [embedded(decoder, spread(windows, n_tokens // n)[:, :n])]
         for i in range(decoder.config.n_layers):
             inputs.append(decoder.read_together(inputs[i], n, i, i + 1))
-        rows = slice(None, None, -(-len(inputs[0]) * vocab_size // LOGITS))
+        rows = slice(None, None, -(-len(inputs[0]) * decoder.config.vocab_size // LOGITS))
         exact = log_softmax(decoder.head(inputs[-1][rows]))
         for i, x in enumerate(inputs[:-1]):
             names = [name for name in sizes if name.startswith(f"{i}.")]

@@ -170,8 +170,7 @@ class CheckpointWeights:
                 continue
             specs = piece.form.arrays(sum(part.rows for part in parts), parts[0].columns)
             arrays = {key: np.empty(shape, DTYPES[dtype]) for key, (dtype, shape) in specs.items()}
-            zero = code_of_zero(piece.form.bits)
-            end = 0  # of the rows that are written
+            zero, end = code_of_zero(piece.form.bits), 0  # end of the rows that are written
             for codes, scales, added in [(*rounded, None)] if rounded else self.codes_in(piece.form, parts):
                 written = slice(end, end := end + len(codes))
                 arrays["codes"][written], arrays["scales"][written] = codes, scales

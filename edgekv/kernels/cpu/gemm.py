@@ -24,7 +24,7 @@ outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A
 at a time, which stay in the first cache while all rows pass.
 
 With corrections, codes are multiplied as they are (zero point 0). The block's zero point z or offset o is added
-afterwards: -z * scale, or o, to each weight, times the sum of the rounded row's block, in float32 (`CORRECTION`).
+afterwards: -z * scale, or o, times the sum of the rounded row's block, in float32 (`CORRECTION`).
 """
 
 from __future__ import annotations

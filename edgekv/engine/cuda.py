@@ -44,8 +44,7 @@ Counts = list[dict[str, int]]  # of each group of caches, the counters by name
 
 def chunk_tokens(config: ModelConfig, driver: Driver) -> int:
     """Returns the tokens of a prompt that are computed together: a power of two that fits the card."""
-    c = config
-    token_bytes = 6 * (2 * c.q_size + 2 * c.kv_size + 2 * c.intermediate_size + c.hidden_size)
+    token_bytes = 6 * (2 * config.q_size + 2 * config.kv_size + 2 * config.intermediate_size + config.hidden_size)
     n = driver.memory_bytes // CHUNK_SHARE // token_bytes
     return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(n, 1).bit_length() - 1))
 
@@ -131,14 +130,13 @@ class CudaBackend(Backend):
         if options.sinks is not None:
             raise ValueError("a GPU has no kernels for sinks: leave them out")
         n_heads, n, head_dim = queries.shape
-        n_kv_heads, earlier = len(keys), keys.shape[1] - n
-        n_rep = n_heads // n_kv_heads
+        n_rep, earlier = n_heads // len(keys), keys.shape[1] - n
         n_queries = max(1, MAX_SCORES // (n_heads * keys.shape[1]))  # at a time
         for a in range(0, n, n_queries):
             b = min(a + n_queries, n)
             first, *ranges = visible_range(earlier + a, earlier + b, options.window)
             lo, hi = (np.tile(limits, n_rep) for limits in ranges)
-            q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
+            q = queries[:, a:b].copy().reshape(len(keys), n_rep * (b - a), head_dim)
             s = q @ keys[:, first : earlier + b].transpose(0, 2, 1)
             bound_scores(s, options.cap)
             self.kernels.softmax(s, lo, hi)

@@ -283,15 +283,18 @@ class GraphRunner:
 
     def forget(self) -> None:
         """Drops all graphs: something other than counters may have changed."""
+        self._driver.stream.synchronize()  # until then a replay may read the pinned memory that this frees
         self._conversation: Conversation | None = None
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
         now = self._conversation
         if now is None or now.caches != tuple(caches) or now.counts != now.present_counts():
-            now = Conversation(caches)  # others have changed them, perhaps what they point to
+            self.forget()  # others have changed them, perhaps what they point to
+            now = Conversation(caches)
         self._conversation = None  # if the step fails
         if now.next_replay is None:
+            self._driver.stream.synchronize()  # as in `forget`
             self._capture_step(now)
         if now.next_replay is None:
             self._compiled.add(_kinds(caches))

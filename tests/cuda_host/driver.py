@@ -143,7 +143,7 @@ class HostDriver:
         self.backwards = False
         self.inputs = self.zeros((N_INPUTS,), np.int32)
         self.position_delta, self.ids, self.zero = self.inputs[:1], self.inputs[-2:-1], self.inputs[-1:]
-        self.stream, self.pinned_inputs = None, lambda: (np.zeros(N_INPUTS, np.int32), mock.Mock())
+        self.stream, self.pinned_inputs = mock.Mock(), lambda: (np.zeros(N_INPUTS, np.int32), mock.Mock())
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Returns a poisoned array: every byte is 0xff, NaN in floats."""

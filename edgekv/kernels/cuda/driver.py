@@ -68,8 +68,8 @@ def _text(name: str | pathlib.Path) -> str:
 class Struct:
     """A struct that a program's .cu files declare, as a kernel's argument by value.
 
-    name: the struct's. fields: by their names in C++, each a number, an array (passed as its address), a list of
-    numbers, another Struct, or None (a null pointer); those that are left out are 0.
+    name: the struct's. fields: by their names in C++, each a number, an array (passed as its address), another
+    Struct, or None (a null pointer); those that are left out are 0.
     """
 
     def __init__(self, name: str, **fields: Any) -> None:
@@ -79,13 +79,13 @@ class Struct:
         """Returns the bytes () of the struct, laid out as the compiler of ``program`` lays them out."""
         packed = np.zeros((), struct_layout(program.files, self.name))
         for field, x in self.fields.items():
-            packed[field] = x if isinstance(x, list) else by_value(x, program)
+            packed[field] = by_value(x, program)
         return packed
 
 
-# A line of a struct: the type of its fields, and their names with * before pointers and [n] behind arrays.
-FIELDS = re.compile(r" +(?:const )?(\w+)([\w\s,*\[\]]+);")
-FIELD = re.compile(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?")
+# A line of a struct: the type of its fields, and their names with * before pointers.
+FIELDS = re.compile(r" +(?:const )?(\w+)([\w\s,*]+);")
+FIELD = re.compile(r"\s*(\*?)\s*(\w+)")
 
 
 @functools.cache
@@ -97,9 +97,9 @@ def struct_layout(files: tuple[str | pathlib.Path, ...], name: str) -> np.dtype[
     fields: list[Any] = []
     for line in declared[1].splitlines():
         if found := FIELDS.match(line):
-            for star, field, length in FIELD.findall(found[2]):
+            for star, field in FIELD.findall(found[2]):
                 kind = np.uintp if star else SCALARS.get(found[1]) or struct_layout(files, found[1])
-                fields.append((field, kind, (int(length),)) if length else (field, kind))
+                fields.append((field, kind))
     return np.dtype(fields, align=True)
 
 

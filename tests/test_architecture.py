@@ -31,9 +31,9 @@ PACKAGE = pathlib.Path(edgekv.__file__).parent
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CODE = (".py", ".cu", ".js", ".css", ".html", ".c", ".cpp", ".sh")
 ROOM_LINES = {  # at most, of each room of the package, and of the tests and the tools: what was reached
-    "(root)": 1_245, "checkpoint": 2_400, "cli": 2_959, "codecs": 2_903, "engine": 5_512, "eval": 1_325,
-    "kernels": 8_250, "kvcache": 1_969, "models": 2_099, "papers": 4_291, "power": 1_381, "server": 2_914,
-    "text": 1_002, "vision": 535, "weights": 2_365, "tests": 21_994, "tools": 4_447,
+    "(root)": 1_245, "checkpoint": 2_400, "cli": 2_959, "codecs": 2_903, "engine": 5_517, "eval": 1_325,
+    "kernels": 8_252, "kvcache": 1_966, "models": 2_099, "papers": 4_291, "power": 1_381, "server": 2_914,
+    "text": 1_002, "vision": 535, "weights": 2_366, "tests": 22_000, "tools": 4_447,
 }  # fmt: skip
 PACKAGE_FILES = 206
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it

@@ -108,10 +108,12 @@ def test_schemes_run_before_capture(device: OnDevice, tmp_path: pathlib.Path, mo
 
 
 TWICE = {"append": lambda self, keys, values: super(type(self), self).append(keys, 2 * values)}
+OFTEN = {"exact_sizes": lambda self, _: Sizes(sink=0, residual_length=16, block=32)}
+OFTEN["needs_flush"] = lambda self: self.n_recent >= 48 - 16 * self.geometry.layer
 BY_LAYER = {"exact_sizes": lambda self, _: Sizes(sink=0, residual_length=16 - 16 * self.geometry.layer, block=32)}
 
 
-@pytest.mark.parametrize(("name", "own"), [("dense", TWICE), ("kivi2", TWICE), ("kivi2", BY_LAYER)])
+@pytest.mark.parametrize(("name", "own"), [("dense", TWICE), *(("kivi2", x) for x in (TWICE, BY_LAYER, OFTEN))])
 def test_a_package_changes_a_scheme(
     name: str, own: Any, tmp_path: pathlib.Path, device: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from kernel_cases import Case, blank, bound, generator, normal, quantize_numpy
 from test_cuda_attend import PAIRS
 
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.driver import CaptureError, Counter, GraphInputs
+from edgekv.kernels.cuda.driver import CaptureError, Counter, GraphInputs, by_value
 from edgekv.kernels.cuda.kernels import CudaKernels, HalfQKV, padded_width
 from edgekv.kernels.cuda.matvec import Matrix, matvec, packed_matvec, takes_packed, widen
 from edgekv.kernels.interface import Kernels
@@ -63,7 +63,9 @@ def test_codecs(device: OnDevice, pair: str, case: Case) -> None:
     device.check_sums(values, p, case.t0, case.t1, q)
 
 
-ALONE = "-x +x ~x abs(x) round(x) math.floor(x) math.ceil(x) math.trunc(x) x+0.5 divmod(x,64) divmod(64,x)"
+ALONE = (
+    "-x +x ~x abs(x) round(x) math.floor(x) math.ceil(x) math.trunc(x) float(x) x+0.5 divmod(x,64) divmod(64,x)"
+)
 
 
 def test_counters_take_sums_alone(device: OnDevice) -> None:
@@ -72,10 +74,10 @@ def test_counters_take_sums_alone(device: OnDevice) -> None:
     count = Counter(7, (("n", 1),), GraphInputs(device.driver, "n"))
     sums = 3 + count - 1, np.int64(9) - count, count + count - np.int32(4)
     assert [(int(n), n.terms) for n in sums] == [(9, (("n", 1),)), (2, (("n", -1),)), (10, (("n", 2),))]
-    names = {"x": count, "np": np, "math": math, "encode": lambda t0: device.kernels.encode(values, x, t0)}
+    names = {"x": count, "np": np, "math": math, "by_value": by_value, "on": device.kernels, "v": values, "k": x}
     signs = "* / // % ** << >> & | ^".split()  # noqa: SIM905
     both = [text for sign in signs for text in (f"x {sign} 2", f"64 {sign} x", f"np.int64(64) {sign} x")]
-    for text in (*ALONE.split(), *both, "pow(x, 2, 3)", "encode(x)"):
+    for text in (*ALONE.split(), *both, "pow(x, 2, 3)", "on.encode(v, k, x)", "by_value(x, None)"):
         with pytest.raises(CaptureError):
             eval(text, names)
 

@@ -51,7 +51,6 @@ STORE_LIES: tuple[tuple[str, Any], ...] = (  # a place in store.json, and what i
 def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path, cli: Cli) -> None:
     store = tmp_path / "store"
     cli("quantize", "--model", folder, "--weights", "int8", "--output", store)
-    Model.open(store)
     manifest = (store / "store.json").read_text()
     for name, lie in STORE_LIES:
         changed = json.loads(manifest)
@@ -66,6 +65,11 @@ def test_stores_whose_json_lies(folder: pathlib.Path, tmp_path: pathlib.Path, cl
         (store / "store.json").write_text(text)
         with pytest.raises(CheckpointError, match="not a weight store"):
             Model.open(store)
+    (store / "store.json").write_text(manifest)
+    weights = store / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"embed":{"dtype":"F', b'"embed":{"dtype":"U'))
+    with pytest.raises(CheckpointError, match=r"'embed' is U\d+ .* expected F"):
+        Model.open(store)
 
 
 def test_a_store_that_another_start_has_made_anew_stays(
@@ -75,7 +79,6 @@ def test_a_store_that_another_start_has_made_anew_stays(
     store = model.store(form).folder
 
     def slow(path: pathlib.Path) -> WeightStore:
-        """Finds the damaged store and says so when another start has made it anew."""
         monkeypatch.setattr("edgekv.weights.store.WeightStore", WeightStore)
         try:
             return WeightStore(path)

@@ -1,10 +1,10 @@
 """The GPU backend, by CuPy: weights, scratch, caches and logits are in the GPU's memory.
 
 A decode step is captured once as a CUDA graph and replayed for later tokens, so that no time passes between its
-launches. Two steps of a conversation differ in counters alone while every cache says so (`KVCache.is_static`):
-positions, and where the stores end. A captured launch finds on the device how far each is from its captured
-value (`GraphInputs`). Packing a block (`KVCache.flush`) is a graph of its own, captured when it is first due;
-where it can't be captured it is done without one.
+launches. While every cache's `KVCache.is_static` is True, the next step differs from the captured one only in
+counters: positions, and where the stores end. A captured launch finds on the device how far each is from its
+captured value (`GraphInputs`). Packing a block (`KVCache.flush`) is a graph of its own, captured when it is first
+due; where it can't be captured it is done without one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ MIN_CHUNK, MAX_CHUNK = 256, 8192  # tokens
 MIN_REPLAYS = 8  # tokens left in the cache, for which a graph is worth its time
 MAX_FAILURES = 3  # failed captures of a scheme, after which its steps are not captured
 POSITIONS = "n_seen"  # the counter that all caches share
+STORING = "append", "attend", "segments"  # methods by which a token is stored as the last one of the last segment
+COUNTING = "is_static", "advance", "needs_flush", "flush"  # and those that decide how counters change
 Counts = list[dict[str, int]]  # of each group of caches, the counters by name
 
 
@@ -171,7 +173,7 @@ class CudaBackend(Backend):
         return True
 
     def reserve_row(self, cache: KVCache) -> tuple[HalfQKV, ...]:
-        if not _stores_rows(type(cache)) or not (cache.is_static() or isinstance(cache, RollingCache)):
+        if not _from_policy(type(cache), *STORING) or not (cache.is_static() or isinstance(cache, RollingCache)):
             return ()
         cache.require_room(1)
         cache.advance(1)
@@ -214,7 +216,8 @@ class CacheGroup:
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
             sizes = (item for item in vars(cache).items() if isinstance(item[1], (int, Sizes)))  # and counters
-            key = type(cache), repr(cache.config), cache.capacity, cache.geometry.sliding_window, *sizes
+            layer = None if _from_policy(type(cache), *COUNTING) else cache.geometry.layer
+            key = type(cache), repr(cache.config), cache.capacity, cache.geometry.sliding_window, layer, *sizes
             groups.setdefault(key, []).append(cache)
         return [CacheGroup(members) for members in groups.values()]
 
@@ -378,10 +381,12 @@ class GraphRunner:
             for cache in caches:
                 cache.flush()
 
-        if not due or not all(cache.flush_is_static for cache in caches):
+        if not (keeps_arrays := all(cache.flush_is_static for cache in caches)):
+            self.forget()
+        if not due or not keeps_arrays:
             flush()
-            return not due
-        # Which counters are equal may decide what `flush` does.
+            return keeps_arrays
+        # `flush` may compare counters: each pattern of equal ones has its own graph.
         counts = ((i, list(group.counts().values())) for i, group in due)
         key = tuple((i, *map(of_group.index, of_group)) for i, of_group in counts)
         if key not in now.flush_graphs:
@@ -398,9 +403,9 @@ class GraphRunner:
 
 
 @functools.cache
-def _stores_rows(kind: type[KVCache]) -> bool:
-    """Returns whether a scheme stores a token by a policy's own `append`, as the last one of its last segment."""
-    policies, names = (FullCache, SinkWindowCache, RollingCache), ("append", "attend", "segments")
+def _from_policy(kind: type[KVCache], *names: str) -> bool:
+    """Returns whether a scheme takes all of these methods from one policy."""
+    policies = FullCache, SinkWindowCache, RollingCache
     return any(all(getattr(kind, name) is getattr(policy, name) for name in names) for policy in policies)
 
 

@@ -162,10 +162,7 @@ class LayerState(abc.ABC):
         self.n_seen += n
 
     def is_static(self) -> bool:
-        """Returns whether the next step makes the same launches as this one, with other counters.
-
-        Where True, a due `flush` must be replayable too.
-        """
+        """Returns whether the next step makes the same launches as this one, with other counters."""
         return False
 
     def needs_flush(self) -> bool:

@@ -3,8 +3,8 @@
 The text goes through the exact model and, beside it, through the rounded one. The second pass feeds each layer
 with the outputs of the layers that are already rounded. A layer is rounded so that its outputs for these inputs
 approximate the exact layer's for the exact inputs. For that its weights are corrected first, by a least-squares
-change. The change is computed on each half of the text. The more the two differ, the noisier it is, and the more
-it is shrunk.
+change. The change is computed on each half of the text. Where the two differ it is mostly noise, and is scaled
+towards 0.
 
 Inputs and weights are rotated, as in `edgekv.weights.gaussian`. A row w of weights is rounded to a row q with a
 small error (w - q) H (w - q)^T, where H is the mean of x x^T over the inputs x (`hessian`). With Cholesky's H = L

@@ -96,7 +96,8 @@ class WeightStore:
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
         self.form = ModelFormat(name, tuple((linears or {}).items()))
         self._tensors = Tensors.open(folder / WEIGHTS_FILE)
-        self.table_dtypes = {name: self._tensors[name].dtype for name in self.arch.tables()}
+        dtypes = ((name, self._tensors[name].dtype) for name in self.arch.tables())
+        self.table_dtypes = {name: dtype if dtype in ("F32", "BF16") else "F16" for name, dtype in dtypes}
         specs = store_specs(self.arch, self.form, self.table_dtypes)
         for tensor, (kind, shape) in specs.items():
             info = self._tensors[tensor]

@@ -341,6 +341,5 @@ def use_remembered(m: Material) -> None:
             verdicts = Verdicts(session.model)
             verdicts.warning(spec)
             verdicts.warn_once(spec)
-            threads.remembered(session.model.arch, session.model.weight_format("int8"))
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["info", "--model", str(m.talker)]) == 0

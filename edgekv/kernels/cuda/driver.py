@@ -109,6 +109,8 @@ def by_value(x: Array | Struct | float | None, program: Program) -> npt.NDArray[
         return x.packed(program)
     if isinstance(x, np.ndarray):  # `Driver.pinned_inputs`
         return np.array(x.ctypes.data, np.uintp)
+    if isinstance(x, Counter) and x.terms:
+        raise CaptureError(f"{x.terms}: given to a kernel without `counter`")
     if isinstance(x, (int, np.integer)):
         return np.array(x, np.int32)
     if isinstance(x, float):
@@ -144,8 +146,8 @@ class Driver:
     has_half_gemm: whether tensor cores multiply float16 faster than float32 is multiplied (sm_70 on).
     has_half_mma: whether prefill_attention.cu compiles (sm_75 on).
     has_integer_mma: whether tiled_linear.cu and tiled.cu compile (sm_80 on).
-    inputs: (N_INPUTS,) int32 on the device, which a replay sets first (`GraphInputs`), and to 0 at its end:
-    position_delta (1,), positions minus the captured ones, ids (1,), the token, and zero (1,), always 0.
+    inputs: (N_INPUTS,) int32 on the device. A replay sets them from `GraphInputs`, and to 0 when it ends. Views:
+    position_delta (1,), the position now minus the captured one; ids (1,), the token; zero (1,), always 0.
     """
 
     def __init__(self) -> None:
@@ -386,7 +388,7 @@ class Counter(int):
 
 
 SUMS = {"add": (1, 1), "radd": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}  # signs of a counter and of the other
-UNARY = "neg pos abs invert round trunc floor ceil"
+UNARY = "neg pos abs invert round trunc floor ceil float"
 BINARY = "mul truediv floordiv mod divmod pow lshift rshift and or xor"
 for _name in (*UNARY.split(), *BINARY.split(), *(f"r{name}" for name in BINARY.split())):
     setattr(Counter, f"__{_name}__", Counter._refuse)

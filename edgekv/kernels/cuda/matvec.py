@@ -15,7 +15,7 @@ MATVEC_ROWS = 8  # activations at most; more go through cuBLAS
 WARPS, WARPS_OF_TILE = 16, 8  # of a thread block of `packed_matvec`, and of those that share a tile of rows
 THREADS, ROWS_AT_ONCE, ROWS_PER_WIDENING = 128, 4, 8  # of a thread block of linear.cu
 MAX_GRID_Y = 65535
-COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # of 16 bytes in a row, for which programs are compiled
+COMPILED_CHUNKS = (32, 64, 128, 192, 224, 256, 352, 448)  # to which a row's are rounded up, for few programs
 # By `Matrix.first_plane_bits`. Of 2 bits, the inputs of 352 chunks would pass the 48 KiB of static shared memory.
 MAX_CHUNKS = {2: 224, 4: 448, 8: 448}
 TABLE_BYTES = 1 << 16  # of the tables of levels, in shared memory

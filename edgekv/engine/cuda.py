@@ -245,6 +245,8 @@ class Conversation:
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches, self.groups = tuple(caches), list[CacheGroup]()  # grouped for the first capture
+        options = {(type(cache), id(cache.config)): cache.config for cache in caches}
+        self.kinds = frozenset((kind, repr(config)) for (kind, _), config in options.items())
         self.step_graph: CapturedGraph | None = None
         self.topologies: list[Hashable] = []  # of the captured step, one for each group
         self.flush_graphs: dict[Hashable, CapturedGraph | None] = {}  # None: it can't be captured
@@ -279,7 +281,7 @@ class GraphRunner:
 
     def __init__(self, decoder: Decoder, backend: CudaBackend) -> None:
         self._decoder, self._backend, self._driver = decoder, backend, backend.driver
-        self._compiled: set[Hashable] = set()  # kinds of caches whose kernels are compiled (`_kinds`)
+        self._compiled: set[Hashable] = set()  # kinds of caches whose kernels are compiled (`Conversation.kinds`)
         self._failures: collections.Counter[Hashable] = collections.Counter()
         self.n_replayed = 0
         self.forget()
@@ -292,15 +294,14 @@ class GraphRunner:
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Returns the logits (vocab,) after appending one token, valid until the next step."""
         now = self._conversation
-        if now is None or now.caches != tuple(caches) or now.counts != now.present_counts():
+        if now and (now.caches != tuple(caches) or now.counts != now.present_counts()):
             self.forget()  # others have changed them, perhaps what they point to
-            now = Conversation(caches)
-        self._conversation = None  # if the step fails
+            now = None
+        now, self._conversation = now or Conversation(caches), None  # if the step fails
         if now.next_replay is None:
-            self._driver.stream.synchronize()  # as in `forget`
             self._capture_step(now)
         if now.next_replay is None:
-            self._compiled.add(_kinds(caches))
+            self._compiled.add(now.kinds)
             keeps_arrays = all(cache.is_static() and cache.flush_is_static for cache in caches)
             x = self._decoder.forward(self._decoder.embed((token,), caches[0].n_seen), caches)
             logits: Array = self._decoder.head(x)[0]
@@ -315,7 +316,9 @@ class GraphRunner:
 
     def _capture_step(self, now: Conversation) -> None:
         """Captures the next token's step, without taking it, where that is possible and worth its time."""
-        kinds, start, now.step_graph = _kinds(now.caches), now.caches[0].n_seen, None
+        if now.step_graph:
+            self.forget()
+        kinds, start, now.step_graph = now.kinds, now.caches[0].n_seen, None
         ready = self._decoder.can_replay and kinds in self._compiled and self._failures[kinds] < MAX_FAILURES
         room = now.caches[0].geometry.capacity - start
         if not ready or room < MIN_REPLAYS or not all(cache.is_static() for cache in now.caches):
@@ -407,10 +410,6 @@ def _from_policy(kind: type[KVCache], *names: str) -> bool:
     """Returns whether a scheme takes all of these methods from one policy."""
     policies = FullCache, SinkWindowCache, RollingCache
     return any(all(getattr(kind, name) is getattr(policy, name) for name in names) for policy in policies)
-
-
-def _kinds(caches: Sequence[KVCache]) -> Hashable:
-    return frozenset((type(cache), repr(cache.config)) for cache in caches)
 
 
 def _counter_key(group: int, name: str) -> Hashable:

@@ -377,7 +377,8 @@ class Decoder:
         row = self.backend.reserve_row(cache) if n == 1 else ()
         self._split(i, projected, rotation, q, k, v, *row)
         if n <= GEMV_ROWS:
-            return self._merge(cache.attend_stored(q) if row else cache.attend(q, k, v, sinks), projected)
+            out = cache.attend_stored(q, sinks) if row else cache.attend(q, k, v, sinks)
+            return self._merge(out, projected)
         out = self.workspace.array("step.out", q.shape)
         block = max(1, MAX_SCORES // (len(q) * (cache.n_seen + n)))
         for a in range(0, n, block):

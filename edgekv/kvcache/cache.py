@@ -330,10 +330,10 @@ class KVCache(LayerState):
             a = b
         return out
 
-    def attend_stored(self, queries: F32) -> F32:
+    def attend_stored(self, queries: F32, sinks: F32 | None) -> F32:
         """Returns what `attend` does of the latest n tokens, which something else has stored and counted."""
         out: F32 = self.workspace.array("attention", queries.shape)
-        self.read(queries, out, None)
+        self.read(queries, out, sinks)
         self.flush()
         return out
 
